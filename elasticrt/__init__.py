@@ -1,0 +1,59 @@
+"""elasticrt keeps a PyTorch DDP job training while nodes come, go and die.
+
+These are all public names. They are loaded on first use: `import elasticrt` itself imports neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elasticrt.errors import CheckpointError, ConfigError, ElasticError, Handover, PreparationError
+    from elasticrt.train.checkpoint import Checkpointer, State
+    from elasticrt.train.context import Context, barrier, global_first, init, is_parallel, local_first, unwrap
+    from elasticrt.train.loop import Loop
+    from elasticrt.train.prepare import prepare
+    from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "ConfigError",
+    "Context",
+    "ElasticBatchSampler",
+    "ElasticDistributedSampler",
+    "ElasticError",
+    "Handover",
+    "Loop",
+    "PreparationError",
+    "State",
+    "barrier",
+    "global_first",
+    "init",
+    "is_parallel",
+    "local_first",
+    "prepare",
+    "unwrap",
+]
+
+_HOME = {
+    "train.checkpoint": ("Checkpointer", "State"),
+    "train.context": ("Context", "barrier", "global_first", "init", "is_parallel", "local_first", "unwrap"),
+    "train.loop": ("Loop",),
+    "train.prepare": ("prepare",),
+    "train.sampler": ("ElasticBatchSampler", "ElasticDistributedSampler"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'elasticrt' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(import_module(f"elasticrt.{_MODULE_OF.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

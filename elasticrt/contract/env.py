@@ -1,0 +1,176 @@
+"""The environment of a worker, as values: what the agent writes is what the training process reads. Pure.
+
+`WorkerEnv.to_env` sets every variable that torchrun sets, with its meaning, plus a few `ELASTICRT_*`. Restart count
+and generation are the run's, not this node's, so they are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
+"""Our own credentials and server settings. Nothing else of the user's environment is touched."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A committed checkpoint, or one that asks to be: what etcd's head, the manifest and the resume point consist of.
+
+    Attributes:
+        step: global steps trained in the state that the file holds.
+        epoch: the epoch the next step belongs to.
+        generation: the generation whose rank 0 wrote it.
+        nonce: 16 hex digits, unique for this commit.
+        parent: the nonce of the commit before it in the history, "" for the first.
+        directory: absolute path of the checkpoint directory.
+        file: name of the payload inside the directory, without any "/".
+        digest: SHA-256 of the payload, 64 hex digits.
+        size: bytes of the payload.
+    """
+
+    step: int
+    epoch: int
+    generation: int
+    nonce: str
+    parent: str
+    directory: str
+    file: str
+    digest: str
+    size: int
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Commit:
+        """Parse and check types; ValueError says which field is wrong."""
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, fields: object) -> Commit:
+        """Build from a parsed JSON object; ValueError says which field is wrong."""
+        if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
+            raise ValueError(f"a commit needs exactly the fields {sorted(cls.__dataclass_fields__)}")
+        for name, value in fields.items():
+            whole = name in ("step", "epoch", "generation", "size")
+            if type(value) is not (int if whole else str):
+                raise ValueError(f"field {name!r} of a commit: got {value!r}; expected {'int' if whole else 'str'}")
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"field {name!r} of a commit: got {value}; expected 0 or more")
+        if not fields["file"] or "/" in fields["file"] or fields["file"].startswith("."):
+            raise ValueError(f"field 'file' of a commit: got {fields['file']!r}; expected a plain file name")
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """Everything a worker is told by its agent.
+
+    Descriptors are numbers of inherited file descriptors, -1 where there is none: `channel_fd` (unix stream socket to
+    the agent), `page_fd` (status page, a memfd), `listen_fd` (global rank 0 only: a bound, listening TCP socket for
+    the generation's store).
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+    master_addr: str
+    master_port: int
+    restart_count: int
+    max_restarts: int
+    run_id: str
+    attempt: int
+    generation: int
+    nonce: str
+    node: str
+    run_dir: str
+    role: str = "default"
+    error_file: str = ""
+    resume: Commit | None = None
+    channel_fd: int = -1
+    page_fd: int = -1
+    listen_fd: int = -1
+
+    def to_env(self) -> dict[str, str]:
+        """The variables to set, on top of the user's own environment."""
+        env = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": self.group_rank,
+            "GROUP_WORLD_SIZE": self.group_world_size,
+            "ROLE_NAME": self.role,
+            "ROLE_RANK": self.rank,
+            "ROLE_WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self.restart_count,
+            "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_ERROR_FILE": self.error_file,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+            "ELASTICRT_ATTEMPT": self.attempt,
+            "ELASTICRT_GENERATION": self.generation,
+            "ELASTICRT_NONCE": self.nonce,
+            "ELASTICRT_NODE": self.node,
+            "ELASTICRT_RUN_DIR": self.run_dir,
+            "ELASTICRT_RESUME": self.resume.to_json() if self.resume else "",
+            "ELASTICRT_CHANNEL_FD": self.channel_fd,
+            "ELASTICRT_PAGE_FD": self.page_fd,
+            "ELASTICRT_LISTEN_FD": self.listen_fd,
+        }
+        return {name: str(value) for name, value in env.items()}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> WorkerEnv | None:
+        """Read back what an elasticrt agent set; None when no such agent started this process.
+
+        Raises ValueError naming the variable when one is missing or malformed.
+        """
+        if "ELASTICRT_GENERATION" not in env:
+            return None
+
+        def whole(name: str) -> int:
+            try:
+                return int(env[name])
+            except (KeyError, ValueError):
+                raise ValueError(f"{name}: got {env.get(name)!r}; expected a whole number set by the agent") from None
+
+        resume = env.get("ELASTICRT_RESUME", "")
+        return cls(
+            rank=whole("RANK"),
+            local_rank=whole("LOCAL_RANK"),
+            world_size=whole("WORLD_SIZE"),
+            local_world_size=whole("LOCAL_WORLD_SIZE"),
+            group_rank=whole("GROUP_RANK"),
+            group_world_size=whole("GROUP_WORLD_SIZE"),
+            master_addr=env.get("MASTER_ADDR", ""),
+            master_port=whole("MASTER_PORT"),
+            restart_count=whole("TORCHELASTIC_RESTART_COUNT"),
+            max_restarts=whole("TORCHELASTIC_MAX_RESTARTS"),
+            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
+            attempt=whole("ELASTICRT_ATTEMPT"),
+            generation=whole("ELASTICRT_GENERATION"),
+            nonce=env.get("ELASTICRT_NONCE", ""),
+            node=env.get("ELASTICRT_NODE", ""),
+            run_dir=env.get("ELASTICRT_RUN_DIR", ""),
+            role=env.get("ROLE_NAME", "default"),
+            error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
+            resume=Commit.from_json(resume) if resume else None,
+            channel_fd=whole("ELASTICRT_CHANNEL_FD"),
+            page_fd=whole("ELASTICRT_PAGE_FD"),
+            listen_fd=whole("ELASTICRT_LISTEN_FD"),
+        )
+
+
+def inherited(env: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment as workers get it: all of it, less our own credentials and etcd's settings."""
+    return {name: value for name, value in env.items() if not name.startswith(REMOVED_PREFIXES)}

@@ -1,0 +1,202 @@
+"""The messages between an agent, its worker parent and its workers. Pure values and their encoding.
+
+A message is one frozen dataclass, sent as one frame (`contract.channel`): JSON, the class name under "kind". Unknown
+kinds, missing or extra fields are refused: both ends come from the same installation.
+
+Who says what:
+
+* agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
+* parent -> agent: Warm, Started, Exited.
+* worker -> agent: Step, Save, Claim, Published, BuildFailed, Done.
+* agent -> worker: Reply, Release.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FRAME_MAX_BYTES = 8 * 1024 * 1024
+"""A frame holds at most an environment and a command line; the kernel limits both to a few MiB."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start one worker.
+
+    With it travel, in this order, the descriptors named in `fd_names`: "stdout", "stderr" (write ends), "channel",
+    "page", "listen" (only for global rank 0). The worker finds each under the number that its environment states
+    (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the parent's own is added.
+    `keep_stdin` is true for local rank 0 only.
+    """
+
+    generation: int
+    local_rank: int
+    command: list[str]
+    module: bool
+    env: dict[str, str]
+    directory: str
+    fd_names: list[str]
+    keep_stdin: bool = False
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send `number` to the workers of `generation` (0: all): their main processes, or with `sessions` all of theirs."""
+
+    generation: int
+    number: int
+    sessions: bool
+
+
+@dataclass(frozen=True)
+class Warm:
+    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork"."""
+
+    pid: int
+    method: str
+    reason: str
+    import_s: float
+    rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """The worker runs under `pid`; `at_ns` is CLOCK_MONOTONIC."""
+
+    generation: int
+    local_rank: int
+    pid: int
+    at_ns: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The worker ended and its whole session is gone.
+
+    `code` is the exit code, or minus the signal number; `error` is set when it could not be started at all.
+    `at_ns` is CLOCK_MONOTONIC when its parent learnt of the end.
+    """
+
+    generation: int
+    local_rank: int
+    pid: int
+    code: int
+    at_ns: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A worker with a Loop has finished global step `step`. The first of a generation is sent at once, then <= 10/s.
+
+    `at_ns` is CLOCK_MONOTONIC at the end of the step; `resumed_from` is the step the generation started from.
+    `scalars` are the user's, as of this step (or None values where not yet read).
+    """
+
+    step: int
+    epoch: int
+    at_ns: int
+    resumed_from: int
+    first: bool
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Rank 0 asks for a fenced commit of a file that is already durable. Answered by Reply.
+
+    `replaces` is the nonce of the head that this worker knows ("" for none): the commit is refused when another head is
+    recorded. `commit.parent` differs from it only when a damaged head is replaced by going back to an ancestor.
+    """
+
+    request: int
+    commit: dict[str, Any]
+    replaces: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Ask to build `name` for all nodes that share the directory. Answered by Reply.
+
+    Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>" or "wait: <who builds>", and
+    another Claim follows later.
+    """
+
+    request: int
+    name: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """The claimed preparation is in place (renamed, synced); `digest` is that of its record. Answered by Reply."""
+
+    request: int
+    name: str
+    version: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class BuildFailed:
+    """The user's build function raised: everybody who waits for `name` fails with this error. Answered by Reply."""
+
+    request: int
+    name: str
+    version: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The script has ended with `code` and this process lingers (it holds the group's store) until Release."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to the request of the same number."""
+
+    request: int
+    ok: bool
+    reason: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Release:
+    """A lingering worker may end: its group has."""
+
+
+Message = (
+    Start | Signal | Warm | Started | Exited | Step | Save | Claim | Published | BuildFailed | Done | Reply | Release
+)
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Start, Signal, Warm, Started, Exited, Step, Save, Claim, Published, BuildFailed, Done, Reply, Release,
+    )
+}  # fmt: skip
+
+
+def encode(message: Message) -> bytes:
+    """The message as JSON. Raises ValueError when it is larger than a frame may be."""
+    data = json.dumps({"kind": type(message).__name__, **asdict(message)}, separators=(",", ":")).encode()
+    if len(data) > FRAME_MAX_BYTES:
+        raise ValueError(f"a {type(message).__name__} message of {len(data)} bytes; expected <= {FRAME_MAX_BYTES}")
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """The reverse of `encode`. Raises ValueError on anything else."""
+    try:
+        fields = json.loads(data)
+        kind = _KINDS[fields.pop("kind")]
+        message: Message = kind(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
+    return message

@@ -1,0 +1,92 @@
+"""Errors, named by who must act. The exit code of the process is part of the error.
+
+Every message has one form, made by `explain`: what is wrong, where, what was there, what was expected, and one remedy.
+A user's mistake never ends in a traceback; a bug of ours always does (exit code 70).
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_WORKERS = 1
+EXIT_USAGE = 2
+EXIT_RENDEZVOUS = 3
+EXIT_STORE = 4
+EXIT_CHECKPOINT = 5
+EXIT_PREPARATION = 6
+EXIT_DUPLICATE = 7
+EXIT_BUG = 70
+EXIT_TERMINATED = 143
+
+
+class ElasticError(Exception):
+    """Base of all errors that elasticrt raises on purpose."""
+
+    exit_code: int = EXIT_BUG
+
+
+class ConfigError(ElasticError):
+    """The user, before anything starts: an option, a path or an environment variable is wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+class WorkersFailedError(ElasticError):
+    """The user's code: workers failed and the restart budget is spent."""
+
+    exit_code = EXIT_WORKERS
+
+
+class RendezvousTimeoutError(ElasticError):
+    """The scheduler: min-nodes did not come together in time."""
+
+    exit_code = EXIT_RENDEZVOUS
+
+
+class StoreError(ElasticError):
+    """The operator of etcd: it is unreachable, refuses us or lost its data."""
+
+    exit_code = EXIT_STORE
+
+
+class CheckpointError(ElasticError):
+    """Nothing valid to resume from. It travels in the error file and is final: a restart cannot cure it."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class PreparationError(ElasticError):
+    """The user's build function failed. It travels in the error file and is final."""
+
+    exit_code = EXIT_PREPARATION
+
+
+class DuplicateError(ElasticError):
+    """Another live agent or run has this name or this directory."""
+
+    exit_code = EXIT_DUPLICATE
+
+
+class Handover(BaseException):
+    """This worker is asked to leave its training loop: the membership changes.
+
+    A `BaseException`, so that `except Exception` in a training script does not swallow it; `finally` and `with` run.
+    """
+
+
+def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
+    """The one form of every message: `what (where): got X; expected Y. Remedy`.
+
+    `got` is truncated to 80 characters, so that no value can flood a terminal or a log.
+    """
+    message = f"{what} ({where})"
+    details = []
+    if got is not None:
+        text = got if isinstance(got, str) else repr(got)
+        details.append("got " + (text if len(text) <= 80 else text[:77] + "..."))
+    if expected:
+        details.append(f"expected {expected}")
+    if details:
+        message += ": " + "; ".join(details)
+    if remedy:
+        message += f". {remedy}"
+    return message

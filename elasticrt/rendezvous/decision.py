@@ -1,0 +1,149 @@
+"""What a member can decide: its own state, and one small value per decision, each with its reason in words. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticrt.rendezvous.records import Generation, Member, Report, Result, Seat
+from elasticrt.rendezvous.seats import Draft
+from elasticrt.rendezvous.view import Entry
+from elasticrt.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Me:
+    """This member's own state.
+
+    Attributes:
+        record: what its member key should say.
+        spec: what it takes the run to be; `attempt`: which attempt at the run it belongs to.
+        known: the highest generation it has seen in this store (`record.seen`: in any store).
+        lease: whether its lease is known to live ("connected"), overdue ("suspended"), or gone ("lost").
+        started: the newest generation whose workers it has started, 0 for none.
+        running: the generation whose workers still live, 0 for none.
+        report: what its report for generation `started` should say, if anything.
+        filed: the report it last stored.
+        failed_at: when its workers failed in generation `started`.
+        leaving: why it leaves ("" if it does not).
+        pause_s: how long the last re-form took, as measured here.
+    """
+
+    record: Member
+    spec: RunSpec
+    attempt: int = 1
+    known: int = 0
+    lease: Literal["connected", "suspended", "lost"] = "connected"
+    started: int = 0
+    running: int = 0
+    report: Report | None = None
+    filed: Report | None = None
+    failed_at: float | None = None
+    leaving: str = ""
+    pause_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class End:
+    """The run has its result: stop and exit with its code."""
+
+    result: Result
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Take this member out of the run, stop its workers, exit."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Stop at once with `code`: going on would not be safe."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Kill the workers, throw away what they hold in memory, and come back as a new member."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Start the workers of `generation` in `seat` (killing those of an older one first)."""
+
+    generation: Generation
+    seat: Seat
+    reason: str
+
+
+@dataclass(frozen=True)
+class Register:
+    """Write this member's key (with a new lease if the old one is lost)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Bring this member's key up to date."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class File:
+    """Store this member's report."""
+
+    report: Report
+    reason: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask these seats' agents whether they live (those not being asked already)."""
+
+    seats: tuple[Seat, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Delete the key of a member that is certainly gone, if it is unchanged and the generation still is."""
+
+    member: Entry[Member]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Publish the next generation by compare-and-swap."""
+
+    draft: Draft
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Write the run's one result."""
+
+    status: Literal["succeeded", "failed"]
+    code: int
+    reason: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do until something changes, or until `until` on this member's clock."""
+
+    reason: str
+    until: float | None = None
+
+
+Decision = End | Leave | Halt | Rejoin | Run | Register | Announce | File | Probe | Fence | Publish | Finish | Wait

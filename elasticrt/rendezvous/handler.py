@@ -1,0 +1,337 @@
+"""The doing: a member's reads, watches and transactions. Every decision about them is made elsewhere.
+
+A `Rendezvous` owns the view. It keeps it up to date from watches (whose deliveries come through the caller's queue as
+`Notice`s, so that one thread owns all state), reads what the view says is missing, and carries out decisions.
+
+Any call may raise StoreUnavailable; then nothing is known about its effect, and the caller calls `refresh` before it
+decides again. That is the whole treatment of unknown outcomes: what happened is in the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from elasticrt.errors import DuplicateError, StoreError, explain
+from elasticrt.rendezvous import fence
+from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Publish
+from elasticrt.rendezvous.records import Keys, Member, Record, Report, Result, SpecRecord, decode
+from elasticrt.rendezvous.view import View, apply, apply_range, followed, wanted_reads, with_oldest
+from elasticrt.spec import RunSpec, difference
+from elasticrt.store.protocol import (
+    Broken,
+    Changes,
+    Event,
+    KeyValue,
+    Resync,
+    Snapshot,
+    Store,
+    Txn,
+    TxnResult,
+    Watch,
+)
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Record)
+
+READS_MAX = 20
+"""Reads in a row to complete one view. Each answers a question the last one raised; more means a bug or a livelock."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A delivery of one watch, to be handed to `Rendezvous.absorb`."""
+
+    watch: int
+    range: str
+    item: Changes | Resync | Broken
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What registering found: the attempt this member belongs to."""
+
+    attempt: int
+
+
+class Rendezvous:
+    """A member's side of the store. Used by one thread; only `emit` is called from others."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        node: str,
+        emit: Callable[[Notice], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.keys = keys
+        self.view = View(node)
+        self.store_id = ""
+        self._emit = emit
+        self._now = now
+        self._watches: dict[str, tuple[int, Watch]] = {}
+        self._next_watch = 1
+        self._warned: set[str] = set()
+
+    # Reading.
+
+    def refresh(self) -> None:
+        """Read everything that is followed, then whatever the view still lacks. Raises StoreUnavailable."""
+        for range_ in followed(self.view, self.keys):
+            self._fold_range(range_)
+        self.complete()
+
+    def complete(self) -> None:
+        """Read what the view lacks and follow what it should, until it lacks nothing. Raises StoreUnavailable."""
+        for _ in range(READS_MAX):
+            self._follow()
+            wanted = wanted_reads(self.view, self.keys)
+            if not wanted:
+                break
+            for range_ in wanted:
+                if range_ == self.keys.members and not self.view.complete:
+                    oldest = self._read(range_, limit=1, by_create=True)
+                    self.view = with_oldest(self.view, self.keys, next(iter(oldest.keys), None), self._now())
+                    if not oldest.keys:
+                        return  # Nobody is registered, not even we: there is nothing to be complete about.
+                else:
+                    self._fold_range(range_)
+        else:
+            raise StoreError(f"the view of {self.keys.prefix} does not settle after {READS_MAX} reads")
+        self._warn_of_unreadable()
+
+    def absorb(self, notice: Notice) -> None:
+        """Fold one delivery. Those of a watch that has been cancelled are dropped. Raises StoreUnavailable."""
+        current = self._watches.get(notice.range)
+        if current is None or current[0] != notice.watch:
+            return
+        if isinstance(notice.item, Changes):
+            self.view = apply(self.view, self.keys, notice.item.events, self._now())
+        elif isinstance(notice.item, Resync):
+            log.warning("reading %s again: %s", notice.range, notice.item.reason)
+            self._unfollow(notice.range)
+        else:
+            log.info("the watch of %s is interrupted: %s", notice.range, notice.item.reason)
+
+    def close(self) -> None:
+        """Stop following."""
+        for range_ in list(self._watches):
+            self._unfollow(range_)
+
+    # Registering.
+
+    def enter(self, spec: RunSpec, member: Member, lease: int, *, again: bool) -> Entered | Result | KeyValue | None:
+        """One try to register for the first time.
+
+        Returns:
+            Entered: registered. Result: the run has succeeded before, nothing to do. KeyValue: another life's key
+            stands under this name (the caller finds out whether it lives). None: somebody else was faster, or a
+            finished attempt's members are still leaving; try again soon.
+
+        Raises DuplicateError when live members run with other options, StoreUnavailable.
+        """
+        keys, node = self.keys, member.node
+        stored = self._record(SpecRecord, keys.spec)
+        generation = self._read(keys.generation).get(keys.generation)
+        mine = self._read(keys.member(node)).get(keys.member(node))
+        alive = bool(self._read(keys.members, limit=1).keys)
+        if mine is not None:
+            if decode(Member, mine.key, mine.value).incarnation != member.incarnation:
+                return mine
+            return Entered(stored[0].attempt if stored else 1)  # An earlier try whose answer was lost.
+        attempt, write_spec = 1, True
+        if stored is not None:
+            attempt = stored[0].attempt
+            result = self._record(Result, keys.result(attempt))
+            if alive:
+                unlike = difference(spec, stored[0].spec)
+                if unlike:
+                    raise DuplicateError(_other_options(keys.run_id, unlike))
+                if result is not None:
+                    return None
+                write_spec = False
+            elif result is not None:
+                if result[0].status == "succeeded" and not again:
+                    return result[0]
+                attempt += 1
+            else:
+                write_spec = stored[0].spec != spec
+        guard = fence.Guard(
+            spec=stored[1] if stored else 0, generation=generation.mod_revision if generation else 0, checkpoint=0, me=0
+        )
+        if write_spec:
+            txn = fence.register(keys, guard, SpecRecord(spec=spec, attempt=attempt), member, lease)
+        else:
+            txn = fence.register_again(keys, guard, member, lease)
+        return Entered(attempt) if self._commit(txn).succeeded else None
+
+    def register_again(self, member: Member, lease: int) -> bool:
+        """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
+        self.refresh()
+        mine = self.view.members.get(member.node)
+        if mine is not None and mine.record.incarnation == member.incarnation:
+            # The key is still there, on the old lease: replace it by one on the new lease.
+            return self._write(fence.announce(self.keys, self._guard(), member, lease), member)
+        return self._write(fence.register_again(self.keys, self._guard(), member, lease), member)
+
+    def evict_stale(self, stale: KeyValue) -> None:
+        """Delete a dead life's key under this name, if it is unchanged. Raises StoreUnavailable."""
+        self.view = apply(self.view, self.keys, [Event(stale.key, stale, stale.mod_revision)], self._now())
+        generation = self._read(self.keys.generation).get(self.keys.generation)
+        guard = fence.Guard(spec=0, generation=generation.mod_revision if generation else 0, checkpoint=0, me=0)
+        self._commit(fence.evict(self.keys, guard, self.view.members[self.view.node]))
+        self.view = View(self.view.node)
+
+    # Carrying out decisions. Each returns whether it took effect; if not, the view has been read anew.
+
+    def announce(self, _: Announce, me: Me, lease: int) -> bool:
+        """Bring the member key up to date."""
+        return self._write(fence.announce(self.keys, self._guard(), me.record, lease), me.record)
+
+    def file(self, decision: File) -> bool:
+        """Store the report."""
+        return self._done(fence.file(self.keys, self._guard(), decision.report))
+
+    def evict(self, decision: Fence) -> bool:
+        """Fence a member."""
+        done = self._commit(fence.evict(self.keys, self._guard(), decision.member))
+        if not done.succeeded:
+            self.refresh()
+            return False
+        self._fold(Event(self.keys.member(decision.member.record.node), None, done.revision))
+        return True
+
+    def publish(self, decision: Publish) -> bool:
+        """Write the roster, then swap the generation; take the roster back if somebody else was faster."""
+        generation, chunks = decision.draft.seal(secrets.token_hex(8))
+        for txn in fence.roster(self.keys, generation.nonce, chunks):
+            self._commit(txn)
+        txn = fence.publish(self.keys, self._guard(), self.view.node, generation, self.view.generation)
+        done = self._commit(txn)
+        if not done.succeeded:
+            self._commit(fence.discard_roster(self.keys, generation.nonce))
+            self.refresh()
+            return False
+        self._fold(_put(self.keys.generation, generation, done.revision))
+        self._fold_range(self.keys.roster(generation.nonce))
+        return True
+
+    def finish(self, decision: Finish, step: int) -> bool:
+        """Write the run's result."""
+        assert self.view.spec is not None
+        result = Result(
+            attempt=self.view.spec.record.attempt,
+            status=decision.status,
+            code=decision.code,
+            reason=decision.reason[:1000],
+            generation=self.view.number,
+            step=step,
+            text=decision.text[:6000],
+        )
+        done = self._commit(fence.finish(self.keys, self._guard(), self.view.node, result))
+        if done.succeeded:
+            self._fold(_put(self.keys.result(result.attempt), result, done.revision))
+        else:
+            self.refresh()
+        return done.succeeded
+
+    def leave(self, report: Report | None) -> None:
+        """Take the own key out at once, telling the others why. Raises StoreUnavailable."""
+        done = self._commit(fence.leave(self.keys, self._guard(), self.view.node, report))
+        if not done.succeeded:
+            # The generation has moved on, or the key is gone already: then leaving needs no report.
+            self._commit(fence.leave(self.keys, self._guard(), self.view.node, None))
+
+    # Details.
+
+    def _guard(self) -> fence.Guard:
+        return fence.Guard.of(self.view)
+
+    def _commit(self, txn: Txn) -> TxnResult:
+        log.debug("transaction: %s", txn.why)
+        return self.store.commit(txn)
+
+    def _done(self, txn: Txn) -> bool:
+        done = self._commit(txn)
+        if not done.succeeded:
+            self.refresh()
+        return done.succeeded
+
+    def _write(self, txn: Txn, member: Member) -> bool:
+        done = self._commit(txn)
+        if not done.succeeded:
+            self.refresh()
+            return False
+        old = self.view.members.get(member.node)
+        created = old.create_revision if old is not None else done.revision
+        self._fold(_put(self.keys.member(member.node), member, done.revision, created))
+        return True
+
+    def _fold(self, event: Event) -> None:
+        self.view = apply(self.view, self.keys, [event], self._now())
+
+    def _read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Snapshot:
+        found = self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)
+        if self.store_id and found.store_id != self.store_id:
+            log.warning("another store answers at %s", ", ".join(self.store.endpoints))
+            self.view = View(self.view.node)
+        self.store_id = found.store_id
+        return found
+
+    def _record(self, kind: type[R], key: str) -> tuple[R, int] | None:
+        found = self._read(key).get(key)
+        return None if found is None else (decode(kind, key, found.value), found.mod_revision)
+
+    def _fold_range(self, range_: str) -> Snapshot:
+        found = self._read(range_)
+        self.view = apply_range(self.view, self.keys, range_, found, self._now())
+        return found
+
+    def _follow(self) -> None:
+        ranges = followed(self.view, self.keys)
+        for range_ in [known for known in self._watches if known not in ranges]:
+            self._unfollow(range_)
+            if range_ == self.keys.members:
+                self.view = replace(self.view, complete=False)  # Nobody tells us of the others any more.
+        for range_ in ranges:
+            if range_ not in self._watches:
+                found = self._fold_range(range_)
+                number = self._next_watch
+                self._next_watch += 1
+
+                def sink(item: Changes | Resync | Broken, number: int = number, range_: str = range_) -> None:
+                    self._emit(Notice(number, range_, item))
+
+                exact = not range_.endswith("/")
+                watch = self.store.watch(range_, sink, from_revision=found.revision + 1, exact=exact)
+                self._watches[range_] = (number, watch)
+
+    def _unfollow(self, range_: str) -> None:
+        self._watches.pop(range_)[1].cancel()
+
+    def _warn_of_unreadable(self) -> None:
+        for key in sorted(self.view.unreadable - self._warned):
+            log.warning("%s holds something that is not ours; it is ignored", key)
+        self._warned |= self.view.unreadable
+
+
+def _put(key: str, record: Record, revision: int, created: int | None = None) -> Event:
+    value = KeyValue(key, record.encode(), created if created is not None else revision, revision, 1)
+    return Event(key, value, revision)
+
+
+def _other_options(run_id: str, unlike: str) -> str:
+    return explain(
+        "this run is alive with other options",
+        f"run {run_id}",
+        got=unlike,
+        expected="the same options on every node",
+        remedy="Start this node with the run's options, or choose another --run-id",
+    )

@@ -1,0 +1,334 @@
+"""Keys and values in the store. Pure.
+
+All keys of a run start with `/elasticrt/<run id>/`. Values are JSON objects with a version, checked strictly when they
+are read: a value of another shape is refused by name, never guessed at, and never more than data.
+
+    spec                  RunSpec and attempt                                   no lease
+    members/<node>        who is here, in which life, and in what state         the member's lease
+    generation            the agreed membership, replaced by compare-and-swap   no lease
+    roster/<nonce>/<k>    the seats of that generation, 64 or so a chunk        no lease
+    reports/<g>/<node>    how this node's workers ended                         no lease
+    checkpoint            the head: the newest committed checkpoint             no lease
+    prepare/<name>        who builds a data set, or that it is done             while building: the builder's lease
+    result/<attempt>      the one final result                                  no lease
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from elasticrt.contract.env import Commit
+from elasticrt.errors import StoreError, explain
+from elasticrt.spec import RunSpec
+
+VALUE_MAX_BYTES = 16 * 1024
+ROSTER_VALUE_MAX_BYTES = 64 * 1024
+SEATS_PER_CHUNK = 64
+"""Small enough for one etcd value, large enough that a thousand nodes need 16 writes (a transaction holds 128)."""
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
+Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_%-]{1,253}$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class UnreadableRecord(StoreError):  # noqa: N818  It describes the record, not us.
+    """A value under our prefix that is not one of ours: not JSON, another version, wrong types."""
+
+
+class Record(BaseModel):
+    """Base of everything that is stored: immutable, nothing extra, no type conversions, a version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    v: Literal[1] = 1
+
+    def encode(self) -> bytes:
+        """The value to store."""
+        return self.model_dump_json(exclude_none=True).encode()
+
+
+R = TypeVar("R", bound=Record)
+
+
+def decode(kind: type[R], key: str, value: bytes) -> R:
+    """Parse a stored value strictly. Raises UnreadableRecord naming the key and the first thing wrong."""
+    limit = ROSTER_VALUE_MAX_BYTES if kind is RosterChunk else VALUE_MAX_BYTES
+    if len(value) > limit:
+        problem = f"{len(value)} bytes; expected at most {limit}"
+    else:
+        try:
+            return kind.model_validate_json(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, first['loc'])) or 'value'}: {first['msg']}"
+    raise UnreadableRecord(
+        explain(
+            "a record in etcd is not readable",
+            key,
+            got=problem,
+            expected=f"a version 1 {kind.__name__}",
+            remedy="Something else writes under this run's prefix, or versions are mixed; use another run id",
+        )
+    )
+
+
+class SpecRecord(Record):
+    """The agreed options, and which attempt at this run id this is (counted from 1)."""
+
+    spec: RunSpec
+    attempt: Annotated[int, Field(ge=1)]
+
+
+class Member(Record):
+    """A node in one life.
+
+    `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
+    `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
+    member be rank 0 there. `probe_port`: answers whether this life still lives.
+    """
+
+    node: Name
+    incarnation: Hex16
+    address: Host
+    pid: Count
+    workers: Annotated[int, Field(ge=1, le=4096)]
+    probe_port: Port
+    port: Port
+    warm: bool = False
+    draining: bool = False
+    generation: Count = 0
+    seen: Count = 0
+
+
+class Seat(BaseModel):
+    """One member's place in a generation: its ranks are `rank_offset` ... `rank_offset + workers - 1`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    node: Name
+    incarnation: Hex16
+    index: Count
+    rank_offset: Count
+    workers: Annotated[int, Field(ge=1, le=4096)]
+    address: Host
+    probe_port: Port
+
+
+class RosterChunk(Record):
+    """Some of a generation's seats. A node finds its own seat in chunk `chunk_of(node, chunks)`."""
+
+    seats: tuple[Seat, ...] = Field(strict=False)
+
+
+class HeadRecord(Record):
+    """The head: the newest committed checkpoint, with the field meanings of `contract.env.Commit`."""
+
+    step: Count
+    epoch: Count
+    generation: Count
+    nonce: Hex16
+    parent: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
+    directory: Annotated[str, Field(max_length=4096, pattern=r"^/")]
+    file: Annotated[str, Field(max_length=255, pattern=r"^[^/.][^/]*$")]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    size: Count
+
+    @classmethod
+    def of(cls, commit: Commit) -> HeadRecord:
+        """The record for a commit. Raises pydantic.ValidationError on values that no worker of ours sends."""
+        return cls.model_validate(asdict(commit))
+
+    def commit(self) -> Commit:
+        """The same as the value that workers know."""
+        return Commit(**self.model_dump(exclude={"v"}))
+
+
+class Generation(Record):
+    """One agreed membership. Everything in it is decided by the leader that published it.
+
+    `restarts` counts failures since new steps were last committed, `restarts_total` all of this attempt;
+    `restart_step` is the head's step at the last counted failure. `resume` is where its workers start from.
+    """
+
+    number: Annotated[int, Field(ge=1)]
+    attempt: Annotated[int, Field(ge=1)]
+    nonce: Hex16
+    nodes: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=1)]
+    master_address: Host
+    master_port: Port
+    cause: Annotated[str, Field(max_length=400)]
+    kind: Literal["start", "failure", "lost", "join"]
+    restarts: Count = 0
+    restarts_total: Count = 0
+    restart_step: Count = 0
+    resume: HeadRecord | None = None
+    chunks: Annotated[int, Field(ge=1)]
+    roster_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class FailureRecord(BaseModel):
+    """What a report says about the worker that failed first on its node. Texts are truncated by the sender."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    rank: Count
+    code: int
+    collateral: bool
+    final_code: Literal[0, 5, 6] = 0
+    summary: Annotated[str, Field(max_length=500)]
+    text: Annotated[str, Field(max_length=6000)] = ""
+
+
+class Report(Record):
+    """How a node's workers ended in a generation.
+
+    "finishing": a first worker ended well, the others still run; "ok": all ended well; "failed": one did not, and the
+    others of this node have been killed; "left": the node has gone on purpose.
+    """
+
+    generation: Annotated[int, Field(ge=1)]
+    node: Name
+    incarnation: Hex16
+    status: Literal["finishing", "ok", "failed", "left"]
+    failure: FailureRecord | None = None
+
+
+class Result(Record):
+    """The end of an attempt, the same for every agent. `code` is the exit code of all of them."""
+
+    attempt: Annotated[int, Field(ge=1)]
+    status: Literal["succeeded", "failed"]
+    code: Annotated[int, Field(ge=0, le=255)]
+    reason: Annotated[str, Field(max_length=1000)]
+    generation: Count
+    step: Count = 0
+    text: Annotated[str, Field(max_length=6000)] = ""
+
+
+class Preparation(Record):
+    """The state of one shared data preparation: "building" lives on its builder's lease, the others stay."""
+
+    state: Literal["building", "done", "failed"]
+    version: Annotated[str, Field(max_length=128)]
+    generation: Count
+    node: Name
+    incarnation: Hex16
+    digest: Annotated[str, Field(max_length=64)] = ""
+    error: Annotated[str, Field(max_length=4000)] = ""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of all keys of one run."""
+
+    run_id: str
+
+    @property
+    def prefix(self) -> str:
+        """Everything of this run; it ends with a slash, so that run `a` never reads run `a-b`."""
+        return f"/elasticrt/{self.run_id}/"
+
+    @property
+    def spec(self) -> str:
+        """See the module."""
+        return self.prefix + "spec"
+
+    @property
+    def members(self) -> str:
+        """The prefix of all member keys."""
+        return self.prefix + "members/"
+
+    def member(self, node: str) -> str:
+        """One member's key."""
+        return self.members + node
+
+    @property
+    def generation(self) -> str:
+        """See the module."""
+        return self.prefix + "generation"
+
+    @property
+    def rosters(self) -> str:
+        """The prefix of all rosters."""
+        return self.prefix + "roster/"
+
+    def roster(self, nonce: str) -> str:
+        """The prefix of one generation's roster chunks."""
+        return f"{self.rosters}{nonce}/"
+
+    def chunk(self, nonce: str, index: int) -> str:
+        """One roster chunk."""
+        return f"{self.roster(nonce)}{index:04d}"
+
+    @property
+    def all_reports(self) -> str:
+        """The prefix of all generations' reports."""
+        return self.prefix + "reports/"
+
+    def reports(self, generation: int) -> str:
+        """The prefix of one generation's reports."""
+        return f"{self.all_reports}{generation}/"
+
+    def report(self, generation: int, node: str) -> str:
+        """One node's report."""
+        return self.reports(generation) + node
+
+    @property
+    def checkpoint(self) -> str:
+        """See the module."""
+        return self.prefix + "checkpoint"
+
+    @property
+    def preparations(self) -> str:
+        """The prefix of all preparations."""
+        return self.prefix + "prepare/"
+
+    def preparation(self, name: str) -> str:
+        """One preparation; any text may be its name, so a digest of it is the key."""
+        return self.preparations + hashlib.sha256(name.encode()).hexdigest()[:32]
+
+    @property
+    def results(self) -> str:
+        """The prefix of all attempts' results."""
+        return self.prefix + "result/"
+
+    def result(self, attempt: int) -> str:
+        """One attempt's result."""
+        return f"{self.results}{attempt}"
+
+
+def chunk_count(members: int) -> int:
+    """How many roster chunks a generation of so many members has."""
+    return max(1, -(-members // SEATS_PER_CHUNK))
+
+
+def chunk_of(node: str, chunks: int) -> int:
+    """The chunk that holds a node's seat: it can be found without knowing the roster."""
+    return zlib.crc32(node.encode()) % chunks
+
+
+def roster_chunks(seats: tuple[Seat, ...]) -> tuple[RosterChunk, ...]:
+    """Distribute seats over chunks by node name."""
+    count = chunk_count(len(seats))
+    chunks: list[list[Seat]] = [[] for _ in range(count)]
+    for seat in seats:
+        chunks[chunk_of(seat.node, count)].append(seat)
+    return tuple(RosterChunk(seats=tuple(chunk)) for chunk in chunks)
+
+
+def roster_digest(chunks: tuple[RosterChunk, ...]) -> str:
+    """SHA-256 over the encoded chunks in order: the generation names the roster it was made with."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def fields(record: Record) -> dict[str, Any]:
+    """A record's fields without its version, for events and messages."""
+    return record.model_dump(exclude={"v"}, exclude_none=True)

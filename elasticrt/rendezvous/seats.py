@@ -1,0 +1,93 @@
+"""Who sits where: from members to ranks. Pure.
+
+Survivors keep their order and newcomers go last, so that rank 0, its caches and its logs stay where they are as long as
+their node lives. Nobody's name or address decides about ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticrt.rendezvous.records import (
+    Generation,
+    HeadRecord,
+    Member,
+    RosterChunk,
+    Seat,
+    roster_chunks,
+    roster_digest,
+)
+from elasticrt.rendezvous.view import Entry
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A generation as decided, before it has its nonce: everything but randomness."""
+
+    number: int
+    attempt: int
+    kind: Literal["start", "failure", "lost", "join"]
+    cause: str
+    seats: tuple[Seat, ...]
+    master_address: str
+    master_port: int
+    restarts: int
+    restarts_total: int
+    restart_step: int
+    resume: HeadRecord | None
+
+    def seal(self, nonce: str) -> tuple[Generation, tuple[RosterChunk, ...]]:
+        """The record to publish and its roster."""
+        chunks = roster_chunks(self.seats)
+        record = Generation(
+            number=self.number,
+            attempt=self.attempt,
+            nonce=nonce,
+            nodes=len(self.seats),
+            world_size=sum(seat.workers for seat in self.seats),
+            master_address=self.master_address,
+            master_port=self.master_port,
+            cause=self.cause[:400],
+            kind=self.kind,
+            restarts=self.restarts,
+            restarts_total=self.restarts_total,
+            restart_step=self.restart_step,
+            resume=self.resume,
+            chunks=len(chunks),
+            roster_digest=roster_digest(chunks),
+        )
+        return record, chunks
+
+
+def seat_order(ready: Iterable[Entry[Member]], before: Iterable[Seat], most: int) -> list[Entry[Member]]:
+    """At most `most` ready members in rank order: those seated before in their old order, then by age of their key."""
+    old = {(seat.node, seat.incarnation): seat.index for seat in before}
+
+    def place(entry: Entry[Member]) -> tuple[int, int]:
+        index = old.get((entry.record.node, entry.record.incarnation))
+        return (0, index) if index is not None else (1, entry.create_revision)
+
+    return sorted(ready, key=place)[:most]
+
+
+def seats_for(members: Iterable[Entry[Member]]) -> tuple[Seat, ...]:
+    """Seats in the order given, ranks counted through: a permutation of 0 ... W - 1 by construction."""
+    seats: list[Seat] = []
+    offset = 0
+    for index, entry in enumerate(members):
+        member = entry.record
+        seats.append(
+            Seat(
+                node=member.node,
+                incarnation=member.incarnation,
+                index=index,
+                rank_offset=offset,
+                workers=member.workers,
+                address=member.address,
+                probe_port=member.probe_port,
+            )
+        )
+        offset += member.workers
+    return tuple(seats)

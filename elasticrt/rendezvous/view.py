@@ -1,0 +1,306 @@
+"""What a member knows of its run: the store's state, folded into one immutable value. Pure.
+
+A fold, not an event machine: `apply` takes keys as they are now (from a read or from a watch, it does not matter which)
+and gives the next view. A missed, merged or replayed change cannot hurt: an older revision of a key never replaces a
+newer one, and a fresh read of a range replaces all of it (changes that the read already contains are ignored later).
+
+Times in a view are the observer's own monotonic clock, given as `now`: when *this* process first saw a thing. No clock
+crosses a host.
+
+Who sees what: the leader follows all of `members/` and `reports/` (`complete` is true). Everyone else follows its own
+member key and the leader's, so that a thousand members cost a thousand watches and not a million deliveries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, TypeVar
+
+from elasticrt.rendezvous.records import (
+    Generation,
+    HeadRecord,
+    Keys,
+    Member,
+    Record,
+    Report,
+    Result,
+    RosterChunk,
+    Seat,
+    SpecRecord,
+    UnreadableRecord,
+    chunk_of,
+    decode,
+)
+from elasticrt.store.protocol import Event, KeyValue, Snapshot
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[R]):
+    """A record with its place in the store's history.
+
+    `since`: when this observer first saw the key in this creation; `ready_since` (members only): since when it has been
+    warm and not draining.
+    """
+
+    record: R
+    create_revision: int
+    mod_revision: int
+    since: float
+    ready_since: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What probing a member found: its agent answered ("alive"), is certainly gone ("dead"), or said nothing."""
+
+    kind: Literal["alive", "dead", "silent"]
+    asked_at: float
+
+
+@dataclass(frozen=True)
+class View:
+    """All that decisions are made from, besides the member's own state.
+
+    Attributes:
+        node: the observer's node name.
+        members: live members by node; all of them when `complete`, else at least the observer and the leader.
+        oldest: the node whose member key is oldest, as last read; None when that has to be read again.
+        seats: seats of the current generation by node: all of them when `roster_complete`, else the observer's chunk.
+        roster_nonce: whose roster `seats` is.
+        filed: reports by key, of the current generation and of any newer one.
+        latest: the newest result seen, of whichever attempt.
+        vanished: nodes with a seat whose member key has been seen to go, and when.
+        verdicts: answers of probes by incarnation.
+        short_since: since when fewer than min_nodes members have been live (as far as the observer follows them).
+        unreadable: keys under our prefix that hold something else.
+        read_at: revision of the last complete read of each range.
+    """
+
+    node: str
+    spec: Entry[SpecRecord] | None = None
+    members: Mapping[str, Entry[Member]] = field(default_factory=dict)
+    complete: bool = False
+    oldest: str | None = None
+    generation: Entry[Generation] | None = None
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    roster_nonce: str = ""
+    roster_complete: bool = False
+    filed: Mapping[str, Entry[Report]] = field(default_factory=dict)
+    head: Entry[HeadRecord] | None = None
+    latest: Entry[Result] | None = None
+    vanished: Mapping[str, float] = field(default_factory=dict)
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    short_since: float | None = None
+    unreadable: frozenset[str] = frozenset()
+    read_at: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The current generation's number, 0 before the first."""
+        return self.generation.record.number if self.generation else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether the observer holds the oldest member key."""
+        return self.oldest == self.node
+
+    @property
+    def reports(self) -> dict[str, Entry[Report]]:
+        """The current generation's reports by node."""
+        mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
+        return {entry.record.node: entry for entry in mine}
+
+    @property
+    def result(self) -> Result | None:
+        """The result of the current attempt, if it has ended."""
+        if self.latest is None or self.spec is None or self.latest.record.attempt != self.spec.record.attempt:
+            return None
+        return self.latest.record
+
+    def order(self) -> list[Seat]:
+        """The known seats in rank order."""
+        return sorted(self.seats.values(), key=lambda seat: seat.index)
+
+    def seat_of(self, node: str, incarnation: str) -> Seat | None:
+        """The seat of a node in one life, or None (another life's seat is not mine)."""
+        seat = self.seats.get(node)
+        return seat if seat is not None and seat.incarnation == incarnation else None
+
+
+def apply(view: View, keys: Keys, changes: Iterable[Event], now: float) -> View:
+    """Fold changes of single keys into the view, in the order given."""
+    for change in changes:
+        known = max((at for range_, at in view.read_at.items() if covers(range_, change.key)), default=0)
+        if change.mod_revision > known:
+            view = _apply_one(view, keys, change, now)
+    return _count(view, now)
+
+
+def covers(range_: str, key: str) -> bool:
+    """Whether a range holds a key: a range that ends with a slash is a prefix, any other is one key."""
+    return key.startswith(range_) if range_.endswith("/") else key == range_
+
+
+def apply_range(view: View, keys: Keys, range_: str, found: Snapshot, now: float) -> View:
+    """Fold a complete read of a range: what is not in it no longer exists.
+
+    After a read of `keys.members` the view's members are complete, after one of a roster its seats are.
+    """
+    present = {kv.key: kv for kv in found.keys}
+    gone = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
+    changes = [Event(key, None, 0) for key in gone] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
+    for change in changes:
+        view = _apply_one(view, keys, change, now)
+    if range_ == keys.members:
+        oldest = min(present.values(), key=lambda kv: kv.create_revision, default=None)
+        view = replace(view, complete=True, oldest=oldest.key[len(keys.members) :] if oldest else None)
+    nonce = view.generation.record.nonce if view.generation else ""
+    if nonce and range_.startswith(keys.roster(nonce)):
+        # Also an empty answer is one: a roster that somebody deleted seats nobody, and is not asked for again.
+        if view.roster_nonce != nonce:
+            view = replace(view, seats={}, roster_nonce=nonce)
+        view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
+    return _count(replace(view, read_at={**view.read_at, range_: found.revision}), now)
+
+
+def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> View:
+    """Fold the answer to "who holds the oldest member key?"."""
+    if oldest is None:
+        return replace(view, oldest=None)
+    view = _apply_one(view, keys, Event(oldest.key, oldest, oldest.mod_revision), now)
+    return replace(view, oldest=oldest.key[len(keys.members) :])
+
+
+def with_verdict(view: View, incarnation: str, verdict: Verdict) -> View:
+    """Fold the answer of a probe."""
+    return replace(view, verdicts={**view.verdicts, incarnation: verdict})
+
+
+def wanted_reads(view: View, keys: Keys) -> tuple[str, ...]:
+    """Which ranges must be read before decisions make sense: the oldest member, my roster chunk or all."""
+    wanted = []
+    if view.oldest is None:
+        wanted.append(keys.members)
+    if view.generation is not None:
+        record = view.generation.record
+        if view.roster_nonce != record.nonce:
+            wanted.append(keys.chunk(record.nonce, chunk_of(view.node, record.chunks)))
+        if view.leads and not (view.roster_complete and view.roster_nonce == record.nonce):
+            wanted.append(keys.roster(record.nonce))
+    return tuple(wanted)
+
+
+def followed(view: View, keys: Keys) -> tuple[str, ...]:
+    """The ranges to follow: O(1) for a member, everything for the leader."""
+    if view.leads:
+        return (keys.generation, keys.results, keys.spec, keys.members, keys.all_reports, keys.checkpoint)
+    leader = () if view.oldest is None else (keys.member(view.oldest),)
+    return (keys.generation, keys.results, keys.spec, keys.member(view.node), *leader)
+
+
+def _known_keys(view: View, keys: Keys) -> list[str]:
+    known = [keys.member(node) for node in view.members]
+    known += list(view.filed)
+    singles = ((keys.spec, view.spec), (keys.generation, view.generation), (keys.checkpoint, view.head))
+    known += [key for key, entry in singles if entry is not None]
+    if view.latest is not None:
+        known.append(keys.result(view.latest.record.attempt))
+    return known + list(view.unreadable)
+
+
+def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
+    key = change.key
+    if key in view.unreadable:
+        view = replace(view, unreadable=view.unreadable - {key})
+    try:
+        if key.startswith(keys.members):
+            return _member(view, key, key[len(keys.members) :], change.value, now)
+        if key == keys.generation:
+            return _generation(view, key, change.value, now)
+        if key.startswith(keys.rosters):
+            return _roster(view, keys, key, change.value)
+        if key.startswith(keys.all_reports):
+            return _report(view, keys, key, change.value, now)
+        if key == keys.checkpoint:
+            return replace(view, head=_entry(HeadRecord, key, change.value, view.head, now))
+        if key == keys.spec:
+            return replace(view, spec=_entry(SpecRecord, key, change.value, view.spec, now))
+        if key.startswith(keys.results):
+            return _result(view, key, change.value, now)
+    except UnreadableRecord:
+        # A foreign value must not stop a run: it counts as absent, and whoever acts on the view says so once.
+        return replace(view, unreadable=view.unreadable | {key})
+    return view
+
+
+def _entry(kind: type[R], key: str, value: KeyValue | None, old: Entry[R] | None, now: float) -> Entry[R] | None:
+    if value is None:
+        return None
+    if old is not None and old.mod_revision >= value.mod_revision:
+        return old
+    same_creation = old is not None and old.create_revision == value.create_revision
+    since = old.since if old is not None and same_creation else now
+    return Entry(decode(kind, key, value.value), value.create_revision, value.mod_revision, since)
+
+
+def _member(view: View, key: str, node: str, value: KeyValue | None, now: float) -> View:
+    old = view.members.get(node)
+    entry = _entry(Member, key, value, old, now)
+    members = {name: member for name, member in view.members.items() if name != node}
+    vanished = {name: at for name, at in view.vanished.items() if name != node}
+    if entry is None:
+        if node in view.seats:
+            vanished[node] = view.vanished.get(node, now)
+        oldest = None if view.oldest == node else view.oldest
+        return replace(view, members=members, vanished=vanished, oldest=oldest)
+    if entry.record.node != node:
+        raise UnreadableRecord(f"{key} holds the record of {entry.record.node}")
+    ready = entry.record.warm and not entry.record.draining
+    was_ready = old.ready_since if old is not None and old.create_revision == entry.create_revision else None
+    members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
+    return replace(view, members=members, vanished=vanished)
+
+
+def _generation(view: View, key: str, value: KeyValue | None, now: float) -> View:
+    entry = _entry(Generation, key, value, view.generation, now)
+    if entry is None or (view.generation and view.generation.record.nonce == entry.record.nonce):
+        return replace(view, generation=entry)
+    # Reports, verdicts and disappearances were about the generation before. Reports of a newer one may have come first.
+    filed = {key: report for key, report in view.filed.items() if report.record.generation >= entry.record.number}
+    return replace(view, generation=entry, roster_complete=False, filed=filed, vanished={}, verdicts={})
+
+
+def _roster(view: View, keys: Keys, key: str, value: KeyValue | None) -> View:
+    if value is None or view.generation is None or not key.startswith(keys.roster(view.generation.record.nonce)):
+        return view
+    nonce = view.generation.record.nonce
+    seats = {seat.node: seat for seat in decode(RosterChunk, key, value.value).seats}
+    if view.roster_nonce == nonce:
+        seats = {**view.seats, **seats}
+    return replace(view, seats=seats, roster_nonce=nonce)
+
+
+def _report(view: View, keys: Keys, key: str, value: KeyValue | None, now: float) -> View:
+    number, _, node = key[len(keys.all_reports) :].partition("/")
+    entry = _entry(Report, key, value, view.filed.get(key), now)
+    filed = {name: report for name, report in view.filed.items() if name != key}
+    if entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number):
+        filed[key] = entry
+    return replace(view, filed={k: e for k, e in filed.items() if e.record.generation >= view.number})
+
+
+def _result(view: View, key: str, value: KeyValue | None, now: float) -> View:
+    entry = _entry(Result, key, value, None, now)
+    if entry is None or (view.latest is not None and view.latest.record.attempt > entry.record.attempt):
+        return view
+    return replace(view, latest=entry)
+
+
+def _count(view: View, now: float) -> View:
+    if view.spec is None or not view.complete:
+        return view
+    short = len(view.members) < view.spec.record.spec.min_nodes
+    return replace(view, short_since=(view.short_since if view.short_since is not None else now) if short else None)

@@ -1,0 +1,1 @@
+"""A cluster on one machine: real agents and workers as processes, faults on request."""

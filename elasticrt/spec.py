@@ -1,0 +1,103 @@
+"""What a run is: the options that all its nodes must agree on. Pure.
+
+A `RunSpec` travels through etcd once, and a joiner whose own differs is refused with the fields that differ. What only
+one node needs to know (its name, its log directory, its etcd endpoints) is not part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from elasticrt.errors import ConfigError, explain
+
+PROTOCOL = 1
+"""Raised whenever records or their meaning change: agents of different protocols never share a run."""
+
+RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+NODE_NAME = RUN_ID
+
+NODES_MAX = 100_000
+WORKERS_MAX = 4096
+
+
+class RunSpec(BaseModel):
+    """The agreed options of a run.
+
+    Attributes:
+        min_nodes: fewer nodes than this do not train.
+        max_nodes: nodes beyond this stand by.
+        command: what a worker runs, with its arguments. It is compared with ours, never executed from etcd.
+        max_restarts: restarts allowed, see `restarts_reset`.
+        restarts_reset: whether new committed steps give the whole restart budget back.
+        join_timeout_s: how long to wait for min_nodes.
+        lease_ttl_s: lease asked of etcd for every member.
+        join: when a newcomer is let in: "now", "budget" (re-forms cost at most 5 % of the time), "failure" (only
+            together with a failure or a leaving node).
+        settle_quiet_s, settle_max_s: how long the first members wait for more.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    protocol: int = PROTOCOL
+    min_nodes: int = Field(ge=1, le=NODES_MAX)
+    max_nodes: int = Field(ge=1, le=NODES_MAX)
+    command: tuple[str, ...] = Field(strict=False)
+    max_restarts: int = Field(default=3, ge=0)
+    restarts_reset: bool = True
+    join_timeout_s: float = Field(default=600.0, gt=0, le=1e7)
+    lease_ttl_s: float = Field(default=5.0, ge=1, le=3600)
+    join: Literal["now", "budget", "failure"] = "budget"
+    settle_quiet_s: float = Field(default=0.5, ge=0, le=60)
+    settle_max_s: float = Field(default=3.0, ge=0, le=600)
+
+
+def difference(mine: RunSpec, theirs: RunSpec) -> str:
+    """The fields in which two specs differ, as text for a message; "" when they agree."""
+    ours, others = mine.model_dump(), theirs.model_dump()
+    return ", ".join(
+        f"{name}: {ours[name]!r} here, {others[name]!r} in the run" for name in ours if ours[name] != others[name]
+    )
+
+
+def parse_nodes(text: str, where: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` as two numbers. Raises ConfigError."""
+    parts = text.split(":")
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len(parts) > 2:
+        raise ConfigError(
+            explain("not a number of nodes", where, got=text, expected="N or MIN:MAX", remedy="Example: --nnodes 1:4")
+        )
+    least, most = int(parts[0]), int(parts[-1])
+    check_nodes(least, most, where)
+    return least, most
+
+
+def check_nodes(least: int, most: int, where: str) -> None:
+    """Refuse ranges that no run can have. Raises ConfigError."""
+    if not 1 <= least <= most <= NODES_MAX:
+        raise ConfigError(
+            explain(
+                "not a range of nodes",
+                where,
+                got=f"{least}:{most}",
+                expected=f"1 <= min <= max <= {NODES_MAX}",
+                remedy="Example: --min-nodes 1 --max-nodes 4",
+            )
+        )
+
+
+def check_name(text: str, where: str) -> str:
+    """A run id or a node name, or ConfigError: it becomes part of keys in etcd and of paths."""
+    if not RUN_ID.fullmatch(text):
+        raise ConfigError(
+            explain(
+                "not a usable name",
+                where,
+                got=text,
+                expected="1 to 128 of the characters A-Z a-z 0-9 . _ -, not starting with a dot",
+                remedy="Choose another name",
+            )
+        )
+    return text

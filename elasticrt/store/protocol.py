@@ -1,0 +1,217 @@
+"""What the rendezvous asks of a store: etcd's own model, reduced to what we use. Pure values and one Protocol.
+
+Two stores implement it: `store.memory` (the model, also used by the simulator) and `store.etcd` (the real one). One
+contract suite, `tests/contract`, runs against both.
+
+Three things matter more than the rest:
+
+* Every key carries revisions. A transaction that compares them is the only way this project changes shared state.
+* A call ends in success, `StoreUnavailable` (nothing is known about the effect of a write), or another `StoreError`.
+* A watch never silently skips: it delivers every revision after `from_revision`, or says `Compacted`/`Replaced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from elasticrt.errors import StoreError
+
+
+class StoreUnavailable(StoreError):  # noqa: N818  States, like the words CONNECTED and SUSPENDED, not exceptions to fix.
+    """No answer within the deadline. A write may or may not have happened: read before trying again."""
+
+
+class StoreRefused(StoreError):  # noqa: N818
+    """etcd answered and said no: authentication, permission, no space, too large."""
+
+
+class LeaseLost(StoreError):  # noqa: N818
+    """The lease does not exist (any more)."""
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """One key as stored. `lease` is 0 when the key belongs to none; revisions are the store's, counted from 1."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Compare:
+    """One guard of a transaction. An absent key has create, mod, version and lease 0 (as in etcd)."""
+
+    key: str
+    target: Literal["create", "mod", "version", "lease", "value"]
+    op: Literal["=", "!=", "<", ">"]
+    operand: int | bytes
+
+
+@dataclass(frozen=True)
+class Put:
+    """Write `value` under `key`, bound to lease number `lease` (0: none)."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete one key, or with `prefix=True` every key that starts with it. Deleting nothing is not an error."""
+
+    key: str
+    prefix: bool = False
+
+
+@dataclass(frozen=True)
+class Txn:
+    """If all compares hold, all operations happen, at one revision; otherwise nothing does.
+
+    `why` is one sentence for logs and for the reader of a trace. At most 128 operations (etcd's limit).
+    """
+
+    compares: tuple[Compare, ...]
+    operations: tuple[Put | Delete, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class TxnResult:
+    """Whether the compares held, and the store's revision after the transaction."""
+
+    succeeded: bool
+    revision: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A linearizable read: keys as they were at `revision` in the store with identity `store_id`, and their `count`.
+
+    `count` is the number of keys in the range, also when `limit` cut the list.
+    """
+
+    keys: tuple[KeyValue, ...]
+    revision: int
+    store_id: str
+    count: int
+
+    def get(self, key: str) -> KeyValue | None:
+        """The entry for exactly `key`, or None."""
+        return next((kv for kv in self.keys if kv.key == key), None)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change. For a deletion `value` is None and `mod_revision` is the revision of the deletion."""
+
+    key: str
+    value: KeyValue | None
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Events of one or more revisions, in order; `revision` is the newest of them (or of a progress notice)."""
+
+    events: tuple[Event, ...]
+    revision: int
+
+
+@dataclass(frozen=True)
+class Resync:
+    """The watch can't go on from where it was: read again, then watch from the read's revision + 1.
+
+    `reason` is "compacted", "replaced" (another store answers: store_id or revision went back) or "cancelled: ...".
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The watch has lost its server and is trying again by itself; nothing has been skipped."""
+
+    reason: str
+
+
+WatchSink = Callable[[Changes | Resync | Broken], None]
+"""Called from the store's own thread: it must only hand over (put into a queue) and return."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A granted lease. `ttl_s` is what the server granted, which can be more than was asked."""
+
+    lease_id: int
+    ttl_s: float
+
+
+class Watch(Protocol):
+    """A running watch."""
+
+    def cancel(self) -> None:
+        """Stop; the sink is not called after this returns, except for a call already under way."""
+
+
+class Store(Protocol):
+    """A linearizable key-value store with leases, transactions and watches. Safe to call from several threads."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where the store is, as text for messages."""
+
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+        """All keys that start with `prefix` (or exactly that key), linearizable.
+
+        `by_create` sorts by create revision, oldest first (otherwise by key); `limit` 0 means all.
+        Raises StoreUnavailable, StoreRefused.
+        """
+
+    def commit(self, txn: Txn) -> TxnResult:
+        """Run a transaction once. Raises StoreUnavailable (effect unknown), LeaseLost, StoreRefused."""
+
+    def grant(self, ttl_s: float) -> Lease:
+        """A new lease; a retried grant does not leak a second one. Raises StoreUnavailable, StoreRefused."""
+
+    def keep_alive(self, lease_id: int) -> float:
+        """Renew; the remaining TTL in seconds. Raises LeaseLost when it is gone, StoreUnavailable."""
+
+    def revoke(self, lease_id: int) -> None:
+        """End the lease and delete its keys at once. A lease already gone is not an error."""
+
+    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> Watch:
+        """Deliver every change of `prefix` (or of exactly that key) from `from_revision` on, until cancelled."""
+
+    def close(self) -> None:
+        """Cancel all watches, close the connections. Leases live on until revoked or expired."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """An etcd endpoint as parsed from an option: `http://host:port` or `https://host:port`."""
+
+    scheme: Literal["http", "https"]
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How to authenticate to etcd: files only, never values on a command line. None means: not used."""
+
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    user: str | None = None
+    password_file: str | None = None

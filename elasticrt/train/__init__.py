@@ -1,0 +1,1 @@
+"""What a training script imports: context, samplers, loop, checkpoints, data preparation."""

@@ -1,0 +1,1 @@
+"""From the agent to the running script: the warm parent, and becoming `python -u script`."""

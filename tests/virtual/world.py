@@ -1,0 +1,235 @@
+"""A small world for tests: members with the production view, handler and decisions, over the memory store.
+
+Time stands still unless a test moves it, members act in the order they were made, and workers are a field. Each member
+acts until it waits; `settle` lets all of them act until nobody does anything any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from elasticrt.rendezvous.decide import decide
+from elasticrt.rendezvous.decision import (
+    Announce,
+    Decision,
+    End,
+    Fence,
+    File,
+    Finish,
+    Halt,
+    Leave,
+    Me,
+    Probe,
+    Publish,
+    Register,
+    Rejoin,
+    Run,
+    Wait,
+)
+from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
+from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Seat
+from elasticrt.rendezvous.view import Verdict, with_verdict
+from elasticrt.spec import RunSpec
+from elasticrt.store.memory import MemoryServer, MemoryStore
+from elasticrt.store.protocol import LeaseLost
+
+
+@dataclass
+class VirtualMember:
+    """One member and what it has been told to do so far."""
+
+    world: World
+    name: str
+    life: int = 0
+    me: Me = field(init=False)
+    story: list[Decision] = field(default_factory=list)
+    alive: bool = True
+    silent: bool = False
+    ran: list[tuple[Generation, Seat]] = field(default_factory=list)
+    ended: End | Halt | None = None
+
+    def __post_init__(self) -> None:
+        self.notices: deque[Notice] = deque()
+        self.store = MemoryStore(self.world.server)
+        self.keys = Keys("run")
+        self.rendezvous = Rendezvous(self.store, self.keys, self.name, self.notices.append, self.world.clock)
+        self.me = Me(record=self._record(), spec=self.world.spec)
+
+    def _record(self) -> Member:
+        incarnation = hashlib.sha256(f"{self.name}/{self.life}".encode()).hexdigest()[:16]
+        port = 10_000 + int(incarnation[:3], 16)
+        return Member(
+            node=self.name, incarnation=incarnation, address="127.0.0.1", pid=1, workers=1, probe_port=port, port=port
+        )
+
+    def enter(self, *, again: bool = False) -> object:
+        """Register; warm at once."""
+        self.lease = self.store.grant(self.world.spec.lease_ttl_s)
+        answer = self.rendezvous.enter(self.me.spec, self.me.record, self.lease.lease_id, again=again)
+        if isinstance(answer, Entered):
+            self.me = replace(self.me, attempt=answer.attempt)
+            self.rendezvous.refresh()
+            self.me = replace(self.me, known=self.rendezvous.view.number)
+        return answer
+
+    def warm(self) -> None:
+        """The worker parent is ready."""
+        self.me = replace(self.me, record=self.me.record.model_copy(update={"warm": True}))
+
+    def report(self, status: str, failure: FailureRecord | None = None) -> None:
+        """This node's workers have ended."""
+        self.me = replace(
+            self.me,
+            report=Report(
+                generation=self.me.started,
+                node=self.name,
+                incarnation=self.me.record.incarnation,
+                status=status,
+                failure=failure,
+            ),
+            running=self.me.running if status == "finishing" else 0,
+            failed_at=self.world.clock() if status == "failed" else None,
+        )
+
+    def fail(self, *, collateral: bool = False, final_code: int = 0) -> None:
+        """This node's workers have failed."""
+        rank = self.ran[-1][1].rank_offset
+        self.report(
+            "failed",
+            FailureRecord(
+                rank=rank, code=1, collateral=collateral, final_code=final_code, summary=f"rank {rank} on {self.name}"
+            ),
+        )
+
+    def crash(self) -> None:
+        """The agent is gone: nothing answers at its port; its lease runs on."""
+        self.alive = False
+
+    def step(self) -> bool:
+        """Fold what has come, decide, do. False when it waits (or is gone)."""
+        if not self.alive or self.silent or self.ended is not None:
+            return False
+        while self.notices:
+            self.rendezvous.absorb(self.notices.popleft())
+        self.rendezvous.complete()
+        decision = decide(self.me, self.rendezvous.view, self.world.clock())
+        if not self.story or self.story[-1].reason != decision.reason:
+            self.story.append(decision)
+        return self._do(decision)
+
+    def _do(self, decision: Decision) -> bool:  # noqa: PLR0912  One case per decision.
+        match decision:
+            case Wait(until=until):
+                assert until is None or until > self.world.clock(), "a wait that is over at once would spin"
+                return False
+            case End() | Halt():
+                self.ended = decision
+            case Leave():
+                seated = self.rendezvous.view.seat_of(self.name, self.me.record.incarnation)
+                self.report("left") if seated else None
+                self.rendezvous.leave(self.me.report if seated else None)
+                self.alive = False
+            case Run(generation, seat, _):
+                self.ran.append((generation, seat))
+                record = self.me.record.model_copy(
+                    update={"generation": generation.number, "seen": generation.number, "port": self.me.record.port + 1}
+                )
+                self.me = replace(
+                    self.me,
+                    record=record,
+                    started=generation.number,
+                    running=generation.number,
+                    known=generation.number,
+                    report=None,
+                    failed_at=None,
+                )
+            case Rejoin():
+                self.life += 1
+                self.me = replace(self.me, record=self._record().model_copy(update={"warm": True}), running=0)
+                self.rendezvous.leave(None)
+            case Register():
+                self.lease = self.store.grant(self.world.spec.lease_ttl_s)
+                self.me = replace(self.me, lease="connected")
+                self.rendezvous.register_again(self.me.record, self.lease.lease_id)
+            case Announce():
+                self.rendezvous.announce(decision, self.me, self.lease.lease_id)
+            case File(report, _):
+                if self.rendezvous.file(decision):
+                    self.me = replace(self.me, filed=report)
+            case Probe(seats, _):
+                for seat in seats:
+                    verdict = Verdict(self.world.probe(seat), self.world.clock())
+                    self.rendezvous.view = with_verdict(self.rendezvous.view, seat.incarnation, verdict)
+            case Fence():
+                self.rendezvous.evict(decision)
+            case Publish():
+                self.rendezvous.publish(decision)
+            case Finish():
+                self.rendezvous.finish(decision, 0)
+        return True
+
+
+class World:
+    """A store, a clock and members."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        self.now = 100.0
+        self.server = MemoryServer(self.clock)
+        self.members: dict[str, VirtualMember] = {}
+
+    def clock(self) -> float:
+        """The only clock."""
+        return self.now
+
+    def add(self, name: str, *, warm: bool = True) -> VirtualMember:
+        """A member that has registered."""
+        member = self.members[name] = VirtualMember(self, name)
+        assert isinstance(member.enter(), Entered)
+        if warm:
+            member.warm()
+        return member
+
+    def probe(self, seat: Seat) -> str:
+        """What asking the agent at this seat would find."""
+        for member in self.members.values():
+            if member.me.record.probe_port == seat.probe_port and member.alive:
+                if member.silent:
+                    return "silent"
+                return "alive" if member.me.record.incarnation == seat.incarnation else "dead"
+        return "dead"
+
+    def settle(self) -> None:
+        """Let everybody act until all wait."""
+        for _ in range(10_000):
+            if not any([member.step() for member in self.members.values()]):
+                return
+        raise AssertionError("the members never come to rest")
+
+    def pass_time(self, seconds: float, tick: float = 0.25) -> None:
+        """Time passes; living members keep their leases."""
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(end, self.now + tick)
+            for member in self.members.values():
+                if member.alive and not member.silent and member.ended is None:
+                    try:
+                        member.store.keep_alive(member.lease.lease_id)
+                    except LeaseLost:  # The session would say so.
+                        member.me = replace(member.me, lease="lost")
+            self.settle()
+
+    def generations(self) -> list[int]:
+        """All generation numbers that were ever published, in order."""
+        seen: list[int] = []
+        for member in self.members.values():
+            seen += [generation.number for generation, _ in member.ran]
+        return sorted(set(seen))
+
+
+def spec(**changes: object) -> RunSpec:
+    """A spec for tests."""
+    values = {"min_nodes": 1, "max_nodes": 4, "command": ("script", "train.py"), "join": "now", **changes}
+    return RunSpec(**values)
