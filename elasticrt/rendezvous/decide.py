@@ -82,10 +82,10 @@ def decide(me: Me, view: View, now: float) -> Decision:
     mine = view.members.get(name)
     if me.lease == "lost" or mine is None or mine.record.incarnation != life:
         return Register("no member key of this life in the store")
-    if mine.record != me.record:
-        return Announce("this member's state has changed")
     if me.report is not None and me.report != me.filed and me.report.generation == view.number:
         return File(me.report, f"workers of generation {me.report.generation}: {me.report.status}")
+    if mine.record != me.record:
+        return Announce("this member's state has changed")
     return _lead(me, view, now) if view.leads else _follow(me, view)
 
 

@@ -1,0 +1,175 @@
+"""What workers ask of etcd, carried out for them: commits and shared preparations, all fenced by their generation.
+
+A thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
+answered exactly once. An answer of "no" says why; the worker warns its user and goes on training.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import ValidationError
+
+from elasticrt.contract.env import Commit
+from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.errors import StoreError
+from elasticrt.rendezvous import fence
+from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode
+from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+Request = Save | Claim | Published | BuildFailed
+
+UNKNOWN_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A request with the generation it comes from; `generation_mod` is that record's revision in the store."""
+
+    request: Request
+    generation: int
+    generation_mod: int
+    attempt: int
+    node: str
+    incarnation: str
+    lease: int
+    answer: Callable[[Reply], None]
+
+
+class Courier:
+    """Carries out errands one after the other. `committed` is told of every new head, from the courier's thread."""
+
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
+        self._store = store
+        self._keys = keys
+        self._committed = committed
+        self._errands: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
+        self._thread.start()
+
+    def send(self, errand: Errand) -> None:
+        """Queue an errand."""
+        self._errands.put(errand)
+
+    def close(self, timeout_s: float) -> None:
+        """End after the errand under way; those still queued are never carried out (their workers are gone)."""
+        self._errands.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            errand = self._errands.get()
+            if errand is None:
+                return
+            request = errand.request
+            try:
+                reply = self._carry_out(errand, request)
+            except StoreUnavailable as error:
+                reply = Reply(request.request, False, f"etcd does not answer: {error}")
+            except StoreError as error:
+                reply = Reply(request.request, False, str(error))
+            errand.answer(reply)
+
+    def _carry_out(self, errand: Errand, request: Request) -> Reply:
+        if isinstance(request, Save):
+            return self._save(errand, request)
+        if isinstance(request, Claim):
+            return self._claim(errand, request)
+        return self._settle(errand, request)
+
+    def _save(self, errand: Errand, request: Save) -> Reply:
+        try:
+            head = HeadRecord.of(Commit.from_fields(request.commit))
+        except (ValueError, ValidationError) as error:
+            return Reply(request.request, False, f"not a commit: {error}")
+        for _ in range(UNKNOWN_TRIES):
+            current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
+            known = decode(HeadRecord, current.key, current.value) if current is not None else None
+            if known is not None and known.nonce == head.nonce:
+                return self._accepted(request, head)  # An earlier try whose answer was lost.
+            if (known.nonce if known is not None else "") != request.replaces:
+                return Reply(request.request, False, "another checkpoint has become the head")
+            head_mod = current.mod_revision if current is not None else 0
+            txn = fence.commit(self._keys, errand.generation_mod, head_mod, errand.attempt, head)
+            try:
+                if not self._store.commit(txn).succeeded:
+                    return Reply(request.request, False, f"generation {errand.generation} is over")
+            except StoreUnavailable as error:
+                log.warning("commit of step %d: outcome unknown, reading back (%s)", head.step, error)
+                continue
+            return self._accepted(request, head)
+        return Reply(request.request, False, "etcd does not answer: the outcome of the commit is unknown")
+
+    def _accepted(self, request: Save, head: HeadRecord) -> Reply:
+        self._committed(head)
+        return Reply(request.request, True)
+
+    def _claim(self, errand: Errand, request: Claim) -> Reply:
+        current, record = self._preparation(request.name)
+        stale = record is None or record.version != request.version
+        if record is not None and not stale:
+            if record.state == "done":
+                return Reply(request.request, False, "done", {"digest": record.digest})
+            if record.state == "building" and record.incarnation == errand.incarnation:
+                return Reply(request.request, True)
+            if record.state == "building":
+                return Reply(request.request, False, f"wait: {record.node}")
+            if record.generation == errand.generation:
+                return Reply(request.request, False, f"failed: {record.error}")
+            # It failed in an earlier generation: this one may try again.
+        claimed = self._preparing(errand, request.version, "building")
+        seen_mod = current.mod_revision if current is not None else 0
+        txn = fence.claim(
+            self._keys,
+            request.name,
+            claimed,
+            generation_mod=errand.generation_mod,
+            seen_mod=seen_mod,
+            lease=errand.lease,
+        )
+        if self._store.commit(txn).succeeded:
+            return Reply(request.request, True)
+        return Reply(request.request, False, "wait: another node")
+
+    def _settle(self, errand: Errand, request: Published | BuildFailed) -> Reply:
+        current, record = self._preparation(request.name)
+        if current is None or record is None or record.incarnation != errand.incarnation or record.state != "building":
+            return Reply(request.request, False, "the claim is gone: another node may be building")
+        if isinstance(request, Published):
+            settled = self._preparing(errand, request.version, "done", digest=request.digest)
+        else:
+            settled = self._preparing(errand, request.version, "failed", error=request.error[:4000])
+        txn = fence.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
+        done = self._store.commit(txn).succeeded
+        return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
+
+    def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
+        key = self._keys.preparation(name)
+        current = self._store.read(key, exact=True).get(key)
+        return current, decode(Preparation, key, current.value) if current is not None else None
+
+    @staticmethod
+    def _preparing(
+        errand: Errand,
+        version: str,
+        state: Literal["building", "done", "failed"],
+        *,
+        digest: str = "",
+        error: str = "",
+    ) -> Preparation:
+        return Preparation(
+            state=state,
+            version=version,
+            generation=errand.generation,
+            node=errand.node,
+            incarnation=errand.incarnation,
+            digest=digest,
+            error=error,
+        )

@@ -1,0 +1,286 @@
+"""The workers of this node: started for one generation at a time, listened to, stopped, and every end explained.
+
+One thread reads all channels and all output; it, and the thread that reads from the worker parent, only put events
+into the sink. A new generation may start while workers of the one before are still dying: every event names its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elasticrt.agent.listener import (
+    GroupEnded,
+    GroupEvent,
+    Listener,
+    Running,
+    WorkerEnded,
+    WorkerSaid,
+    WorkerStarted,
+    WorkerState,
+    oom_kills,
+)
+from elasticrt.agent.logs import ERR, OUT, Console, LogOptions, Output, Seat
+from elasticrt.agent.report import failure_of
+from elasticrt.agent.warm import ParentLost, WorkerParent
+from elasticrt.contract.channel import Channel, ChannelClosed
+from elasticrt.contract.env import WorkerEnv, inherited
+from elasticrt.contract.messages import Message, Release, Reply, Signal, Start
+from elasticrt.contract.page import Page
+
+__all__ = [
+    "Command",
+    "GroupEnded",
+    "GroupEvent",
+    "WorkerEnded",
+    "WorkerGroup",
+    "WorkerSaid",
+    "WorkerStarted",
+    "worker_environment",
+]
+
+
+EXIT_CANNOT_START = 126
+"""What a shell says of a program that it cannot execute, and the worker parent of a worker it cannot start."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every worker runs: a script with its arguments, a module with its arguments, or a program of its own.
+
+    Attributes:
+        argv: the script's path, the module's name or the program, then its arguments, verbatim.
+        kind: "script", "module" or "program" (then the parent must have been started with `no_python`).
+    """
+
+    argv: tuple[str, ...]
+    kind: str = "script"
+
+
+def worker_environment(env: Mapping[str, str], workers: int) -> dict[str, str]:
+    """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
+
+    As under torchrun, several workers share the cores by using one thread each, unless OMP_NUM_THREADS says otherwise.
+    """
+    result = inherited(env)
+    if workers > 1:
+        result.setdefault("OMP_NUM_THREADS", "1")
+    return result
+
+
+class WorkerGroup:
+    """All workers of this node.
+
+    Methods are called from one thread, the agent's; events come from others. `parent` is the worker parent to start
+    them with; after it was lost, `use` another one.
+    """
+
+    def __init__(
+        self,
+        parent: WorkerParent,
+        sink: Callable[[GroupEvent], None],
+        *,
+        logs: LogOptions | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._sink = sink
+        self._logs = logs or LogOptions()
+        self._console = console or Console()
+        self._running: dict[int, Running] = {}
+        self._newest = 0
+        self._listener = Listener(sink)
+        self.use(parent)
+
+    def use(self, parent: WorkerParent) -> None:
+        """Start workers with this parent from now on."""
+        self._parent = parent
+        parent.follow(functools.partial(self._listener.put, parent))
+
+    def start(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
+        self,
+        generation: int,
+        envs: Sequence[WorkerEnv],
+        command: Command,
+        listen: socket.socket | None,
+        base_env: Mapping[str, str],
+        directory: str | Path,
+    ) -> None:
+        """Start the workers of `generation`, one for each of `envs`, in `directory`.
+
+        `base_env` is from `worker_environment`. `listen` is the generation's listening socket when global rank 0 is
+        here; it is closed on this side. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
+        failure of kind "start", and in the end `GroupEnded`. The error file and the logs go below `env.run_dir`.
+        """
+        running = Running(generation, {}, oom_kills(), self._parent)
+        starts: list[tuple[Start, list[int]]] = []
+        try:
+            for env in envs:
+                worker, start, fds = self._prepare(env, command, base_env, directory)
+                running.workers[env.local_rank] = worker
+                starts.append((start, fds))
+                if env.rank == 0 and listen is not None:
+                    start.fd_names.append("listen")
+                    fds.append(os.dup(listen.fileno()))
+        except OSError as error:
+            # Nothing has been started: every worker of this node fails with the same words.
+            self._refuse(running, envs, f"cannot prepare the workers: {error}")
+            return
+        else:
+            self._running = {
+                number: each for number, each in self._running.items() if not all(w.gone for w in each.workers.values())
+            }
+            self._running[generation] = running
+            self._newest = generation
+            self._listener.add(running)
+            try:
+                for start, fds in starts:
+                    self._parent.send(start, fds)
+            except ChannelClosed as error:
+                # Its own ParentLost may have come before there was anything to end.
+                self._listener.put(self._parent, ParentLost(f"the worker parent is gone: {error}"))
+        finally:
+            for _, fds in starts:
+                for fd in fds:
+                    os.close(fd)
+            if listen is not None:
+                listen.close()
+
+    def kill(self, generation: int | None = None) -> None:
+        """SIGKILL all workers of a generation (the newest, if not given) with all they have started, at once."""
+        self._signal(generation, signal.SIGKILL, sessions=True)
+
+    def terminate(self, grace_s: float, generation: int | None = None) -> float:
+        """SIGTERM to the workers' main processes; returns the time.monotonic() at which the caller should `kill`."""
+        self._signal(generation, signal.SIGTERM, sessions=False)
+        return time.monotonic() + grace_s
+
+    def signal(self, number: int, generation: int | None = None) -> None:
+        """Pass any other signal on to the workers' main processes; they are not expected to end of it."""
+        with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
+            self._parent.send(Signal(generation or self._newest, number, sessions=False))
+
+    def release(self, generation: int | None = None) -> None:
+        """Let the worker that lingers for the sake of its store end: the whole group has."""
+        for worker in self._workers_of(generation):
+            if worker.lingers:
+                self._tell(worker, Release())
+
+    def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
+        """Answer a worker. Nothing happens when it has ended meanwhile."""
+        worker = self._worker(local_rank, generation)
+        if worker is not None:
+            self._tell(worker, message)
+
+    def page(self, local_rank: int, generation: int | None = None) -> Page:
+        """The status page of a worker of the newest (or the given) generation. KeyError when there is none."""
+        worker = self._worker(local_rank, generation)
+        if worker is None:
+            raise KeyError(f"no worker with local rank {local_rank} in generation {generation or self._newest}")
+        return worker.page
+
+    def pids(self, generation: int | None = None) -> dict[int, int]:
+        """Process ids by local rank, of the workers that run."""
+        return {each.env.local_rank: each.pid for each in self._workers_of(generation) if each.pid and not each.gone}
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop reading. Close the parent first: this ends the workers, and their last words are still read."""
+        self._listener.close(timeout_s)
+
+    def _prepare(
+        self, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
+    ) -> tuple[WorkerState, Start, list[int]]:
+        """The worker's state, the message that starts it, and the descriptors to go with it. OSError: none is left."""
+        with contextlib.ExitStack() as undo:
+
+            def owned(fd: int) -> int:
+                undo.callback(os.close, fd)
+                return fd
+
+            pipes: dict[str, int] = {}
+            fds: list[int] = []
+            for stream in (OUT, ERR):
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                pipes[stream] = owned(reader)
+                fds.append(owned(writer))
+                os.set_blocking(reader, False)
+            channel, theirs = Channel.pair()
+            undo.callback(channel.close)
+            fds += [owned(theirs.detach()), owned(Page.create())]
+            page = Page(fds[-1])
+            env = _with_error_file(env)
+            undo.pop_all()
+        seat = Seat(env.node, env.rank, env.local_rank, env.generation)
+        output = Output(seat, env.run_dir or None, self._logs, self._console)
+        start = Start(
+            generation=env.generation,
+            local_rank=env.local_rank,
+            command=list(command.argv),
+            module=command.kind == "module",
+            env={**base_env, **env.to_env()},
+            directory=str(directory),
+            fd_names=["stdout", "stderr", "channel", "page"],
+            keep_stdin=env.local_rank == 0,
+        )
+        return WorkerState(env, output, channel, page, pipes), start, fds
+
+    def _refuse(self, running: Running, envs: Sequence[WorkerEnv], error: str) -> None:
+        for worker in running.workers.values():
+            worker.channel.close()
+            for fd in worker.pipes.values():
+                os.close(fd)
+        now_ns = time.monotonic_ns()
+        for env in envs:
+            failure = failure_of(
+                rank=env.rank,
+                local_rank=env.local_rank,
+                node=env.node,
+                generation=running.generation,
+                code=EXIT_CANNOT_START,
+                start_error=error,
+            )
+            self._sink(WorkerEnded(running.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, now_ns, failure))
+        self._sink(GroupEnded(running.generation, now_ns))
+
+    def _signal(self, generation: int | None, number: int, *, sessions: bool) -> None:
+        wanted = generation or self._newest
+        running = self._running.get(wanted)
+        if running is None:
+            return
+        running.stopping = True
+        with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
+            self._parent.send(Signal(wanted, number, sessions))
+
+    def _workers_of(self, generation: int | None) -> list[WorkerState]:
+        running = self._running.get(generation or self._newest)
+        return list(running.workers.values()) if running is not None else []
+
+    def _worker(self, local_rank: int, generation: int | None) -> WorkerState | None:
+        return next((each for each in self._workers_of(generation) if each.env.local_rank == local_rank), None)
+
+    @staticmethod
+    def _tell(worker: WorkerState, message: Message) -> None:
+        with worker.sending, contextlib.suppress(ChannelClosed, OSError):  # It has ended, which its own event says.
+            if not worker.gone:
+                worker.channel.send(message)
+
+
+def _with_error_file(env: WorkerEnv) -> WorkerEnv:
+    """The same worker with a place for its error file, which is empty; without, where none can be made."""
+    name = f"rank-{env.rank}.error.json"
+    default = Path(env.run_dir, "logs", f"generation-{env.generation}", name) if env.run_dir else ""
+    path = Path(env.error_file or default)
+    if path == Path():
+        return env
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return replace(env, error_file="")  # The logs have the same problem, and say so.
+    return replace(env, error_file=str(path))

@@ -1,0 +1,351 @@
+"""The ears of a worker group: one thread reads every worker's output and channel, and turns their ends into events.
+
+Memory stays flat: a pipe is read as fast as its output can be passed on, and no faster.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elasticrt.agent.logs import ERR, OUT, Output
+from elasticrt.agent.report import Failure, failure_of
+from elasticrt.agent.warm import ParentEvent, ParentLost, WorkerParent
+from elasticrt.contract.channel import Channel, ChannelClosed
+from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.messages import BuildFailed, Claim, Done, Exited, Message, Published, Save, Started, Step
+from elasticrt.contract.page import Page
+
+_LOG = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 16
+_LAST_READ_MAX_BYTES = 1 << 22
+_FLUSH_AFTER_S = 0.2
+_ERROR_FILE_MAX_BYTES = 1 << 18
+_MESSAGES_PER_TURN = 64
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """The worker's process exists. `at_ns` is CLOCK_MONOTONIC, as in all events."""
+
+    generation: int
+    rank: int
+    local_rank: int
+    pid: int
+    at_ns: int
+
+
+@dataclass(frozen=True)
+class WorkerSaid:
+    """The worker sent a message over its channel."""
+
+    generation: int
+    rank: int
+    local_rank: int
+    message: Step | Save | Claim | Published | BuildFailed | Done
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """The worker has ended, or is done and lingers. Said once for each worker that was asked for.
+
+    `code` is the exit code or minus the signal number. `failure` is None after code 0, and for a worker that was ended
+    by this agent's own TERM or KILL.
+    """
+
+    generation: int
+    rank: int
+    local_rank: int
+    pid: int
+    code: int
+    at_ns: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class GroupEnded:
+    """No process of this generation's workers is left."""
+
+    generation: int
+    at_ns: int
+
+
+GroupEvent = WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded
+
+
+def oom_kills() -> int:
+    """How many processes of this control group the kernel has killed for memory so far; 0 where it does not say."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return 0
+    for _, controllers, path in groups:
+        base, name = Path("/sys/fs/cgroup"), "memory.events"
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        if controllers:
+            base, name = base / "memory", "memory.oom_control"
+        # Inside a container the path is the host's, and the group itself is mounted at the top.
+        for directory in (base / path.lstrip("/"), base):
+            with contextlib.suppress(OSError, ValueError):
+                fields = dict(line.split(None, 1) for line in (directory / name).read_text().splitlines())
+                if "oom_kill" in fields:
+                    return int(fields["oom_kill"])
+    return 0
+
+
+@dataclass
+class WorkerState:
+    """One worker, as the group and its listener share it."""
+
+    env: WorkerEnv
+    output: Output
+    channel: Channel
+    page: Page
+    pipes: dict[str, int]
+    pid: int = 0
+    ended: bool = False  # Reported by WorkerEnded.
+    gone: bool = False  # Its process is.
+    lingers: bool = False
+    deaf: bool = False  # Its channel is not read any more.
+    step: int | None = None
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass
+class Running:
+    """The workers of one generation."""
+
+    generation: int
+    workers: dict[int, WorkerState]
+    oom_kills: int
+    parent: WorkerParent
+    stopping: bool = False
+
+
+class Listener:
+    """The thread. `add` and `put` may be called from anywhere; the sink is called from the thread."""
+
+    def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
+        self._sink = sink
+        self._inbox: collections.deque[Running | tuple[WorkerParent, ParentEvent]] = collections.deque()
+        self._groups: dict[int, Running] = {}
+        self._closed = False
+        self._wake, self._waker = socket.socketpair()
+        for end in (self._wake, self._waker):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._work, name="elasticrt-group", daemon=True)
+        self._thread.start()
+
+    def add(self, running: Running) -> None:
+        """Listen to the workers of a generation, from before they are started."""
+        self._inbox.append(running)
+        self._ring()
+
+    def put(self, parent: WorkerParent, event: ParentEvent) -> None:
+        """Take an event of a worker parent."""
+        self._inbox.append((parent, event))
+        self._ring()
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, after all that was put before."""
+        self._closed = True
+        self._ring()
+        self._thread.join(timeout_s)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # Full of rings: it will wake up.
+            self._waker.send(b"!")
+
+    def _work(self) -> None:
+        while True:
+            closed = self._closed
+            timeout_s = _FLUSH_AFTER_S if any(each.output.unfinished for each in self._alive()) else None
+            ready = self._selector.select(0 if closed else timeout_s)
+            for key, _ in ready:
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake.recv(4096)
+                else:
+                    running, worker, stream = key.data
+                    self._read(running, worker, stream)
+            if not ready:
+                for worker in self._alive():
+                    worker.output.flush()
+            while self._inbox:
+                self._take(self._inbox.popleft())
+            if closed:
+                break
+        for worker in self._alive():
+            self._forget(worker)
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()
+
+    def _alive(self) -> list[WorkerState]:
+        return [worker for running in self._groups.values() for worker in running.workers.values() if not worker.gone]
+
+    def _take(self, item: Running | tuple[WorkerParent, ParentEvent]) -> None:
+        if isinstance(item, Running):
+            self._groups[item.generation] = item
+            for worker in item.workers.values():
+                for stream, fd in worker.pipes.items():
+                    self._selector.register(fd, selectors.EVENT_READ, (item, worker, stream))
+                self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, (item, worker, "channel"))
+            return
+        parent, event = item
+        if isinstance(event, Started):
+            found = self._find(event.generation, event.local_rank)
+            if found is not None:
+                running, worker = found
+                worker.pid = event.pid
+                env = worker.env
+                self._sink(WorkerStarted(running.generation, env.rank, env.local_rank, event.pid, event.at_ns))
+        elif isinstance(event, Exited):
+            found = self._find(event.generation, event.local_rank)
+            if found is not None:
+                self._gone(*found, event.code, event.at_ns, start_error=event.error)
+        elif isinstance(event, ParentLost):
+            for running in [each for each in self._groups.values() if each.parent is parent]:
+                for worker in running.workers.values():
+                    if not worker.gone:
+                        self._gone(running, worker, -signal.SIGKILL, time.monotonic_ns(), lost=event.reason)
+
+    def _find(self, generation: int, local_rank: int) -> tuple[Running, WorkerState] | None:
+        running = self._groups.get(generation)
+        worker = running.workers.get(local_rank) if running is not None else None
+        return (running, worker) if running is not None and worker is not None and not worker.gone else None
+
+    def _read(self, running: Running, worker: WorkerState, stream: str) -> None:
+        if worker.gone:
+            return  # It ended in the same turn.
+        if stream == "channel":
+            self._read_channel(running, worker)
+        else:
+            self._read_pipe(worker, stream, _READ_BYTES)
+
+    def _read_pipe(self, worker: WorkerState, stream: str, max_bytes: int) -> None:
+        """Pass on what is there, up to about `max_bytes`."""
+        fd = worker.pipes.get(stream)
+        while fd is not None and max_bytes > 0:
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:  # The worker has closed it, and may well go on without.
+                self._selector.unregister(fd)
+                os.close(worker.pipes.pop(stream))
+                return
+            worker.output.write(stream, data)
+            max_bytes -= len(data)
+
+    def _read_channel(self, running: Running, worker: WorkerState) -> None:
+        if worker.deaf:
+            return
+        try:
+            count = 0
+            # What is buffered has to be taken now: the selector does not know of it.
+            while count < _MESSAGES_PER_TURN or worker.channel.pending():
+                received = worker.channel.receive(0)
+                if received is None:
+                    return
+                self._said(running, worker, *received)
+                count += 1
+        except (ChannelClosed, OSError):
+            self._stop_reading(worker)
+        except ValueError as error:
+            _LOG.warning("rank %d says what is no message, and is not listened to any more: %s", worker.env.rank, error)
+            self._stop_reading(worker)
+
+    def _stop_reading(self, worker: WorkerState) -> None:
+        if not worker.deaf:
+            worker.deaf = True
+            self._selector.unregister(worker.channel.fileno())
+
+    def _said(self, running: Running, worker: WorkerState, message: Message, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)  # No message of a worker comes with any.
+        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, Done)):
+            raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
+        if isinstance(message, Step):
+            worker.step = message.step
+        env = worker.env
+        self._sink(WorkerSaid(running.generation, env.rank, env.local_rank, message))
+        if isinstance(message, Done):
+            worker.lingers = True
+            self._ended(running, worker, message.code, time.monotonic_ns())
+
+    def _gone(
+        self, running: Running, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = ""
+    ) -> None:
+        """The process is no more: read what it has left, say how it ended, and let go of it."""
+        for stream in (OUT, ERR):
+            self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
+        self._read_channel(running, worker)
+        self._ended(running, worker, code, at_ns, start_error=start_error, lost=lost)
+        self._forget(worker)
+        if all(each.gone for each in running.workers.values()):
+            del self._groups[running.generation]
+            self._sink(GroupEnded(running.generation, at_ns))
+
+    def _forget(self, worker: WorkerState) -> None:
+        with worker.sending:
+            worker.gone = True
+            self._stop_reading(worker)
+            worker.channel.close()
+        for fd in worker.pipes.values():
+            self._selector.unregister(fd)
+            os.close(fd)
+        worker.pipes.clear()
+        worker.output.close()
+
+    def _ended(
+        self, running: Running, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = ""
+    ) -> None:
+        if worker.ended:
+            return
+        worker.ended = True
+        env = worker.env
+        failure = None
+        if code != 0:
+            failure = failure_of(
+                rank=env.rank,
+                local_rank=env.local_rank,
+                node=env.node,
+                generation=running.generation,
+                code=code,
+                error_file=_read_text(env.error_file),
+                last_lines=worker.output.tail(),
+                log_path=worker.output.path,
+                step=worker.step or worker.page.step or None,
+                start_error=start_error,
+                oom=code == -signal.SIGKILL and not running.stopping and oom_kills() > running.oom_kills,
+            )
+            if lost:
+                failure = replace(failure, message=lost)
+            if running.stopping and (code in (-signal.SIGTERM, -signal.SIGKILL) or not failure.exception):
+                failure = None  # We have asked for it.
+        self._sink(WorkerEnded(running.generation, env.rank, env.local_rank, worker.pid, code, at_ns, failure))
+
+
+def _read_text(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(_ERROR_FILE_MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""  # Nothing was written, as after every end that is not an exception.

@@ -1,0 +1,86 @@
+"""Where the agents of a run meet: which etcd, at which address of ours, and how others are told to come."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from dataclasses import dataclass
+
+from elasticrt.agent.settings import Settings
+from elasticrt.errors import StoreError, explain
+from elasticrt.spec import RunSpec
+from elasticrt.store.address import is_loopback
+from elasticrt.store.embedded import Served, find_or_start
+from elasticrt.store.protocol import Address, Store
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An open store, and what serves it: `served` is None for an etcd that is not ours."""
+
+    store: Store
+    endpoints: tuple[Address, ...]
+    served: Served | None
+
+
+def meet(settings: Settings) -> Meeting:
+    """Connect to etcd, or find or start this machine's own. Raises StoreError, ConfigError."""
+    served = None
+    endpoints = settings.etcd
+    if not endpoints:
+        served = find_or_start(settings.run_id, listen=settings.serve)
+        endpoints = (served.address,)
+    from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
+
+    return Meeting(EtcdStore(endpoints, settings.credentials), endpoints, served)
+
+
+def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
+    """The address that other nodes reach this one at: as told, or that of the way to etcd. Raises StoreError."""
+    if settings.address is not None:
+        return settings.address
+    if is_loopback(endpoints[0]):
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(endpoints[0].host, endpoints[0].port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(
+            explain(
+                "no way to etcd",
+                str(endpoints[0]),
+                got=str(error),
+                expected="an address that this machine can reach",
+                remedy="Check the name, or give this node's own address with --local-addr",
+            )
+        ) from error
+
+
+def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
+    """The lines that tell people how to bring more nodes."""
+    nodes = f"--min-nodes {spec.min_nodes} --max-nodes {spec.max_nodes}"
+    word = {"module": ["-m"], "program": ["--no-python"], "script": []}[settings.command.kind]
+    command = shlex.join([*word, *settings.command.argv])
+    own_id = f"--run-id {settings.run_id} {nodes}"
+    if meeting.served is None:
+        where = ",".join(map(str, meeting.endpoints))
+        return [f"join from any machine: elasticrt run --etcd {where} {own_id} {command}"]
+    if settings.serve is not None:
+        return [
+            "this machine now carries the run: it ends when this machine does",
+            f"join from any machine: elasticrt run --etcd {settings.serve} --insecure-etcd {own_id} {command}",
+        ]
+    return [
+        f"join from this machine: elasticrt run {own_id} {command}",
+        f"other machines need an etcd that they can reach: elasticrt etcd --listen {_outward_address()}:2379, then "
+        f"elasticrt run --etcd http://{_outward_address()}:2379 --insecure-etcd {own_id} {command}",
+    ]
+
+
+def _outward_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "ADDRESS"

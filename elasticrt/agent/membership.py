@@ -1,0 +1,167 @@
+"""This agent's membership: its connection to the store, its lease, its key, and how it gets them.
+
+Opened once, and a second time only when this machine's own etcd has died and a fresh one takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+from elasticrt.agent.commit import Courier
+from elasticrt.agent.meeting import Meeting, meet
+from elasticrt.agent.probe import ask
+from elasticrt.agent.settings import Settings
+from elasticrt.errors import DuplicateError, StoreError, explain
+from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.handler import Entered, Rendezvous
+from elasticrt.rendezvous.records import Keys, Member, Result, decode
+from elasticrt.store.embedded import find_or_start
+from elasticrt.store.protocol import KeyValue, Lease, StoreUnavailable
+from elasticrt.store.session import Session
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.1
+CLOSE_S = 2.0
+
+
+class Membership:
+    """Store, lease and rendezvous of one agent. Used by the agent's thread only."""
+
+    def __init__(self, settings: Settings, events: queue.SimpleQueue[Any]) -> None:
+        self._settings = settings
+        self._queue = events
+        self._keys = Keys(settings.run_id)
+        self.meeting: Meeting = meet(settings)
+        self.session: Session
+        self.lease: Lease
+        self.rendezvous: Rendezvous
+        self.courier: Courier
+
+    def open(self, me: Me) -> Me | Result:
+        """Get a lease and a key, and read a first view. A Result when the run has succeeded before.
+
+        The member's name can be another one afterwards. Raises DuplicateError, StoreError.
+        """
+        self.session = Session(self.meeting.store, me.spec.lease_ttl_s, self._queue.put)
+        self.lease = self.session.open()
+        self.rendezvous = Rendezvous(self.meeting.store, self._keys, me.record.node, self._queue.put)
+        self.courier = Courier(self.meeting.store, self._keys, self._queue.put)
+        me, answer = self._enter(me, self.lease.lease_id)
+        if isinstance(answer, Result):
+            return answer
+        self.rendezvous.refresh()
+        number = self.rendezvous.view.number
+        record = me.record.model_copy(update={"seen": max(me.record.seen, number)})
+        return replace(me, attempt=answer.attempt, known=number, record=record)
+
+    def lease_id(self, me: Me) -> int:
+        """The lease to write a key with: a new one if the last is lost. Raises StoreUnavailable."""
+        if me.lease == "lost":
+            self.lease = self.session.reopen()
+        return self.lease.lease_id
+
+    def embedded_died(self) -> bool:
+        """Whether this machine's own etcd was used and its keeper is gone."""
+        served = self.meeting.served
+        return served is not None and not _exists(served.keeper_pid)
+
+    def open_fresh(self, me: Me) -> Me | Result:
+        """Begin again with a fresh embedded etcd, in a new life. Raises as `open` does."""
+        self.close()
+        served = find_or_start(self._settings.run_id, listen=self._settings.serve)
+        self.meeting = replace(meet(replace(self._settings, etcd=(served.address,))), served=served)
+        update = {"incarnation": secrets.token_hex(8), "generation": 0, "seen": max(me.record.seen, me.known)}
+        record = me.record.model_copy(update=update)
+        return self.open(Me(record=record, spec=me.spec, started=me.started, running=me.running, pause_s=me.pause_s))
+
+    def leave(self) -> None:
+        """Take the key out, whatever state it is in; if etcd does not answer, its lease does that."""
+        try:
+            self.rendezvous.leave(None)
+        except StoreError as error:
+            log.info("the member key stays until its lease ends: %s", error)
+
+    def close(self) -> None:
+        """Stop following, end the lease, close the connections."""
+        if hasattr(self, "courier"):
+            self.courier.close(CLOSE_S)
+            self.rendezvous.close()
+        if hasattr(self, "session"):
+            self.session.close(revoke=True, timeout_s=CLOSE_S)
+        self.meeting.store.close()
+
+    def _enter(self, me: Me, lease: int) -> tuple[Me, Entered | Result]:
+        """Register, whatever it takes: other newcomers, an old life's key, another agent of the same name."""
+        deadline = time.monotonic() + me.spec.join_timeout_s
+        name, tries = me.record.node, 1
+        while time.monotonic() < deadline:
+            try:
+                answer = self.rendezvous.enter(me.spec, me.record, lease, again=self._settings.again)
+            except StoreUnavailable as error:
+                log.warning("etcd does not answer: %s", error)
+                answer = None
+            if isinstance(answer, Entered | Result):
+                return me, answer
+            if isinstance(answer, KeyValue):
+                other = decode(Member, answer.key, answer.value)
+                if ask(other.address, other.probe_port, other.incarnation) == "dead":
+                    self.rendezvous.evict_stale(answer)
+                elif self._settings.node_given:
+                    raise DuplicateError(_same_name(other))
+                else:
+                    tries += 1
+                    me = self._rename(me, f"{name}-{tries}")
+            elif self._told_to_leave():
+                raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
+            else:
+                time.sleep(LOOK_AGAIN_S)
+        raise StoreError(
+            explain(
+                "the run could not be joined",
+                f"run {self._settings.run_id}",
+                expected=f"to register within {me.spec.join_timeout_s:g} s",
+                remedy="Its last attempt may still be ending; see the logs of its other nodes",
+            )
+        )
+
+    def _rename(self, me: Me, name: str) -> Me:
+        self.rendezvous.close()
+        self.rendezvous = Rendezvous(self.meeting.store, self._keys, name, self._queue.put)
+        return replace(me, record=me.record.model_copy(update={"node": name}))
+
+    def _told_to_leave(self) -> bool:
+        """Whether a signal is among the events so far; all of them are put back."""
+        seen = []
+        while not self._queue.empty():
+            seen.append(self._queue.get_nowait())
+        for event in seen:
+            self._queue.put(event)
+        return any(isinstance(event, signal.Signals) for event in seen)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _same_name(other: Member) -> str:
+    return explain(
+        "a live agent has this node's name",
+        f"node {other.node}",
+        got=f"pid {other.pid} at {other.address}",
+        expected="one agent per node name",
+        remedy="Give this one another --node, or leave --node out",
+    )

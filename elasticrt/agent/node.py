@@ -1,0 +1,333 @@
+"""This node's workers, as its agent's loop sees them: the worker parent, the group, and what has become of both.
+
+Not a second loop: the agent hands over events, this object folds them, and `describe` says what they mean for the
+member's own state. A generation's workers are started when three things have come together, in any order: the decision
+to run it, a warm parent, and the end of the generation before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elasticrt.agent.events import EventLog
+from elasticrt.agent.group import (
+    GroupEnded,
+    WorkerEnded,
+    WorkerGroup,
+    WorkerSaid,
+    WorkerStarted,
+    worker_environment,
+)
+from elasticrt.agent.logs import LogOptions
+from elasticrt.agent.policy import Ends, LastStep, cost
+from elasticrt.agent.settings import Settings
+from elasticrt.agent.warm import ParentLost, WorkerParent
+from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.messages import Reply, Step, Warm
+from elasticrt.errors import ConfigError, explain
+from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.records import Generation, Seat
+
+log = logging.getLogger(__name__)
+
+PARENT_TRIES = 3
+"""A worker parent that dies so often before it is warm will not come: what it imports is broken."""
+
+
+class Node:
+    """The node's side of the agent. Used by the agent's thread only."""
+
+    def __init__(
+        self, settings: Settings, put: Callable[[Any], None], events: EventLog, say: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._put = put
+        self._events = events
+        self._say = say
+        self._env = worker_environment(os.environ, settings.workers)
+        self._parent: WorkerParent | None = None
+        self._group: WorkerGroup | None = None
+        self._parent_deaths = 0
+        self._sockets: dict[int, socket.socket] = {}
+        self._address = ""
+        self._warm = False
+        self._wanted: tuple[Generation, Seat] | None = None  # To be started as soon as it can be.
+        self._started: tuple[Generation, Seat] | None = None
+        self._names: tuple[str, ...] = ()
+        self._newest = 0
+        self._running = 0
+        self._ends = Ends(0, 0)
+        self._failed_at: float | None = None
+        self._pids: dict[int, int] = {}
+        self._last = LastStep()
+        self._pause_s = 1.0
+        self.port = 0
+
+    def open(self) -> None:
+        """Start the worker parent: it imports what the workers need while the agents are still meeting."""
+        self._parent = WorkerParent(self._put)
+        command, settings = self._settings.command, self._settings
+        self._parent.start(
+            method=settings.start_method,
+            env=self._env,
+            directory=Path.cwd(),
+            preload=settings.preload,
+            script=command.argv[0] if command.kind == "script" else "",
+            no_python=command.kind == "program",
+        )
+        if self._group is None:
+            prefix = "" if settings.workers == 1 or settings.events_fd >= 0 else "[rank {rank}] "
+            self._group = WorkerGroup(self._parent, self._put, logs=LogOptions(prefix=prefix))
+        else:
+            self._group.use(self._parent)
+
+    def bind(self, address: str) -> None:
+        """Hold a socket for the next generation's store, in case this node gets rank 0 in it.
+
+        The one of the last generation is kept as well: should a leader choose again before it has heard of the new
+        one, the old port still works (what is stored there has the generation's nonce in its name).
+        """
+        self._address = address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        bound = socket.create_server((address, 0), family=family, backlog=1024)
+        for port in list(self._sockets)[:-1]:
+            self._sockets.pop(port).close()
+        self.port = bound.getsockname()[1]
+        self._sockets[self.port] = bound
+
+    def describe(self, me: Me) -> Me:
+        """The member's own state as of now: what its key and its report should say."""
+        record = me.record
+        generation = self._started[0].number if self._started and self._running else 0
+        wanted = {"warm": self._warm, "port": self.port, "generation": generation, "seen": max(record.seen, me.known)}
+        if any(getattr(record, name) != value for name, value in wanted.items()):
+            record = record.model_copy(update=wanted)
+        report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
+        return replace(
+            me,
+            record=record,
+            started=self._newest,
+            running=self._running,
+            report=report,
+            failed_at=self._failed_at,
+            pause_s=self._pause_s,
+        )
+
+    def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
+        """Run a generation's workers, as soon as those of the one before are gone. `names`: its nodes, for events."""
+        self._newest = generation.number
+        self._wanted = (generation, seat)
+        self._names = names
+        self._failed_at = None
+        if self._running:
+            self._remember_step()
+            self._workers.kill(self._running)
+        self._start_if_possible()
+
+    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
+        """Take note of an event, and do what follows from it on this node alone."""
+        match event:
+            case Warm():
+                self._warm, self._parent_deaths = True, 0
+                log.info("worker parent is warm after %.2f s (%s) %s", event.import_s, event.method, event.reason)
+                self._start_if_possible()
+            case ParentLost():
+                self._parent_lost(event)
+            case WorkerStarted():
+                self._worker_started(event)
+            case WorkerSaid(message=Step() as step):
+                self._stepped(event, step)
+            case WorkerEnded():
+                self._worker_ended(event)
+            case GroupEnded(generation=generation):
+                if generation == self._running:
+                    self._running = 0
+                    self._start_if_possible()
+            case WorkerSaid():
+                log.debug("rank %d said %s", event.rank, event.message)
+
+    def reply(self, said: WorkerSaid, reply: Reply) -> None:
+        """Answer a worker's request. May be called from another thread."""
+        self._workers.reply(said.local_rank, reply, said.generation)
+
+    def kill(self) -> None:
+        """End the workers at once; nothing of theirs is reported."""
+        self._wanted, self._started = None, None
+        if self._running:
+            self._remember_step()
+            self._workers.kill(self._running)
+
+    def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
+        """SIGTERM, a grace time (cut short when `hurry` says so), SIGKILL. `hurry` also folds ends of workers."""
+        self._wanted = None
+        if not self._running:
+            return
+        deadline = self._workers.terminate(grace_s, self._running)
+        while self._running and time.monotonic() < deadline and not hurry():
+            time.sleep(0.01)
+        if self._running:
+            self._workers.kill(self._running)
+
+    def finish(self, grace_s: float) -> None:
+        """The run has ended: let a lingering worker go, and wait for it a little while."""
+        self._wanted = None
+        if self._running:
+            self._workers.release(self._running)
+            deadline = time.monotonic() + grace_s
+            while self._workers.pids(self._running) and time.monotonic() < deadline:
+                time.sleep(0.005)
+
+    def close(self) -> None:
+        """End everything that this node has started."""
+        if self._parent is not None:
+            self._parent.close()
+        if self._group is not None:
+            self._group.close()
+        for bound in self._sockets.values():
+            bound.close()
+        self._sockets.clear()
+
+    @property
+    def _workers(self) -> WorkerGroup:
+        assert self._group is not None
+        return self._group
+
+    def _seated_as(self, incarnation: str) -> bool:
+        return self._started is not None and self._started[1].incarnation == incarnation
+
+    def _start_if_possible(self) -> None:
+        if self._wanted is None or self._running or not self._warm:
+            return
+        generation, seat = self._wanted
+        self._wanted, self._started = None, (generation, seat)
+        self._running = generation.number
+        self._ends = Ends(generation.number, seat.workers)
+        self._pids = {}
+        listen = self._sockets.get(generation.master_port) if seat.index == 0 else None
+        envs = [self._worker_env(generation, seat, local_rank) for local_rank in range(seat.workers)]
+        self._events.write(
+            "generation",
+            number=generation.number,
+            nodes=self._names,
+            world_size=generation.world_size,
+            cause=generation.cause,
+            kind=generation.kind,
+            resume_step=generation.resume.step if generation.resume else 0,
+            restarts=generation.restarts,
+            index=seat.index,
+        )
+        self._workers.start(
+            generation.number,
+            envs,
+            self._settings.command,
+            listen.dup() if listen is not None else None,
+            {**self._env, **_network(self._address, self._env)},
+            Path.cwd(),
+        )
+        if listen is not None:
+            self.bind(self._address)
+
+    def _worker_env(self, generation: Generation, seat: Seat, local_rank: int) -> WorkerEnv:
+        return WorkerEnv(
+            rank=seat.rank_offset + local_rank,
+            local_rank=local_rank,
+            world_size=generation.world_size,
+            local_world_size=seat.workers,
+            group_rank=seat.index,
+            group_world_size=generation.nodes,
+            master_addr=generation.master_address,
+            master_port=generation.master_port,
+            restart_count=generation.restarts_total,
+            max_restarts=self._settings.max_restarts,
+            run_id=self._settings.run_id,
+            attempt=generation.attempt,
+            generation=generation.number,
+            nonce=generation.nonce,
+            node=seat.node,
+            run_dir=str(self._settings.run_dir),
+            role=self._settings.role,
+            resume=generation.resume.commit() if generation.resume else None,
+        )
+
+    def _worker_started(self, event: WorkerStarted) -> None:
+        self._pids[event.rank] = event.pid
+        if event.generation == self._running and len(self._pids) == self._ends.workers:
+            ranks = sorted(self._pids)
+            self._events.write(
+                "workers_started", generation=event.generation, ranks=ranks, pids=[self._pids[rank] for rank in ranks]
+            )
+
+    def _stepped(self, event: WorkerSaid, step: Step) -> None:
+        if event.generation != self._running:
+            return
+        if step.first:
+            paid = cost(self._last, step.step, step.at_ns, step.resumed_from)
+            if paid.pause_s is not None and event.local_rank == 0:
+                self._pause_s = paid.pause_s
+            if event.local_rank == 0:
+                self._events.write(
+                    "first_step",
+                    generation=event.generation,
+                    step=step.step,
+                    resumed_from=step.resumed_from,
+                    pause_s=paid.pause_s,
+                    redone=paid.redone,
+                )
+                if paid.pause_s is not None:
+                    self._say(f"next step {step.step} after {paid.pause_s:.2f} s; {paid.redone} steps done again")
+        if event.rank == 0:
+            self._events.write(
+                "step", generation=event.generation, step=step.step, epoch=step.epoch, scalars=step.scalars
+            )
+
+    def _worker_ended(self, event: WorkerEnded) -> None:
+        self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
+        if event.generation != self._running:
+            return
+        if event.failure is not None:
+            self._ends = replace(self._ends, failures=(*self._ends.failures, event.failure))
+            if self._failed_at is None:
+                self._failed_at = time.monotonic()
+                self._remember_step()
+                # The others of this node can only fail as well, or hang.
+                self._workers.kill(self._running)
+        elif event.code == 0:
+            self._ends = replace(self._ends, well=self._ends.well + 1)
+
+    def _remember_step(self) -> None:
+        try:
+            page = self._workers.page(0, self._running)
+        except KeyError:
+            return
+        if page.step_at_ns:
+            self._last = LastStep(page.step, page.step_at_ns)
+
+    def _parent_lost(self, event: ParentLost) -> None:
+        self._warm = False
+        self._parent_deaths += 1
+        self._say(event.reason)
+        if self._parent_deaths > PARENT_TRIES:
+            raise ConfigError(
+                explain(
+                    "the process that starts workers keeps dying",
+                    f"node {self._settings.node}",
+                    got=event.reason,
+                    expected="that it can import torch and the modules of --preload",
+                    remedy="Try --start-method spawn, and run `python -c 'import torch'` by hand",
+                )
+            )
+        self.open()
+
+
+def _network(address: str, env: dict[str, str]) -> dict[str, str]:
+    """On one machine, gloo must not look up the host name, which may resolve to anything or to nothing."""
+    if address in ("127.0.0.1", "::1") and "GLOO_SOCKET_IFNAME" not in env:
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}

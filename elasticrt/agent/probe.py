@@ -1,0 +1,130 @@
+"""Asking an agent whether it lives, and answering.
+
+A probe sends a nonce over TCP and wants this life's incarnation and the same nonce back, from a thread that does
+nothing else: an accepted connection alone is silence (the kernel accepts for a stopped process too). What can be said:
+
+* the right answer: "alive";
+* refused, reset, or another life answers: "dead", at once; the process that held this port is gone;
+* anything else, three times within 1.5 s: "silent". That is no proof; `rendezvous.decide` says what may follow.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+from elasticrt.rendezvous.records import Seat
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+TRY_S = 0.5
+LINE_MAX_BYTES = 512
+ASK_AT_ONCE = 32
+
+Answer = Literal["alive", "dead", "silent"]
+
+
+class ProbeServer:
+    """Answers probes on `address` until closed. `state` gives (incarnation, generation) from any thread."""
+
+    def __init__(self, address: str, state: Callable[[], tuple[str, int]]) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self._state = state
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, name="elasticrt-probe", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering: from now on the port refuses."""
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # Closed.
+            with connection:
+                connection.settimeout(TRY_S)
+                try:
+                    question = json.loads(_read_line(connection))
+                    incarnation, generation = self._state()
+                    answer = {"nonce": question["nonce"], "incarnation": incarnation, "generation": generation}
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    log.debug("a probe that was none: %s", error)
+
+
+class Prober:
+    """Asks seats in the background; each seat is asked once at a time. `sink` is called from other threads."""
+
+    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
+        self._sink = sink
+        self._asking: set[str] = set()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=ASK_AT_ONCE, thread_name_prefix="elasticrt-ask")
+
+    def ask(self, seats: Iterable[Seat]) -> None:
+        """Start asking those that are not being asked already."""
+        for seat in seats:
+            with self._lock:
+                if seat.incarnation in self._asking:
+                    continue
+                self._asking.add(seat.incarnation)
+            self._pool.submit(self._ask, seat, time.monotonic())
+
+    def close(self) -> None:
+        """Take no more questions; those under way end by themselves within 1.5 s."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, seat: Seat, asked_at: float) -> None:
+        answer = ask(seat.address, seat.probe_port, seat.incarnation)
+        with self._lock:
+            self._asking.discard(seat.incarnation)
+        self._sink(seat, answer, asked_at)
+
+
+def ask(address: str, port: int, incarnation: str) -> Answer:
+    """Probe one agent, up to three times within 1.5 s."""
+    for _ in range(TRIES):
+        deadline = time.monotonic() + TRY_S
+        answer = _ask_once(address, port, incarnation)
+        if answer != "silent":
+            return answer
+        # A failure that came early (no route, say) is not asked again in the same instant.
+        time.sleep(max(0.0, deadline - time.monotonic()))
+    return "silent"
+
+
+def _ask_once(address: str, port: int, incarnation: str) -> Answer:
+    nonce = secrets.token_hex(8)
+    try:
+        with socket.create_connection((address, port), timeout=TRY_S) as connection:
+            connection.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
+            answer = json.loads(_read_line(connection))
+    except (ConnectionRefusedError, ConnectionResetError):
+        return "dead"
+    except (OSError, ValueError):
+        return "silent"
+    if not isinstance(answer, dict) or answer.get("nonce") != nonce:
+        return "silent"
+    return "alive" if answer.get("incarnation") == incarnation else "dead"
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = connection.recv(LINE_MAX_BYTES)
+        if not piece or len(line) > LINE_MAX_BYTES:
+            raise ValueError("the connection ended before the line did")
+        line += piece
+    return line

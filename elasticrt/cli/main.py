@@ -1,0 +1,65 @@
+"""`elasticrt`: the commands, and the one place where an error becomes a line of text and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from elasticrt import __version__
+from elasticrt.errors import EXIT_BUG, ConfigError, ElasticError
+
+DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are ours: one line, a suggestion, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage."""
+        unknown = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
+        known = [option for action in self._actions for option in action.option_strings]
+        near = get_close_matches(unknown, known, n=1)
+        hint = f". Did you mean {near[0]}?" if near else f". See `{self.prog} --help`"
+        raise ConfigError(f"{message} ({self.prog}){hint}")
+
+
+def build_parser() -> Parser:
+    """All commands."""
+    from elasticrt.cli import etcd, run, simulate
+
+    parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for command in (run, simulate, etcd):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    debug = "ELASTICRT_DEBUG" in os.environ
+    logging.basicConfig(
+        level=logging.DEBUG if debug else os.environ.get("LOGLEVEL", "WARNING").upper(),
+        format="elasticrt: %(levelname)s: %(message)s" if not debug else "%(asctime)s %(name)s %(message)s",
+    )
+    try:
+        arguments = build_parser().parse_args(argv)
+        code: int = arguments.func(arguments)
+    except ElasticError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"elasticrt: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # noqa: BLE001  The last line of defence: a bug of ours is shown whole, with its own exit code.
+        traceback.print_exc()
+        print("elasticrt: this is a bug in elasticrt, not in your script; please report it", file=sys.stderr)
+        return EXIT_BUG
+    return code

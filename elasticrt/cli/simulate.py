@@ -1,0 +1,113 @@
+"""`elasticrt simulate`: a run of several nodes on this machine, with faults on request."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from elasticrt.cli import run
+from elasticrt.cli.options import Options, whole
+from elasticrt.errors import ConfigError, explain
+from elasticrt.simulation.plan import GRAMMAR, AddNode, Fault, parse_fault
+from elasticrt.simulation.play import Simulation, play
+from elasticrt.simulation.screen import Screen
+
+NODES_MAX = 256  # Real processes of one machine, each with its workers.
+
+_OURS = frozenset({
+    "min_nodes", "max_nodes", "nnodes", "workers_per_node", "nproc_per_node", "run_id", "run_dir", "node", "standalone",
+    "events_fd",
+})  # fmt: skip
+"""Options of `run` that simulate states for each agent, or refuses; all others are passed on as they are."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="play a run of several nodes on this machine, and kill some of them",
+        description="Start one agent for each node on this machine, as real processes, and show what happens to them. "
+        "The options of `elasticrt run` are passed on to every agent.",
+        epilog=f"A FAULT is {GRAMMAR}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    options, passed_on = declare(parser)
+    parser.set_defaults(func=lambda arguments: main(arguments, options, passed_on))
+
+
+def declare(parser: argparse.ArgumentParser) -> tuple[Options, list[argparse.Action]]:
+    """Add all options and the script; also those of `run` that are passed on as they are."""
+    own = len(parser._actions)
+    options = run.declare(parser)
+    passed_on = [action for action in parser._actions[own:] if action.dest not in _OURS]
+    options.add("--nodes", parse=whole(1, NODES_MAX), default=2, value="N", text="start so many nodes")
+    parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="may be given several times")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, passed on as they are"
+    )
+    return options, passed_on
+
+
+def main(arguments: argparse.Namespace, options: Options, passed_on: Sequence[argparse.Action]) -> int:
+    """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything has been started."""
+    simulation = configure(arguments, options.read(arguments, os.environ), passed_on)
+    return play(simulation, Screen(sys.stdout, os.environ))
+
+
+def configure(
+    arguments: argparse.Namespace, values: dict[str, Any], passed_on: Sequence[argparse.Action]
+) -> Simulation:
+    """What to play, checked as `elasticrt run` would check it."""
+    for name in ("node", "standalone"):
+        # A variable such as ELASTICRT_NODE may be there for a later `run`; each agent's command line overrules it.
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"simulate names its nodes itself: node-0, node-1, ... (--{name}). Leave the option out")
+    faults = tuple(parse_fault(text) for text in arguments.fault)
+    if values["nnodes"] is None:
+        if values["min_nodes"] is None:
+            values["min_nodes"] = 1
+        if values["max_nodes"] is None:
+            values["max_nodes"] = max(values["min_nodes"], values["nodes"] + _added(faults))
+    settings, spec = run.configure(values, arguments.script, arguments.arguments, os.environ)
+    if values["nodes"] + _added(faults) < spec.min_nodes:
+        raise ConfigError(
+            explain(
+                "the run would wait for nodes that never come",
+                "--nodes",
+                got=values["nodes"],
+                expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
+                remedy="Start more nodes or lower --min-nodes",
+            )
+        )
+    workers = values["nproc_per_node"] or values["workers_per_node"] or 1
+    return Simulation(
+        run_id=settings.run_id,
+        nodes=values["nodes"],
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        workers_per_node=run.count_workers(workers, os.environ),
+        command=(arguments.script, *arguments.arguments),
+        options=tuple(_again(arguments, passed_on)),
+        faults=faults,
+        run_dir=str(settings.run_dir) if values["run_dir"] is not None else None,
+    )
+
+
+def _added(faults: Sequence[Fault]) -> int:
+    return sum(isinstance(fault.action, AddNode) for fault in faults)
+
+
+def _again(arguments: argparse.Namespace, passed_on: Sequence[argparse.Action]) -> list[str]:
+    """The given options as words of a command line; those from the environment reach the agents by themselves."""
+    words = []
+    for action in passed_on:
+        value = getattr(arguments, action.dest)
+        if value is not None:
+            name = action.option_strings[0]
+            words.append(name if action.const is not None else f"{name}={value}")
+    return words

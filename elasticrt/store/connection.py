@@ -1,0 +1,291 @@
+"""The way to an etcd of one or more endpoints: which one is in use, logging in, repeating what may be repeated.
+
+Every RPC of `EtcdStore` goes through `Connections.call`. It owns the deadline of an operation, moves to the next
+endpoint when one fails, and turns every gRPC error into one of `protocol`'s. The watch stream borrows an endpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tenacity
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.store import proto
+from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreRefused, StoreUnavailable
+from elasticrt.store.quiet import grpc
+from elasticrt.store.verdict import Verdict, judge_error
+
+_logger = logging.getLogger(__name__)
+
+TRY_S_MIN = 0.25
+"""With several endpoints one silent one may use up only its share of the deadline, but not less than this."""
+
+PAUSE_S_MIN = 0.02
+PAUSE_S_MAX = 0.5
+"""Pauses between two rounds over all endpoints grow from the one to the other."""
+
+_Result = TypeVar("_Result")
+Dial = Callable[[Address, Credentials], Any]
+"""Makes an etcd3 client of one address (in `etcd.py`, the only importer of etcd3)."""
+
+
+class _AgainError(Exception):
+    """This try had no effect, or may be repeated; the text becomes the operation's error when time is over."""
+
+
+class Endpoint:
+    """One endpoint: its channel, stubs and login. Connecting happens with the first RPC."""
+
+    def __init__(self, address: Address, credentials: Credentials, client: Any) -> None:
+        self.address = address
+        self.kv = proto.KVStub(client.channel)
+        self.lease = proto.LeaseStub(client.channel)
+        self.watch = proto.WatchStub(client.channel)
+        self._auth = proto.AuthStub(client.channel)
+        self._client = client
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._token: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every RPC carries: the token of the login, when there is one."""
+        return (("token", self._token),) if self._token else ()
+
+    def log_in(self, timeout_s: float) -> None:
+        """Fetch a token when a user is configured and none is there. Raises grpc.RpcError, ConfigError."""
+        if self._credentials.user is None or self._token is not None:
+            return
+        with self._lock:
+            if self._token is not None:
+                return
+            request = proto.AuthenticateRequest(name=self._credentials.user, password=_password(self._credentials))
+            try:
+                self._token = self._auth.Authenticate(request, timeout=timeout_s).token
+            except grpc.RpcError as error:
+                # As etcd's own client does: without authentication on the server no login is needed.
+                if judge_error(*status(error)) is not Verdict.NO_AUTH:
+                    raise
+                self._token = ""
+
+    def log_out(self, metadata: tuple[tuple[str, str], ...]) -> bool:
+        """Forget the token that was used in `metadata`, if it is still the current one. False without a user."""
+        with self._lock:
+            if metadata == self.metadata:
+                self._token = None
+        return self._credentials.user is not None
+
+    def close(self) -> None:
+        """Close the channel; RPCs under way end with CANCELLED."""
+        self._client.close()
+
+
+class Connections:
+    """All endpoints of one store. Safe to use from several threads."""
+
+    def __init__(self, addresses: tuple[Address, ...], credentials: Credentials, dial: Dial, timeout_s: float) -> None:
+        self.names = tuple(str(address) for address in addresses)
+        self.timeout_s = timeout_s
+        self._addresses = addresses
+        self._credentials = credentials
+        self._dial = dial
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._endpoints: list[Endpoint | None] = [None] * len(addresses)
+        self._current = 0
+
+    def current(self) -> Endpoint:
+        """The endpoint in use. Raises StoreUnavailable after `close`, ConfigError when a credentials file is bad."""
+        with self._lock:
+            if self._closed.is_set():
+                raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self.names)})")
+            endpoint = self._endpoints[self._current]
+            if endpoint is None:
+                address = self._addresses[self._current]
+                endpoint = Endpoint(address, self._credentials, self._dial(address, self._credentials))
+                self._endpoints[self._current] = endpoint
+            return endpoint
+
+    def failed(self, endpoint: Endpoint, *, redial: bool = False) -> None:
+        """Use the next endpoint, unless somebody moved on already. `redial` reads the TLS files again next time."""
+        with self._lock:
+            if redial and endpoint in self._endpoints:
+                self._endpoints[self._endpoints.index(endpoint)] = None
+                endpoint.close()
+            if endpoint.address == self._addresses[self._current]:
+                self._current = (self._current + 1) % len(self._addresses)
+
+    def call(self, what: str, send: Callable[[Endpoint, float], _Result], *, repeatable: bool = True) -> _Result:
+        """Run one operation within the deadline: `send(endpoint, timeout_s)` makes the RPC.
+
+        An operation that is not `repeatable` is repeated only after errors that prove that it had no effect.
+        Raises StoreUnavailable, StoreRefused, LeaseLost, ConfigError.
+        """
+        attempt = _Operation(self, what, repeatable, time.monotonic() + self.timeout_s)
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_AgainError),
+            stop=lambda _: self._closed.is_set() or attempt.remaining_s() <= 0,
+            wait=lambda state: attempt.pause_s(state.attempt_number),
+            sleep=self._sleep,
+            reraise=True,
+        )
+        try:
+            result: _Result = retrying(attempt.run, send)
+        except _AgainError as error:
+            message = f"no answer from etcd to {what} within {self.timeout_s:g} s"
+            # What a server with TLS does to a client without: it hangs up.
+            remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
+            where = ", ".join(self.names)
+            raise StoreUnavailable(explain(message, where, got=str(error), remedy=remedy)) from error.__cause__
+        return result
+
+    def close(self) -> None:
+        """Close all channels. Operations under way end with StoreUnavailable."""
+        with self._lock:
+            self._closed.set()
+            endpoints, self._endpoints = self._endpoints, [None] * len(self._addresses)
+        for endpoint in endpoints:
+            if endpoint is not None:
+                endpoint.close()
+
+    def _sleep(self, pause_s: float) -> None:
+        self._closed.wait(pause_s)
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+
+class _Operation:
+    """One operation's tries."""
+
+    def __init__(self, connections: Connections, what: str, repeatable: bool, deadline: float) -> None:
+        self._connections = connections
+        self._what = what
+        self._repeatable = repeatable
+        self._deadline = deadline
+        self._logins_left = 1
+        self._untrusted: set[str] = set()
+        self._last_failure = "no time for a try"
+
+    def remaining_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def pause_s(self, attempts: int) -> float:
+        """No pause before every endpoint had its turn; then a growing, jittered one that keeps to the deadline."""
+        rounds = attempts // len(self._connections)
+        if attempts % len(self._connections):
+            return 0.0
+        pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(rounds, 10)) * random.uniform(0.5, 1.0)  # noqa: S311  Jitter.
+        return max(0.0, min(pause_s, self.remaining_s()))
+
+    def run(self, send: Callable[[Endpoint, float], _Result]) -> _Result:
+        timeout_s = self.remaining_s()
+        if timeout_s <= 0:
+            raise _AgainError(self._last_failure)
+        if self._repeatable and len(self._connections) > 1:
+            timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
+        endpoint = self._connections.current()
+        metadata = endpoint.metadata
+        try:
+            endpoint.log_in(timeout_s)
+        except grpc.RpcError as error:
+            self._failed(endpoint, metadata, error, sent=False)
+        metadata = endpoint.metadata
+        try:
+            return send(endpoint, timeout_s)
+        except grpc.RpcError as error:
+            self._failed(endpoint, metadata, error, sent=True)
+        raise AssertionError("an error is always raised")
+
+    def _failed(
+        self, endpoint: Endpoint, metadata: tuple[tuple[str, str], ...], error: grpc.RpcError, *, sent: bool
+    ) -> None:
+        """Raise what the error means. `sent` is false for errors of the login before the operation."""
+        code, details = status(error)
+        verdict = judge_error(code, details)
+        where = str(endpoint.address)
+        if verdict is Verdict.UNKNOWN and (self._repeatable or not sent):
+            verdict = Verdict.NOT_SENT
+        if verdict is Verdict.NOT_SENT:
+            _logger.debug("etcd at %s: %s: %s", where, code, details)
+            self._connections.failed(endpoint)
+            self._last_failure = f"{cause(details) or code} at {where}"
+            raise _AgainError(self._last_failure) from error
+        if verdict is Verdict.UNKNOWN:
+            self._connections.failed(endpoint)
+            message = explain(
+                f"no answer from etcd to {self._what}: its effect is unknown", where, got=cause(details) or code
+            )
+            raise StoreUnavailable(message) from error
+        if verdict is Verdict.UNTRUSTED:
+            self._untrusted.add(where)
+            self._connections.failed(endpoint, redial=True)
+            if len(self._untrusted) < len(self._connections):
+                raise _AgainError(f"{cause(details)} at {where}") from error
+            raise StoreRefused(untrusted(endpoint.address, details)) from error
+        if verdict is Verdict.LOGIN and sent and self._logins_left and endpoint.log_out(metadata):
+            self._logins_left -= 1
+            raise _AgainError(f"{details} at {where}") from error
+        if verdict is Verdict.LEASE_LOST:
+            raise LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details)) from error
+        raise StoreRefused(refused(self._what, where, code, details)) from error
+
+
+def status(error: grpc.RpcError) -> tuple[str, str]:
+    """Name of the code and text of a gRPC error."""
+    call: Any = error  # Every error that an RPC raises is also a grpc.Call; the type does not say so.
+    return call.code().name, call.details() or ""
+
+
+def cause(details: str) -> str:
+    """The part of gRPC's text that says what happened; it stands at the end, behind names of layers and addresses."""
+    text = details.rsplit("last error: ", 1)[-1]
+    for noise in (r"^(\w+: )?ipv[46]:\S+: ", r"^Failed to connect to remote host: ", r"^.*OPENSSL_internal:", r": OK$"):
+        text = re.sub(noise, "", text)
+    resolving = re.search(r"address lookup failed for .*?: [^\]]*", text)
+    return resolving.group() if resolving else text
+
+
+def untrusted(address: Address, details: str) -> str:
+    """The message for a peer that is not the etcd we expect."""
+    if address.scheme == "https":
+        remedy = "Check that it is etcd with TLS, and --etcd-ca-file, --etcd-cert-file and --etcd-key-file"
+    else:
+        remedy = "Check host and port; an etcd with TLS needs https://"
+    return explain(
+        "not an etcd that we can talk to", str(address), got=cause(details), expected="etcd's gRPC port", remedy=remedy
+    )
+
+
+def refused(what: str, where: str, code: str, details: str) -> str:
+    """The message for an answer that says no, with the remedy for the usual ones."""
+    text = details.lower()
+    remedy = ""
+    if "user name is empty" in text or "invalid user id or password" in text or code == "UNAUTHENTICATED":
+        remedy = "Check --etcd-user and --etcd-password-file, or use a client certificate"
+    elif "permission denied" in text:
+        remedy = "The etcd user needs readwrite permission on the prefix of the run"
+    elif "space exceeded" in text:
+        remedy = "etcd is full: compact and defragment it, or raise its quota"
+    elif code == "UNIMPLEMENTED":
+        remedy = "Is this etcd 3.4 or newer?"
+    return explain(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
+
+
+def _password(credentials: Credentials) -> str:
+    if credentials.password_file is None:
+        raise ConfigError(explain("a user without a password", "--etcd-user", expected="--etcd-password-file as well"))
+    try:
+        return Path(credentials.password_file).read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            explain("the password file is unreadable", credentials.password_file, got=str(error))
+        ) from error

@@ -1,0 +1,224 @@
+"""The real store: `protocol.Store` on etcd. The only file that imports the `etcd3` client.
+
+etcd3 makes the connection (channel, TLS). Its generated messages do not load beside a current protobuf, so ours take
+their place before it is imported; its watcher, locks and lease helpers are not used, because they lose events, spin or
+hang when a server goes away. What this file adds: one deadline per operation, endpoints in rotation, leases with a
+number of our choosing (a repeated grant is the same grant), and transactions that are sent once.
+
+Import it late: it takes about 0.1 s and loads grpc.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import ssl
+import sys
+from pathlib import Path
+from typing import Any
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.store import proto, wire
+from elasticrt.store.connection import Connections, Endpoint, status
+from elasticrt.store.protocol import (
+    Address,
+    Credentials,
+    Lease,
+    LeaseLost,
+    Snapshot,
+    StoreRefused,
+    StoreUnavailable,
+    Txn,
+    TxnResult,
+    WatchSink,
+)
+from elasticrt.store.quiet import grpc
+from elasticrt.store.verdict import Verdict, judge_error
+from elasticrt.store.watcher import EtcdWatch, Watcher
+
+if "etcd3" not in sys.modules:
+    sys.modules["etcd3.etcdrpc"] = proto
+
+# Only now, when its messages have been replaced.
+import etcd3
+
+CHANNEL_OPTIONS = (
+    # A server that vanished without a word is noticed after 6 + 2 s. etcd punishes pings more often than every 5 s.
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # After an outage gRPC's default waits up to two minutes before it looks again.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # Connections are not shared with other stores of this process, whose failures would delay ours.
+    ("grpc.use_local_subchannel_pool", 1),
+    # etcd is inside the cluster: a web proxy from the environment is never on the way to it.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class EtcdStore:
+    """`protocol.Store` on one etcd (a server or a cluster reached by several endpoints).
+
+    The constructor connects to nothing: the first operation does. Raises ConfigError for unusable credentials.
+    `timeout_s` bounds every operation.
+    """
+
+    def __init__(
+        self, addresses: tuple[Address, ...], credentials: Credentials | None = None, *, timeout_s: float = 2.0
+    ) -> None:
+        credentials = credentials or Credentials()
+        _check(addresses, credentials)
+        self._connections = Connections(addresses, credentials, _dial, timeout_s)
+        self._watcher = Watcher(self._connections, self._identity)
+        self._store_id = ""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """See `protocol.Store`."""
+        return self._connections.names
+
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+        """See `protocol.Store`."""
+        request = wire.range_request(prefix, exact=exact, limit=limit, by_create=by_create)
+
+        def send(endpoint: Endpoint, timeout_s: float) -> Any:
+            return endpoint.kv.Range(request, timeout=timeout_s, metadata=endpoint.metadata)
+
+        snapshot = wire.snapshot(self._connections.call(f"read {prefix}", send))
+        self._store_id = snapshot.store_id
+        return snapshot
+
+    def commit(self, txn: Txn) -> TxnResult:
+        """See `protocol.Store`. Sent once; again only after errors that prove that etcd never had it."""
+        request = wire.txn_request(txn)
+        what = f"carry out a transaction ({txn.why})" if txn.why else "carry out a transaction"
+
+        def send(endpoint: Endpoint, timeout_s: float) -> Any:
+            return endpoint.kv.Txn(request, timeout=timeout_s, metadata=endpoint.metadata)
+
+        response = self._connections.call(what, send, repeatable=False)
+        return TxnResult(response.succeeded, response.header.revision)
+
+    def grant(self, ttl_s: float) -> Lease:
+        """See `protocol.Store`. The number is ours, so that a grant whose answer was lost can be repeated."""
+        if not ttl_s > 0:
+            raise StoreRefused(f"a lease needs a positive TTL, got {ttl_s} ({', '.join(self.endpoints)})")
+        lease_id = secrets.randbelow(2**62) + 1
+        request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=lease_id)
+
+        def send(endpoint: Endpoint, timeout_s: float) -> float:
+            try:
+                return float(endpoint.lease.LeaseGrant(request, timeout=timeout_s, metadata=endpoint.metadata).TTL)
+            except grpc.RpcError as error:
+                if judge_error(*status(error)) is not Verdict.LEASE_EXISTS:
+                    raise
+            question = proto.LeaseTimeToLiveRequest(ID=lease_id)
+            answer = endpoint.lease.LeaseTimeToLive(question, timeout=timeout_s, metadata=endpoint.metadata)
+            return float(answer.grantedTTL)
+
+        return Lease(lease_id, self._connections.call("grant a lease", send))
+
+    def keep_alive(self, lease_id: int) -> float:
+        """See `protocol.Store`."""
+        request = proto.LeaseKeepAliveRequest(ID=lease_id)
+
+        def send(endpoint: Endpoint, timeout_s: float) -> float:
+            # etcd offers this only as a stream; one question and one answer is what it is used for here.
+            call = endpoint.lease.LeaseKeepAlive(iter([request]), timeout=timeout_s, metadata=endpoint.metadata)
+            try:
+                for response in call:
+                    return float(response.TTL)
+            finally:
+                call.cancel()
+            raise StoreUnavailable(f"etcd ended a keep-alive without an answer ({endpoint.address})")
+
+        ttl_s = self._connections.call("keep a lease alive", send)
+        if ttl_s <= 0:
+            raise LeaseLost(f"lease {lease_id:x} does not exist any more ({', '.join(self.endpoints)})")
+        return ttl_s
+
+    def revoke(self, lease_id: int) -> None:
+        """See `protocol.Store`."""
+        request = proto.LeaseRevokeRequest(ID=lease_id)
+
+        def send(endpoint: Endpoint, timeout_s: float) -> None:
+            try:
+                endpoint.lease.LeaseRevoke(request, timeout=timeout_s, metadata=endpoint.metadata)
+            except grpc.RpcError as error:
+                if judge_error(*status(error)) is not Verdict.LEASE_LOST:
+                    raise
+
+        self._connections.call("revoke a lease", send)
+
+    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> EtcdWatch:
+        """See `protocol.Store`. After a `Resync` the watch is over; a new one goes on from a new read."""
+        return self._watcher.add(prefix, sink, from_revision=from_revision, exact=exact)
+
+    def close(self) -> None:
+        """See `protocol.Store`. Operations under way in other threads end with StoreUnavailable."""
+        self._watcher.close()
+        self._connections.close()
+
+    def _identity(self) -> str:
+        return self._store_id
+
+
+def _dial(address: Address, credentials: Credentials) -> Any:
+    """An etcd3 client for one address; it connects with its first RPC."""
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    if address.scheme == "http":
+        return etcd3.client(host=host, port=address.port, grpc_options=CHANNEL_OPTIONS)
+    _check_files(credentials)
+    return etcd3.client(
+        host=host,
+        port=address.port,
+        ca_cert=credentials.ca_file or ssl.get_default_verify_paths().cafile,
+        cert_cert=credentials.cert_file,
+        cert_key=credentials.key_file,
+        grpc_options=CHANNEL_OPTIONS,
+    )
+
+
+def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
+    if not hasattr(etcd3, "Etcd3Client"):
+        raise ConfigError(
+            explain(
+                "another package took the name of the etcd client",
+                str(getattr(etcd3, "__file__", "etcd3")),
+                expected="the module of the PyPI package etcd3",
+                remedy="pip uninstall etcd3-py; pip install --force-reinstall etcd3",
+            )
+        )
+    tls_files = (credentials.ca_file, credentials.cert_file, credentials.key_file)
+    if any(tls_files) and not all(address.scheme == "https" for address in addresses):
+        got = ", ".join(str(address) for address in addresses)
+        raise ConfigError(explain("TLS files for an endpoint without TLS", "--etcd", got=got, expected="https://"))
+    if (credentials.cert_file is None) != (credentials.key_file is None):
+        raise ConfigError(explain("half a client certificate", "--etcd-cert-file", expected="--etcd-key-file as well"))
+    if (credentials.user is None) != (credentials.password_file is None):
+        raise ConfigError(explain("half a login", "--etcd-user", expected="--etcd-password-file with --etcd-user"))
+    if any(address.scheme == "https" for address in addresses):
+        _check_files(credentials)
+    if credentials.password_file is not None:
+        _check_readable(credentials.password_file)
+
+
+def _check_files(credentials: Credentials) -> None:
+    trusted = credentials.ca_file or ssl.get_default_verify_paths().cafile
+    if trusted is None:
+        raise ConfigError(explain("no certificate authority to trust", "--etcd", expected="--etcd-ca-file"))
+    for path in (trusted, credentials.cert_file, credentials.key_file):
+        if path is not None:
+            _check_readable(path)
+
+
+def _check_readable(path: str) -> None:
+    try:
+        Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(explain("a credentials file is unreadable", path, got=str(error))) from error

@@ -1,0 +1,323 @@
+"""All watches of one etcd store on one stream, with one thread that survives the server.
+
+When the stream breaks, the thread opens another (next endpoint, pauses of 50 ms to 1 s) and every watch goes on from
+the revision after the last one it delivered. What can't go on ends with a `Resync`, never with silence: history
+compacted, another store answers, the server cancelled the watch.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+from elasticrt.errors import ElasticError
+from elasticrt.store import wire
+from elasticrt.store.connection import Connections, Endpoint, refused, status, untrusted
+from elasticrt.store.protocol import (
+    Broken,
+    Changes,
+    Event,
+    Resync,
+    StoreUnavailable,
+    WatchSink,
+)
+from elasticrt.store.quiet import grpc
+from elasticrt.store.verdict import Verdict, judge_error
+
+_logger = logging.getLogger(__name__)
+
+PAUSE_S_MIN = 0.05
+PAUSE_S_MAX = 1.0
+
+
+class EtcdWatch:
+    """A watch on etcd. `next_revision` is the first revision that the sink has not seen."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        *,
+        number: int,
+        prefix: str,
+        exact: bool,
+        sink: WatchSink,
+        from_revision: int,
+        store_id: str,
+    ) -> None:
+        self.number = number
+        self.prefix = prefix
+        self.exact = exact
+        self.sink = sink
+        self.next_revision = from_revision
+        self.store_id = store_id
+        self.active = True
+        self.broken = False
+        self._watcher = watcher
+
+    def request(self) -> Any:
+        """The message that starts it, one revision early (see `fresh`)."""
+        return wire.watch_request(self.prefix, self.exact, self.number, max(1, self.next_revision - 1))
+
+    def fresh(self, messages: Any) -> tuple[Event, ...]:
+        """The events that the sink has not seen.
+
+        A watch starts one revision early and drops it here, because a compaction keeps no deletion of its own
+        revision: a watch that starts exactly there would skip it silently. One that starts earlier is told.
+        """
+        return tuple(wire.event(m) for m in messages if m.kv.mod_revision >= self.next_revision)
+
+    def cancel(self) -> None:
+        """See `protocol.Watch`. Cancelling twice is harmless."""
+        self._watcher.remove(self)
+
+
+class Watcher:
+    """The watches of one store. The thread lives while there are any."""
+
+    def __init__(self, connections: Connections, identity: Callable[[], str]) -> None:
+        self._connections = connections
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watches: dict[int, EtcdWatch] = {}
+        self._count = 0
+        self._thread: threading.Thread | None = None
+        self._requests: SimpleQueue[Any] | None = None  # Of the stream under way; None: a new watch waits for the next.
+        self._call: Any = None
+        self._hung_up = False  # The stream under way was ended by us, because nobody watched any more.
+
+    def add(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool) -> EtcdWatch:
+        """Start a watch. Never blocks; raises StoreUnavailable after `close`."""
+        if from_revision < 1:
+            raise ValueError(f"a watch from revision {from_revision}: revisions count from 1")
+        with self._lock:
+            if self._closed.is_set():
+                raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self._connections.names)})")
+            self._count += 1  # Never 0: etcd takes that as "choose one for me".
+            watch = EtcdWatch(
+                self,
+                number=self._count,
+                prefix=prefix,
+                exact=exact,
+                sink=sink,
+                from_revision=from_revision,
+                store_id=self._identity(),
+            )
+            self._watches[watch.number] = watch
+            if self._requests is not None:
+                self._requests.put(watch.request())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="elasticrt-watch", daemon=True)
+                self._thread.start()
+        return watch
+
+    def remove(self, watch: EtcdWatch) -> None:
+        """Cancel one watch."""
+        with self._lock:
+            watch.active = False
+            if self._watches.pop(watch.number, None) is None:
+                return
+            if self._requests is not None:
+                self._requests.put(wire.cancel_request(watch.number))
+            self._hang_up_if_idle()
+
+    def close(self) -> None:
+        """Cancel all watches and end the thread (waiting at most 5 s, not at all inside a sink)."""
+        with self._lock:
+            self._closed.set()
+            for watch in self._watches.values():
+                watch.active = False
+            self._watches = {}
+            call, thread = self._call, self._thread
+        if call is not None:
+            call.cancel()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(5.0)
+
+    def _run(self) -> None:
+        """Stream after stream, as long as somebody watches."""
+        failures = 0
+        try:
+            while True:
+                with self._lock:
+                    if not self._watches:
+                        self._thread = None
+                        return
+                answered, reason = self._stream()
+                if self._hung_up:
+                    failures = 0
+                    continue
+                failures = 1 if answered else failures + 1
+                self._notify_broken(reason)
+                pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
+                with self._lock:
+                    waiting = bool(self._watches)
+                if waiting:
+                    self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
+        except BaseException:
+            # A bug, here or in a sink. Nobody may wait on a thread that is gone: every watch is ended in words.
+            for watch in self._abandon():
+                if watch.active:
+                    watch.sink(Resync("cancelled: the watch thread failed"))
+            raise
+
+    def _abandon(self) -> list[EtcdWatch]:
+        with self._lock:
+            self._thread = None
+            watches, self._watches = list(self._watches.values()), {}
+        return watches
+
+    def _stream(self) -> tuple[bool, str]:
+        """One stream from its start to its end: whether the server answered at all, and why it ended."""
+        answered = self._hung_up = False
+        endpoint: Endpoint | None = None
+        try:
+            endpoint = self._connections.current()
+            endpoint.log_in(self._connections.timeout_s)
+            for response in self._open(endpoint):
+                answered = True
+                self._dispatch(response, endpoint)
+            reason = f"etcd at {endpoint.address} ended the watch stream"
+        except grpc.RpcError as error:
+            assert endpoint is not None, "an RPC needs an endpoint"
+            reason = self._lost(endpoint, error)
+        except ElasticError as error:
+            reason = str(error)
+        finally:
+            self._hang_up()
+        if endpoint is not None and not self._hung_up:
+            self._connections.failed(endpoint)
+        return answered, reason
+
+    def _open(self, endpoint: Endpoint) -> Iterator[Any]:
+        requests: SimpleQueue[Any] = SimpleQueue()
+        # `hasleader` makes a member that lost its quorum end the stream instead of leaving it silent.
+        metadata = (*endpoint.metadata, ("hasleader", "true"))
+        with self._lock:
+            self._requests = requests
+            for watch in self._watches.values():
+                requests.put(watch.request())
+            call = endpoint.watch.Watch(iter(requests.get, None), metadata=metadata)
+            self._call = call
+            self._hang_up_if_idle()
+        yield from call
+
+    def _hang_up_if_idle(self) -> None:
+        """With the lock held: nobody watches, so the stream ends. A watch added meanwhile waits for the next one."""
+        if not self._watches and self._call is not None:
+            self._hung_up = True
+            if self._requests is not None:
+                self._requests.put(None)
+                self._requests = None
+            self._call.cancel()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            requests, call = self._requests, self._call
+            self._requests = self._call = None
+        if requests is not None:
+            requests.put(None)  # Ends the thread in which gRPC waits for our next request.
+        if call is not None:
+            call.cancel()
+
+    def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> str:
+        code, details = status(error)
+        verdict = judge_error(code, details)
+        if verdict is Verdict.LOGIN and endpoint.log_out(endpoint.metadata):
+            return f"the login at {endpoint.address} expired"
+        if verdict is Verdict.UNTRUSTED:
+            self._connections.failed(endpoint, redial=True)
+            return untrusted(endpoint.address, details)
+        if verdict is Verdict.REFUSED:
+            return refused("watch", str(endpoint.address), code, details)
+        return f"etcd at {endpoint.address}: {code}: {details}"
+
+    def _notify_broken(self, reason: str) -> None:
+        with self._lock:
+            watches = [watch for watch in self._watches.values() if not watch.broken]
+        for watch in watches:
+            watch.broken = True
+            self._tell(watch, Broken(reason))
+
+    def _dispatch(self, response: Any, endpoint: Endpoint) -> None:
+        with self._lock:
+            watch = self._watches.get(response.watch_id)
+        if watch is None:
+            if response.created and not response.canceled and response.watch_id == 0:
+                self._too_old(endpoint)
+            return  # The last words of a watch that we cancelled.
+        store_id = wire.store_id(response.header)
+        watch.store_id = watch.store_id or store_id
+        if store_id != watch.store_id:
+            self._end(watch, "replaced")
+        elif response.compact_revision:
+            self._end(watch, "compacted")
+        elif response.canceled:
+            self._cancelled(watch, response, endpoint)
+        elif response.created:
+            self._created(watch, response)
+        else:
+            self._changed(watch, response)
+
+    def _created(self, watch: EtcdWatch, response: Any) -> None:
+        # A follower may lag behind what was read elsewhere; only a linearizable read proves that revisions went back.
+        if response.header.revision < watch.next_revision - 1:
+            request = wire.count_request()
+            header = self._connections.call(
+                "confirm the revision",
+                lambda endpoint, timeout_s: endpoint.kv.Range(request, timeout=timeout_s, metadata=endpoint.metadata),
+            ).header
+            if header.revision < watch.next_revision - 1 or wire.store_id(header) != watch.store_id:
+                self._end(watch, "replaced")
+                return
+        if watch.broken:
+            watch.broken = False
+            self._tell(watch, Changes((), watch.next_revision - 1))  # Back again; nothing new so far.
+
+    def _changed(self, watch: EtcdWatch, response: Any) -> None:
+        if not response.events:  # A progress notice: everything up to this revision has been delivered.
+            if response.header.revision >= watch.next_revision:
+                watch.next_revision = response.header.revision + 1
+                self._tell(watch, Changes((), response.header.revision))
+            return
+        events = watch.fresh(response.events)
+        if events:
+            watch.next_revision = events[-1].mod_revision + 1
+            self._tell(watch, Changes(events, events[-1].mod_revision))
+
+    def _cancelled(self, watch: EtcdWatch, response: Any, endpoint: Endpoint) -> None:
+        reason = response.cancel_reason
+        verdict = judge_error("UNKNOWN", reason)
+        if verdict is Verdict.COMPACTED:
+            self._end(watch, "compacted")
+        elif verdict is Verdict.LOGIN and not watch.broken and endpoint.log_out(endpoint.metadata):
+            # The token expired. Ending the stream makes all watches start again, on a new login.
+            raise StoreUnavailable(f"etcd at {endpoint.address}: {reason}")
+        else:
+            self._end(watch, f"cancelled: {reason or 'no reason given'} (etcd at {endpoint.address})")
+
+    def _too_old(self, endpoint: Endpoint) -> None:
+        for watch in self._all():
+            self._end(watch, f"cancelled: etcd at {endpoint.address} is older than 3.4")
+
+    def _all(self) -> list[EtcdWatch]:
+        with self._lock:
+            return list(self._watches.values())
+
+    def _end(self, watch: EtcdWatch, reason: str) -> None:
+        """The last word of a watch."""
+        with self._lock:
+            self._watches.pop(watch.number, None)
+            if self._requests is not None:
+                self._requests.put(wire.cancel_request(watch.number))
+            self._hang_up_if_idle()
+        self._tell(watch, Resync(reason))
+        watch.active = False
+
+    def _tell(self, watch: EtcdWatch, notice: Changes | Resync | Broken) -> None:
+        if watch.active:
+            watch.sink(notice)

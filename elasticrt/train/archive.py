@@ -1,0 +1,219 @@
+"""A checkpoint directory on disk: its history read with suspicion, payloads verified before they are parsed, files
+written durably, old ones deleted late. `manifest` says what the files mean; `checkpoint` says when.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from elasticrt.contract.env import Commit, WorkerEnv
+from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, explain
+from elasticrt.train.files import Directory, Sink, Unfit, sha256
+from elasticrt.train.lock import FileLock
+from elasticrt.train.manifest import (
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    MARK,
+    PAYLOAD,
+    TEMPORARY,
+    History,
+    Manifest,
+    Name,
+    doomed,
+    stem_of,
+)
+
+_log = logging.getLogger(__name__)
+
+_locks: dict[str, FileLock] = {}
+"""Directories this process saves to without an agent; held until it ends."""
+
+_run_directory: dict[str, Path] = {}
+"""Under an agent: the one directory whose commits are the run's, by the generation's nonce."""
+
+
+class Archive:
+    """The checkpoint directory as rank 0 uses it. Nothing is opened before `open`."""
+
+    def __init__(self, path: Path, keep: int, worker: WorkerEnv | None) -> None:
+        self._path = path
+        self._keep = keep
+        self._worker = worker
+        self._generation = 0 if worker is None else worker.generation
+        self._directory: Directory | None = None
+        self._serial = 0
+        self.troubles: list[str] = []
+
+    def open(self, *, create: bool) -> bool:
+        """Open the directory if it is not open; False when it does not exist and is not to be created.
+
+        Raises CheckpointError when it can't be used.
+        """
+        if self._directory is not None:
+            return True
+        if not create and not os.path.lexists(self._path):
+            return False
+        try:
+            directory = Directory(self._path, create=create)
+        except (OSError, Unfit) as error:
+            raise CheckpointError(
+                explain("the checkpoint directory can't be used", str(self._path), got=str(error))
+            ) from error
+        self._directory = directory
+        self._serial = max(self._serial, self.history().serial)
+        return True
+
+    def claim(self) -> None:
+        """Before saving: refuse a directory that somebody else saves to. Under an agent the fenced commit sees to it.
+
+        Raises DuplicateError when another live process saves here, ConfigError when this run saves elsewhere.
+        """
+        if self._worker is not None:
+            first = _run_directory.setdefault(self._worker.nonce, self._path)
+            if first != self._path:
+                raise ConfigError(
+                    explain(
+                        "a run has one checkpoint directory",
+                        str(self._path),
+                        got=f"a second one beside {first}",
+                        remedy="Save other things with torch.save",
+                    )
+                )
+            return
+        key = os.path.realpath(self._path)
+        if key in _locks:
+            return
+        lock = FileLock(self._path / ".lock")
+        try:
+            taken = lock.acquire(f"process {os.getpid()} on {socket.gethostname()}")
+        except OSError as error:
+            # A file system without locks can still be saved to.
+            _log.info("no lock in %s: %s", self._path, error)
+            return
+        if not taken:
+            raise DuplicateError(
+                explain(
+                    "another live process saves checkpoints here",
+                    str(self._path),
+                    got=lock.holder() or "an unknown process",
+                    remedy="Use another directory, or stop the other one",
+                )
+            )
+        _locks[key] = lock
+
+    def history(self) -> History:
+        """What the directory tells, read anew. Files that are not what they should be are left out; see `troubles`."""
+        directory = self._opened()
+        self.troubles = []
+        manifests: dict[str, Manifest] = {}
+        marked = set()
+        for text in directory.names():
+            name = Name.parse(text)
+            if name is None or name.suffix == PAYLOAD:
+                continue
+            try:
+                if name.suffix == MARK:
+                    directory.read(text, size_max=MANIFEST_BYTES_MAX)
+                    marked.add(name.nonce)
+                else:
+                    content = directory.read(text, size_max=MANIFEST_BYTES_MAX)
+                    manifests[name.nonce] = Manifest.from_json(content, name.stem)
+            except (Unfit, ValueError, OSError) as error:
+                self.troubles.append(f"{text}: {error}")
+        return History(manifests, frozenset(marked))
+
+    def lineage_of(self, resume: Commit, history: History) -> list[Manifest]:
+        """`resume` as etcd records it (not as the directory says), then its ancestors by the directory's manifests."""
+        known = history.manifests.get(resume.nonce)
+        run = self._worker.run_id if self._worker is not None else ""
+        first = Manifest(
+            resume, self._serial if known is None else known.serial, run, 0 if known is None else known.world_size
+        )
+        return [first, *history.lineage(resume.parent)]
+
+    def payload(self, commit: Commit) -> bytearray:
+        """The bytes of a payload, proven to be those that were committed. Raises Unfit, OSError; nothing is parsed."""
+        content = self._opened().read(commit.file, size=commit.size)
+        digest = sha256(content)
+        if digest != commit.digest:
+            raise Unfit(f"its SHA-256 is {digest[:12]}... instead of {commit.digest[:12]}...")
+        return content
+
+    def write(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        epoch: int,
+        nonce: str,
+        parent: str,
+        world_size: int,
+        about: dict[str, Any],
+    ) -> Manifest:
+        """Make payload and manifest durable. Raises OSError; then neither is left."""
+        directory = self._opened()
+        stem = stem_of(step, self._generation, nonce)
+        temporary = f"{TEMPORARY}{stem}"
+
+        def fill(sink: Sink) -> None:
+            torch.save(state, cast("IO[bytes]", sink))
+
+        size, digest = directory.write(stem + PAYLOAD, temporary, fill)
+        commit = Commit(
+            step=step,
+            epoch=epoch,
+            generation=self._generation,
+            nonce=nonce,
+            parent=parent,
+            directory=str(self._path),
+            file=stem + PAYLOAD,
+            digest=digest,
+            size=size,
+        )
+        manifest = Manifest(commit, self._serial + 1, self._run(), world_size, {"torch": torch.__version__, **about})
+        try:
+            directory.write(stem + MANIFEST, temporary, lambda sink: sink.write(manifest.to_json()))
+        except BaseException:
+            directory.remove(stem + PAYLOAD)
+            raise
+        self._serial += 1
+        return manifest
+
+    def mark(self, commit: Commit) -> None:
+        """Say on disk that this checkpoint is committed. Raises OSError."""
+        directory = self._opened()
+        stem = commit.file.removesuffix(PAYLOAD)
+        if not os.access(stem + MARK, os.F_OK, dir_fd=directory.fd, follow_symlinks=False):
+            text = commit.to_json().encode() + b"\n"
+            directory.write(stem + MARK, f"{TEMPORARY}{stem}", lambda sink: sink.write(text))
+
+    def tidy(self, head: str) -> None:
+        """Delete what is no longer needed now that `head` is committed. Raises OSError."""
+        directory = self._opened()
+        texts = directory.names()
+        names = [name for name in map(Name.parse, texts) if name is not None]
+        temporaries = [text for text in texts if text.startswith(TEMPORARY)]
+        for stem in doomed(self.history(), names, head, self._keep, self._generation):
+            # The mark goes first and the payload last: whatever a crash leaves is never a commit without its payload.
+            for suffix in (MARK, MANIFEST, PAYLOAD):
+                directory.remove(stem + suffix)
+        for text in temporaries:
+            name = Name.parse(text.removeprefix(TEMPORARY) + PAYLOAD)
+            if name is not None and (name.generation < self._generation or self._worker is None):
+                directory.remove(text)
+
+    def _opened(self) -> Directory:
+        assert self._directory is not None, "open() comes first"
+        return self._directory
+
+    def _run(self) -> str:
+        if self._worker is not None:
+            return self._worker.run_id
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        return "" if run == "none" else run

@@ -1,0 +1,323 @@
+"""The disk tier: checkpoints that are whole, committed, and resumed from where the run says, not where a worker likes.
+
+Rank 0 saves: a copy to the host on the training thread, everything else on a writer thread, at most one save in flight.
+A save becomes a commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does the
+mark appear, and only after that is anything old deleted. A save that fails leaves the old head as it was, and training
+goes on.
+
+All ranks restore together: rank 0 finds, verifies and opens the checkpoint, the others get its bytes. Ranks need no
+shared directory for that, and can't disagree.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import logging
+import os
+import pickle
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elasticrt.contract.env import Commit
+from elasticrt.errors import CheckpointError, ElasticError, explain
+from elasticrt.train import collective, link
+from elasticrt.train.archive import Archive
+from elasticrt.train.commit import Committer
+from elasticrt.train.files import Unfit
+from elasticrt.train.manifest import Manifest
+from elasticrt.train.notice import say
+from elasticrt.train.plain import plain_copy
+
+_log = logging.getLogger(__name__)
+
+SAVE_TIMEOUT_S = 600.0
+"""A save that takes longer than this is stuck in the file system; whoever waits for it goes on with a warning."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What `restore` found.
+
+    Attributes:
+        step: as passed to `save`.
+        epoch: as passed to `save`.
+        world_size: of the generation that saved it.
+        run: the run that saved it, "" when it had no name.
+        data: what was saved, tensors on the host. `state[name]` reads from it.
+    """
+
+    step: int
+    epoch: int
+    world_size: int
+    run: str
+    data: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data
+
+
+class Checkpointer:
+    """Saves and restores checkpoints in one directory. Create it on every rank.
+
+    Args:
+        directory: created at the first save. Rank 0 needs it; other ranks may lack it.
+        keep: how many of the newest checkpoints to keep, at least 1.
+
+    `Loop` has one of its own; use this class in loops that are not a `Loop`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        if not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(explain("not a path", "Checkpointer", got=directory, expected="a directory's path"))
+        if isinstance(keep, bool) or not isinstance(keep, int):
+            raise TypeError(explain("keep is not a whole number", "Checkpointer", got=keep, expected="an int >= 1"))
+        if keep < 1:
+            raise ValueError(explain("keep is too small", "Checkpointer", got=keep, expected=">= 1"))
+        self._worker = link.worker_env()
+        self._shown = os.fspath(directory)
+        self._archive = Archive(Path(directory).absolute(), keep, self._worker)
+        self._committer = Committer(self._worker, link.agent_link())
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._asked_step = -1
+        _live.add(self)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def head_step(self) -> int:
+        """The step of the newest commit that this process knows, -1 for none. Only rank 0 knows any."""
+        return -1 if self._committer.parent is None else self._committer.parent.step
+
+    def save(
+        self, state: Mapping[str, Any], *, step: int, epoch: int = 0, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Copy `state` to the host now, and write and commit it in the background. Other ranks than 0 do nothing.
+
+        Args:
+            state: plain values and tensors by name (results of `state_dict()`), the same on all ranks.
+            step: steps trained in this state, not less than at the save before.
+            epoch: the epoch that the next step belongs to.
+            about: plain JSON values for readers of the manifest.
+
+        Waits for a save that is still in flight. Raises ConfigError when something in `state` can't be saved,
+        CheckpointError for a directory that can't be used; a write that fails is a warning.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
+        for name, value in (("step", step), ("epoch", epoch)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(explain(f"{name} is not a whole number", "Checkpointer.save", got=value))
+            if value < 0:
+                raise ValueError(explain(f"{name} is negative", "Checkpointer.save", got=value))
+        if step < self._asked_step:
+            raise ValueError(
+                explain("steps go back", "Checkpointer.save", got=step, expected=f">= {self._asked_step}, saved before")
+            )
+        self._asked_step = step
+        if collective.rank_and_world()[0] != 0:
+            return
+        if not self.wait():
+            return
+        copied = plain_copy(state, "state")
+        self._archive.open(create=True)
+        self._archive.claim()
+        arguments = (copied, step, epoch, dict(about or {}), collective.rank_and_world()[1])
+        self._thread = threading.Thread(target=self._write_guarded, args=arguments, name="elasticrt-save", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> bool:
+        """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                _log.warning("a save to %s has been in flight for more than %.0f s", self._shown, timeout_s)
+                return False
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return True
+
+    def restore(self) -> State | None:
+        """The state to go on from, on all ranks alike; None when there is nothing to go on from.
+
+        Under an agent that is exactly the commit that the run resumes from. When its file is damaged, its nearest valid
+        ancestor, with a warning. Collective. Raises CheckpointError when there are checkpoints but none can be used.
+        """
+        return self._restore(claim=False, fresh=False)
+
+    def begin(self, *, fresh: bool = False) -> State | None:
+        """`restore`, and claim the directory for saving at once: DuplicateError when a live process saves there.
+
+        `fresh` starts over beside what is there, except after a restart, which goes on from what this run has saved.
+        """
+        return self._restore(claim=True, fresh=fresh)
+
+    def _restore(self, *, claim: bool, fresh: bool) -> State | None:
+        collective.require_group("Checkpointer.restore")
+        rank, _ = collective.rank_and_world()
+        found: tuple[Manifest, bytearray, dict[str, Any]] | None = None
+        failure: ElasticError | None = None
+        verdict: dict[str, Any] = {}
+        if rank == 0:
+            try:
+                found = self._find(claim, fresh)
+                verdict = {} if found is None else {"manifest": found[0].to_json().decode()}
+            except ElasticError as error:
+                failure = error
+                verdict = {"error": str(error)}
+        verdict = json.loads(bytes(collective.broadcast_bytes(json.dumps(verdict).encode())))
+        if "error" in verdict:
+            raise failure if failure is not None else CheckpointError(verdict["error"])
+        if not verdict:
+            return None
+        payload = collective.broadcast_bytes(b"" if found is None else found[1])
+        data = _parse(payload) if found is None else found[2]
+        fields = json.loads(verdict["manifest"])
+        commit = fields["commit"]
+        self._asked_step = commit["step"]
+        return State(commit["step"], commit["epoch"], fields["world_size"], fields["run"], data)
+
+    def _find(self, claim: bool, fresh: bool) -> tuple[Manifest, bytearray, dict[str, Any]] | None:
+        """On rank 0: the checkpoint to resume from, verified and parsed. Sets what the next commit replaces."""
+        resume = None if self._worker is None else self._worker.resume
+        if not self._archive.open(create=claim):
+            if resume is not None:
+                self._refuse([f"{resume.file}: there is no directory {self._shown}"])
+            return None
+        if claim:
+            self._archive.claim()
+        history = self._archive.history()
+        if resume is not None:
+            candidates = self._archive.lineage_of(resume, history)
+            self._committer.resumed(resume)
+        elif _start_over(fresh):
+            return None
+        else:
+            candidates = history.candidates()
+        troubles = list(self._archive.troubles)
+        for manifest in candidates:
+            try:
+                payload = self._archive.payload(manifest.commit)
+                data = _parse(payload)
+            except (Unfit, OSError, CheckpointError) as error:
+                troubles.append(f"{manifest.commit.file}: {error}")
+                continue
+            self._report(manifest, troubles, resume)
+            self._committer.went_to(manifest.commit)
+            try:
+                self._archive.mark(manifest.commit)
+            except (
+                OSError
+            ) as error:  # Without the mark it is found through its successors; a reader may lack the right.
+                _log.info("%s could not be marked as committed: %s", manifest.commit.file, error)
+            return manifest, payload, data
+        if resume is not None or history.marked:
+            self._refuse(troubles)
+        for trouble in troubles:
+            _log.warning("skipped in %s: %s", self._shown, trouble)
+        return None
+
+    def _report(self, manifest: Manifest, troubles: list[str], resume: Commit | None) -> None:
+        for trouble in troubles:
+            _log.warning("skipped in %s: %s", self._shown, trouble)
+        if resume is None:
+            run = f" (run {manifest.run})" if manifest.run else ""
+            how = "ELASTICRT_FRESH=1 starts over" if self._worker is None else "--fresh starts over"
+            say(f"resuming {self._shown.rstrip('/')}/ from step {manifest.commit.step:,}{run}; {how}")
+        elif resume.nonce != manifest.commit.nonce:
+            _log.warning(
+                "going back from step %d to step %d: %s", resume.step, manifest.commit.step, manifest.commit.file
+            )
+
+    def _refuse(self, troubles: list[str]) -> None:
+        raise CheckpointError(
+            explain(
+                "no checkpoint can be used",
+                self._shown,
+                expected="the head or one of its ancestors, whole and unchanged",
+                remedy="Found: " + ("; ".join(troubles) or "nothing") + ". Put a good copy back, or start over",
+            )
+        )
+
+    def _write_guarded(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
+            self._failure = error
+
+    def _write(self, state: dict[str, Any], step: int, epoch: int, about: dict[str, Any], world_size: int) -> None:
+        """On the writer thread: payload, manifest, fenced commit, mark, and only then tidying up."""
+        started = time.monotonic()
+        self._committer.settle(self._archive.mark)
+        parent = self._committer.parent
+        try:
+            manifest = self._archive.write(
+                state,
+                step=step,
+                epoch=epoch,
+                nonce=secrets.token_hex(8),
+                parent="" if parent is None else parent.nonce,
+                world_size=world_size,
+                about=about,
+            )
+        except (OSError, Unfit) as error:
+            _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
+            return
+        refusal = self._committer.commit(manifest.commit)
+        if refusal:
+            _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
+            return
+        try:
+            self._archive.mark(manifest.commit)
+            self._archive.tidy(manifest.commit.nonce)
+        except OSError as error:
+            _log.warning("step %d is committed, but %s could not be tidied up: %s", step, self._shown, error)
+        _log.debug("saved step %d in %.3f s", step, time.monotonic() - started)
+
+
+def _parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError."""
+    try:
+        data = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"torch.load(weights_only=True) refuses it: {str(error)[:200]}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"it holds a {type(data).__name__} instead of a dict")
+    return data
+
+
+def _start_over(fresh: bool) -> bool:
+    """Whether the user asked for a fresh start. Only the run's first start is fresh; a restart goes on from its own."""
+    return (fresh or os.environ.get("ELASTICRT_FRESH") == "1") and os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    ) == "0"
+
+
+_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_saves() -> None:
+    """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody."""
+    for checkpointer in list(_live):
+        with contextlib.suppress(BaseException):
+            checkpointer.wait(60.0)

@@ -1,0 +1,108 @@
+"""What ranks tell each other, in tensors: bytes and numbers. Nothing is ever pickled.
+
+Every function here is collective: all ranks of the default process group call it, in the same order. Without a group,
+or alone, each is the identity.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from elasticrt.errors import ConfigError, explain
+
+_CHUNK_BYTES = 64 * 1024 * 1024
+"""Large enough for full bandwidth, small enough not to double the memory of a GPU that only passes bytes on."""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Rank and world size: of the process group, else as the launcher's environment says, else (0, 1).
+
+    Raises ConfigError when RANK or WORLD_SIZE is not a whole number.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        got = f"RANK={os.environ.get('RANK')} WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
+        raise ConfigError(explain("not whole numbers", "environment", got=got, remedy="Unset both, or fix")) from None
+    return rank, world_size
+
+
+def require_group(where: str) -> None:
+    """Raise ConfigError when there are several processes but no process group through which they could agree."""
+    _, world_size = rank_and_world()
+    if world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            explain(
+                "no process group",
+                where,
+                got=f"WORLD_SIZE={world_size}",
+                expected="elasticrt.init() or torch.distributed.init_process_group() before",
+                remedy="Call elasticrt.init() first",
+            )
+        )
+
+
+def alone() -> bool:
+    """Whether there is nobody else to talk to."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+def device() -> torch.device:
+    """Where tensors must lie to travel: the GPU with plain NCCL, the host otherwise."""
+    backend = dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a host tensor over all ranks, as a new host tensor of the same type and shape."""
+    if alone():
+        return tensor.clone()
+    travelling = tensor.to(device(), copy=True)
+    dist.all_reduce(travelling)
+    return travelling.cpu()
+
+
+def meet() -> None:
+    """Return when every rank has called this (the process group's timeout bounds the wait)."""
+    sum_tensor(torch.zeros(1, dtype=torch.int64))
+
+
+def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> bytes | bytearray | memoryview:
+    """The bytes that rank `source` passed in, on every rank."""
+    if alone():
+        return data
+    mine = dist.get_rank() == source
+    place = device()
+    size = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=place)
+    dist.broadcast(size, source)
+    buffer = bytearray(data) if mine else bytearray(int(size.item()))
+    for start in range(0, len(buffer), _CHUNK_BYTES):
+        view = memoryview(buffer)[start : start + _CHUNK_BYTES]
+        chunk = torch.frombuffer(view, dtype=torch.uint8)
+        travelling = chunk.to(place)
+        dist.broadcast(travelling, source)
+        if travelling is not chunk:
+            chunk.copy_(travelling)
+    return buffer
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """What each rank passed in, by rank. For short texts: every rank receives all of them."""
+    if alone():
+        return [data]
+    place = device()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=place))
+    lengths = [int(size.item()) for size in sizes]
+    longest = max(lengths)
+    if longest == 0:
+        return [b""] * len(lengths)
+    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(place)
+    parts = [torch.zeros(longest, dtype=torch.uint8, device=place) for _ in lengths]
+    dist.all_gather(parts, mine)
+    return [bytes(part.cpu().tolist())[:length] for part, length in zip(parts, lengths, strict=True)]

@@ -1,0 +1,275 @@
+"""Who am I, on which device, in which process group: the first call of a training script.
+
+The same script runs under `elasticrt run`, under torchrun and alone. `init` reads what either launcher says (RANK,
+WORLD_SIZE ...), never what a scheduler says (SLURM_* describes the allocation, not this process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import Dataset, Subset
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.train import collective, link
+
+_INT64 = 1 << 63
+_ERROR_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Context:
+    """This process's place.
+
+    Attributes:
+        rank: 0 to world_size - 1 over all nodes.
+        local_rank: 0 to local_world_size - 1 on this node.
+        world_size: processes in all.
+        local_world_size: processes on this node.
+        group_rank: the number of this node.
+        generation: the agreed membership this process belongs to, from 1; 0 without an elasticrt agent.
+        restart_count: how often the run was restarted after a failure.
+        device: where this process computes: a GPU of its own where there is one, else the host.
+        run_dir: the run's directory for logs; None without an elasticrt agent.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    generation: int
+    restart_count: int
+    device: torch.device
+    run_dir: Path | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: the one that prints."""
+        return self.rank == 0
+
+    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+        """This rank's part of `dataset`: every world_size-th sample, none twice, none padded. Sizes differ by one.
+
+        For evaluation; ranks then have different numbers of batches, so call the bare model, not DDP's forward.
+        """
+        if not isinstance(dataset, Sized):
+            raise TypeError(explain("a dataset without a length can't be sharded", "shard", got=type(dataset).__name__))
+        return Subset(dataset, range(self.rank, len(dataset), self.world_size))
+
+    def sum(self, *numbers: float | torch.Tensor) -> Any:
+        """The sum over all ranks of each number: one number for one argument, a tuple for several. Collective.
+
+        Whole numbers are added exactly (64 bits), others in double precision. Tensors must hold one element.
+        Raises TypeError for anything else, ValueError for a whole number beyond 64 bits.
+        """
+        whole = torch.zeros(len(numbers), dtype=torch.int64)
+        real = torch.zeros(len(numbers), dtype=torch.float64)
+        # Ranks may disagree on the type (the empty sum is 0, others 0.5): each sends both kinds and says which it used.
+        is_real = torch.zeros(len(numbers), dtype=torch.int64)
+        for i, given in enumerate(numbers):
+            number = given.item() if isinstance(given, torch.Tensor) else given
+            if isinstance(number, int):
+                if not -_INT64 <= number < _INT64:
+                    raise ValueError(explain("beyond 64 bits", "sum", got=number))
+                whole[i] = number
+            elif isinstance(number, float):
+                real[i] = number
+                is_real[i] = 1
+            else:
+                raise TypeError(
+                    explain("not a number", "sum", got=given, expected="int, float or a tensor of one element")
+                )
+        counts = collective.sum_tensor(torch.cat([whole, is_real]))
+        reals = collective.sum_tensor(real)
+        whole, is_real = counts[: len(numbers)], counts[len(numbers) :]
+        sums = tuple(
+            float(w) + float(r) if f else int(w)
+            for w, r, f in zip(whole.tolist(), reals.tolist(), is_real.tolist(), strict=True)
+        )
+        return sums[0] if len(sums) == 1 else sums
+
+
+_context: Context | None = None
+
+
+def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
+    """Join the process group and say who this process is. Calling it again changes nothing.
+
+    A process group that exists is adopted. Alone (`python train.py`) a group of one is made, so that DDP works.
+
+    Args:
+        backend: torch's name of it; by default nccl where every local rank has a GPU of its own, else gloo.
+        timeout_s: how long a collective may wait for the others, in seconds.
+
+    Raises ConfigError when the environment names a place that cannot be.
+    """
+    global _context  # noqa: PLW0603  There is one process group in a process, and this is our memory of it.
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
+    if _context is not None and dist.is_initialized():
+        return _context
+    worker = link.worker_env()
+    rank, world_size = collective.rank_and_world()
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            explain(
+                "no such rank",
+                "environment",
+                got=f"RANK={rank} WORLD_SIZE={world_size}",
+                expected="0 <= RANK < WORLD_SIZE",
+            )
+        )
+    local_rank = _variable("LOCAL_RANK", rank)
+    local_world_size = _variable("LOCAL_WORLD_SIZE", world_size)
+    device = _device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_world_size and dist.is_nccl_available()
+        _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
+    _context = Context(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        group_rank=_variable("GROUP_RANK", 0),
+        generation=0 if worker is None else worker.generation,
+        restart_count=_variable("TORCHELASTIC_RESTART_COUNT", 0),
+        device=device,
+        run_dir=Path(worker.run_dir) if worker is not None and worker.run_dir else None,
+    )
+    return _context
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        value = int(text) if text else default
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
+    return value
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    address = os.environ.get("MASTER_ADDR", "")
+    if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):
+        raise ConfigError(
+            explain(
+                "nobody says where the process group meets",
+                "environment",
+                got=f"RANK={rank} WORLD_SIZE={world_size} without MASTER_ADDR or MASTER_PORT",
+                remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
+            )
+        )
+    # Gloo resolves the machine's own name to find an interface, and fails where that name does not resolve.
+    # When everybody is on this machine the loopback interface is the answer.
+    if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if launched and address:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # Alone: no port, no other process can join by accident.
+        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+
+
+def _hash_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]  # torch offers it without declaring it.
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1", "ip6-localhost") or address.startswith("127.")
+
+
+def barrier() -> None:
+    """Wait until every rank is here. Collective; alone it does nothing."""
+    collective.require_group("barrier")
+    collective.meet()
+
+
+def local_first() -> AbstractContextManager[bool]:
+    """Let local rank 0 of each node run the block first, then everybody else: `with local_first() as first: ...`.
+
+    Gives True to who goes first. When one of those raises, the others raise RuntimeError with its error instead of
+    running the block. For data, `prepare` does more: it leaves nothing half done. Collective.
+    """
+    collective.require_group("local_first")
+    rank, _ = collective.rank_and_world()
+    return _first(_variable("LOCAL_RANK", rank) == 0, "local_first")
+
+
+def global_first() -> AbstractContextManager[bool]:
+    """As `local_first`, for rank 0 of the whole world alone."""
+    collective.require_group("global_first")
+    return _first(collective.rank_and_world()[0] == 0, "global_first")
+
+
+@contextlib.contextmanager
+def _first(goes_first: bool, name: str) -> Iterator[bool]:
+    if not goes_first:
+        errors = [text for text in collective.gather_bytes(b"") if text]
+        if errors:
+            raise RuntimeError(explain("who went first failed", name, got=errors[0].decode(errors="replace")))
+        yield False
+        return
+    try:
+        yield True
+    except BaseException as error:
+        text = f"rank {collective.rank_and_world()[0]}: {type(error).__name__}: {error}"
+        # If the others are gone already, what the user must see is this error, not that nobody could be told.
+        with contextlib.suppress(RuntimeError):
+            collective.gather_bytes(text.encode()[:_ERROR_BYTES])
+        raise
+    collective.gather_bytes(b"")
+
+
+def is_parallel(model: torch.nn.Module) -> bool:
+    """Whether `model` is wrapped in DataParallel or DistributedDataParallel, compiled or not."""
+    return any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in wrappers(model))
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside all of DataParallel, DistributedDataParallel and torch.compile; a bare one as it is."""
+    *_, innermost = wrappers(model)
+    return innermost
+
+
+def wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """From the outermost wrapper to the bare module, both included."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(explain("not a module", "unwrap", got=type(model).__name__, expected="torch.nn.Module"))
+    while True:
+        yield model
+        inner: Any = None
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            inner = model.module
+        elif type(model).__name__ == "OptimizedModule":  # torch.compile's wrapper; importing its class loads dynamo.
+            inner = model._orig_mod
+        if inner is None:
+            return
+        model = inner

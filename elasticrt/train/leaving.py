@@ -1,0 +1,29 @@
+"""Why a `for` loop over one of our generators ended early: on purpose, or by an exception.
+
+Python closes a generator in the same way (GeneratorExit) after `break`, after `return` and while an exception flies
+past. Only in the first two cases may a training step be counted. The frame that let go of the generator knows: after
+`break` and `return` it stands at the instruction that drops the loop's iterator; under an exception it stands at the
+one that raised. Measured on CPython 3.10 to 3.13, also through enumerate, zip, tqdm and generators of the user's own.
+Anything unknown counts as an exception: a step is then trained again, never counted twice.
+"""
+
+from __future__ import annotations
+
+import dis
+from types import FrameType
+
+_DROPS = ("POP_TOP", "POP_ITER", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL")
+"""What lets go of an iterator and cannot raise: the end of `break` and `return`, a variable that gets a new value."""
+
+_CLOSING = ("YIELD_VALUE", "RESUME")
+"""Where a generator of the user's stands while it is itself being closed: its own caller knows why."""
+
+
+def on_purpose(frame: FrameType | None) -> bool:
+    """Whether the generator that runs below `frame` (its caller) is being closed by `break`, `return` or assignment."""
+    while frame is not None and frame.f_lasti >= 0:
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        if name not in _CLOSING:
+            return name.startswith(_DROPS)
+        frame = frame.f_back
+    return False

@@ -1,0 +1,180 @@
+"""The one link of a training process to its agent: requests with answers, reports that never wait.
+
+Absent without an agent. A forked child (a DataLoader worker) inherits the socket but must not use it: two processes
+writing frames into one stream would tear both, so every use checks the process id. Standard library only, so that it
+also serves scripts that never import torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+from elasticrt.contract.channel import Channel, ChannelClosed
+from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.messages import Done, Message, Release, Reply
+from elasticrt.contract.page import Page
+from elasticrt.errors import ConfigError, explain
+
+_log = logging.getLogger(__name__)
+
+POST_BYTES_MAX = 32 * 1024
+"""A unix socket is reported writable while three quarters of its buffer are free; a message of this size then fits."""
+
+
+class Pending:
+    """A request that waits for its answer."""
+
+    def __init__(self) -> None:
+        self._answered = threading.Event()
+        self._reply: Reply | None = None
+
+    def wait(self, timeout_s: float) -> Reply | None:
+        """The answer, or None when it is not there after `timeout_s`. May be called again."""
+        self._answered.wait(timeout_s)
+        return self._reply
+
+    def answer(self, reply: Reply) -> None:
+        """Called once, by the reader."""
+        self._reply = reply
+        self._answered.set()
+
+
+class Link:
+    """A channel to the agent, shared by all threads of this process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Pending] = {}
+        self._reader: threading.Thread | None = None
+        self._closed = ""
+        self._released = threading.Event()
+
+    @property
+    def usable(self) -> bool:
+        """Whether this is the process that owns the link, and the agent was there when last heard of."""
+        return os.getpid() == self._pid and not self._closed
+
+    def request(self, make: Callable[[int], Message]) -> Pending:
+        """Send `make(number)`; the answer arrives in what is returned. Without an agent it is a refusal, at once."""
+        pending = Pending()
+        if os.getpid() != self._pid:
+            pending.answer(Reply(0, ok=False, reason="a forked child has no agent"))
+            return pending
+        with self._lock:
+            self._read_in_background()
+            number = next(self._numbers)
+            self._pending[number] = pending
+            problem = self._closed or self._send(make(number))
+            if problem:
+                self._pending.pop(number, None)
+                pending.answer(Reply(number, ok=False, reason=f"the agent is gone ({problem})"))
+        return pending
+
+    def post(self, message: Message) -> bool:
+        """Send a small report if that is possible without waiting; whether it went out."""
+        if not self.usable or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if not select.select([], [self._channel], [], 0)[1]:
+                return False
+            return not self._send(message)
+        finally:
+            self._lock.release()
+
+    def linger(self, code: int) -> None:
+        """Say that the script has ended with `code`, and wait for Release. An agent that is gone ends the wait, too."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._read_in_background()
+            problem = self._closed or self._send(Done(code))
+        if not problem:
+            self._released.wait()
+
+    def _send(self, message: Message) -> str:
+        """Send under the lock; why it could not be done, "" when it was."""
+        try:
+            self._channel.send(message)
+        except (ChannelClosed, OSError) as error:
+            self._closed = str(error) or "closed"
+        return self._closed
+
+    def _read_in_background(self) -> None:
+        if self._reader is None and not self._closed:
+            self._reader = threading.Thread(target=self._read, name="elasticrt-link", daemon=True)
+            self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                # Without a deadline: this thread has nothing else to do, and ends when the agent or the process does.
+                received = self._channel.receive()
+                if received is not None:
+                    self._deliver(*received)
+        except (ChannelClosed, OSError, ValueError) as error:
+            self._closed = str(error) or "closed"
+        with self._lock:  # After this, a request sees `_closed` and refuses itself.
+            waiting, self._pending = self._pending, {}
+        for number, pending in waiting.items():
+            pending.answer(Reply(number, ok=False, reason=f"the agent is gone ({self._closed})"))
+        self._released.set()
+
+    def _deliver(self, message: Message, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, Reply):
+            pending = self._pending.pop(message.request, None)
+            if pending is not None:
+                pending.answer(message)
+        elif isinstance(message, Release):
+            self._released.set()
+        else:
+            _log.warning("the agent sent a %s, which is not for a worker", type(message).__name__)
+
+
+@lru_cache(maxsize=1)
+def worker_env() -> WorkerEnv | None:
+    """What the agent told this process; None without an agent. Raises ConfigError when it is malformed."""
+    try:
+        return WorkerEnv.from_env(os.environ)
+    except ValueError as error:
+        remedy = "These variables are the agent's: do not set or change them"
+        raise ConfigError(explain("malformed environment", "ELASTICRT_*", got=str(error), remedy=remedy)) from error
+
+
+@lru_cache(maxsize=1)
+def agent_link() -> Link | None:
+    """This process's link; None without an agent. The first call adopts the descriptor."""
+    worker = worker_env()
+    if worker is None or worker.channel_fd < 0:
+        return None
+    return Link(Channel.adopt(worker.channel_fd))
+
+
+@lru_cache(maxsize=1)
+def status_page() -> Page | None:
+    """This process's status page; None without an agent."""
+    worker = worker_env()
+    return None if worker is None or worker.page_fd < 0 else Page(worker.page_fd)
+
+
+def linger(code: int) -> None:
+    """Called at the end of a worker that hosts its group's store: others may still need it. See `Link.linger`."""
+    link = agent_link()
+    if link is not None:
+        link.linger(code)
+
+
+def forget() -> None:
+    """Read the environment anew at the next use: for a process that has become another worker."""
+    for cached in (worker_env, agent_link, status_page):
+        cached.cache_clear()

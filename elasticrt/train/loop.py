@@ -1,0 +1,369 @@
+"""The training loop's frame: where it stands, what counts as a step, and when it is saved.
+
+Asking for the next batch is the boundary between two steps. There, and only there, a step is counted, reported and
+saved. The work of a boundary where nothing is due takes a few microseconds and no collective: only rank 0 saves, and
+what it saves is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from elasticrt.errors import CheckpointError, ConfigError, explain
+from elasticrt.train import collective, leaving, rng, stateful
+from elasticrt.train.checkpoint import Checkpointer
+from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
+from elasticrt.train.order import Share
+from elasticrt.train.position import Every, Position
+from elasticrt.train.reporting import Reporter
+from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.train.weighting import Weighting
+
+_running: list[Loop] = []
+"""The loop that is inside `epochs`; one at a time, because page, hooks and checkpoints are this process's."""
+
+
+class Loop:
+    """A training loop that goes on where the newest checkpoint is.
+
+    Args:
+        directory: for checkpoints.
+        sampler: ElasticBatchSampler or ElasticDistributedSampler of the loader that `batches` gets. Without one a
+            restart in the middle of an epoch skips as many batches as were done, whatever the loader has in them.
+        every: how often to save: "30s", "5 min", "200 steps" or "1 epoch".
+        keep: how many checkpoints to keep.
+        resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
+        stateful: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict() and
+            load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
+
+    Attributes:
+        vars: the user's own plain values; saved and restored, in place, with the rest.
+
+    Raises TypeError, ValueError and ConfigError for arguments that can't be.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        sampler: ElasticBatchSampler | ElasticDistributedSampler | None = None,
+        every: str = "30s",
+        keep: int = 3,
+        resume: str = "auto",
+        **stateful_objects: Any,
+    ) -> None:
+        if sampler is not None and not isinstance(sampler, (ElasticBatchSampler, ElasticDistributedSampler)):
+            expected = "ElasticBatchSampler, ElasticDistributedSampler or None"
+            raise TypeError(explain("not one of our samplers", "Loop(sampler=)", got=sampler, expected=expected))
+        if resume not in ("auto", "fresh"):
+            raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
+        stateful.check(stateful_objects)
+        self._shown = os.fspath(directory)
+        self._checkpointer = Checkpointer(directory, keep=keep)
+        self._sampler = sampler
+        self._every = Every.parse(every)
+        self._fresh = resume == "fresh"
+        self._objects = stateful_objects
+        self._weighting = Weighting(stateful_objects.values())
+        self._hooks: list[RemovableHandle] = []
+        self._position = Position()
+        self._saved = Position()
+        self._saved_at = 0.0
+        self._steps_max: int | None = None
+        self._rank, self._world_size, self._resumed_world_size = 0, 1, 1
+        self._reporter: Reporter | None = None
+        self._share: Share | None = None  # What is being trained; None between batches.
+        self._step_samples = 0
+        self._stepped = False  # Whether an optimizer has stepped in the present batch.
+        self._pass = 0
+        self._stage = "new"
+        self.vars: dict[str, Any] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0."""
+        return self._position.epoch
+
+    @property
+    def steps(self) -> int:
+        """Steps that are done, over all epochs and restarts."""
+        return self._position.steps
+
+    @property
+    def complete(self) -> bool:
+        """Whether the present batch completes its global batch: the moment for `optimizer.step()`."""
+        return self._share is None or self._share.last
+
+    # Epochs
+
+    def epochs(self, total: int, *, max_steps: int | None = None) -> Iterator[int]:
+        """The epochs still to train, of `total`; ends early after `max_steps` steps in all. Once per Loop.
+
+        The first use restores the newest checkpoint. An epoch whose batches were all trained, but whose body had not
+        ended, is entered again with an empty `batches`. Leaving, unless by an exception, saves and waits for the save.
+        """
+        for name, value in (("total", total), ("max_steps", max_steps)):
+            if value is None and name == "max_steps":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(explain(f"{name} is not a whole number", "epochs", got=value))
+            if value < 0:
+                raise ValueError(explain(f"{name} is negative", "epochs", got=value))
+        if self._stage != "new":
+            raise ConfigError(explain("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop"))
+        self._steps_max = max_steps
+        return self._epochs(total)
+
+    def _epochs(self, total: int) -> Iterator[int]:
+        self._enter()
+        try:
+            while not self._position.is_over(total, self._steps_max):
+                self._position = self._position.opened()
+                if self._sampler is not None:
+                    self._sampler.set_epoch(self._position.epoch)
+                try:
+                    yield self._position.epoch
+                except GeneratorExit:
+                    if leaving.on_purpose(sys._getframe(1)):
+                        self._settle()
+                        self._save_last()
+                    raise
+                self._check_running("epochs")
+                self._settle()
+                self._position = self._position.closed(cut_short=self._cut_short())
+                self._save_if_due()
+            self._save_last()
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        if _running:
+            raise ConfigError(explain("another Loop is running", "epochs", remedy="Finish one before the next"))
+        state = self._checkpointer.begin(fresh=self._fresh)
+        self._rank, self._world_size = collective.rank_and_world()
+        self._resumed_world_size = self._world_size
+        if state is not None:
+            self._restore(state.data, state.world_size)
+        self._saved = self._position
+        self._saved_at = time.monotonic()
+        self._reporter = Reporter(self._position.steps)
+        self._reporter.entered(self._position.steps + 1)
+        for each in self._objects.values():
+            if isinstance(each, torch.optim.Optimizer):
+                self._hooks.append(each.register_step_pre_hook(self._before_optimizer))
+                self._hooks.append(each.register_step_post_hook(self._after_optimizer))
+        self._stage = "running"
+        _running.append(self)
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._weighting.detach()
+        self._stage = "over"
+        self._share = None
+        if self in _running:
+            _running.remove(self)
+
+    def _restore(self, data: dict[str, Any], world_size: int) -> None:
+        ours = data.get(stateful.OURS)
+        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars"} <= set(ours):
+            raise CheckpointError(
+                explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
+            )
+        if (ours["sampler"] is None) != (self._sampler is None):
+            had = "without" if ours["sampler"] is None else "with"
+            raise CheckpointError(explain("the sampler changed", self._shown, got=f"a checkpoint {had} a sampler"))
+        stateful.put_back(self._objects, data, self._shown)
+        if self._sampler is not None:
+            self._sampler.load_state_dict(ours["sampler"])
+        self._position = Position.from_dict(ours["position"])
+        self._resumed_world_size = world_size
+        self.vars.clear()
+        self.vars.update(ours["vars"])
+        if self._rank == 0 and world_size == self._world_size:
+            rng.restore(ours["rng"])
+        else:
+            rng.derive(ours["rng"]["seed"], self._rank, self._position.steps)
+
+    def _cut_short(self) -> bool:
+        """Whether the limit of steps, and not the end of the data or a `break`, ended this epoch."""
+        if not self._position.limit_reached(self._steps_max) or self._position.drained:
+            return False
+        return self._sampler is None or self._sampler.remaining > 0
+
+    # Batches
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of this epoch that are not trained yet.
+
+        A step counts when the next batch is asked for, after `break` if the optimizer has stepped, and after an
+        exception never. Raises ConfigError for a loader that does not belong to the sampler.
+        """
+        self._check_running("batches")
+        check_loader(loader, self._sampler)
+        self._settle()
+        if isinstance(self._sampler, ElasticDistributedSampler):
+            self._step_samples = samples_per_step(loader, self._world_size)
+        if isinstance(self._sampler, ElasticBatchSampler):
+            self._check_exchange(self._sampler)
+        check_resumable(loader, self._sampler, self._position, self._resumed_world_size, self._world_size)
+        self._weighting.renew()
+        self._pass += 1
+        return self._batches(loader, self._pass)
+
+    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
+        if self._position.drained or (self._sampler is not None and self._sampler.remaining == 0):
+            return
+        skip = self._position.batches if self._sampler is None else 0
+        drawn = feed(loader, self._sampler, skip)
+        while not self._position.limit_reached(self._steps_max):
+            batch, share = next(drawn, (None, None))
+            if share is None:
+                self._position = replace(self._position, drained=True)
+                return
+            self._begin(share)
+            try:
+                yield batch
+            except GeneratorExit:
+                if leaving.on_purpose(sys._getframe(1)):
+                    self._settle()
+                else:
+                    self._interrupted()
+                raise
+            if self._pass != number:
+                raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
+            self._settle(passed=True)
+            self._save_if_due()
+
+    def step(self, **scalars: float | torch.Tensor) -> None:
+        """Numbers of this step for who watches the run (a tensor is read at most once a second, and kept detached).
+
+        In a loop of one's own, without `batches`, this is the boundary: the step is done.
+        """
+        self._check_running("step")
+        if self._reporter is not None:
+            self._reporter.scalars.keep(scalars)
+        if self._share is None:
+            self._count()
+            self._save_if_due()
+
+    @contextmanager
+    def pause(self, why: str) -> Iterator[None]:
+        """Something else than training: `with loop.pause("evaluate"): ...`. Nothing in it is weighted."""
+        if not isinstance(why, str):
+            raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
+        self._check_running("pause")
+        self._weighting.end()
+        try:
+            yield
+        finally:
+            if self._share is not None:
+                self._weighting.begin(self._share)
+
+    # The boundary
+
+    def _begin(self, share: Share) -> None:
+        self._share = share
+        self._stepped = False
+        self._weighting.begin(share)
+
+    def _settle(self, *, passed: bool = False) -> None:
+        """End the present batch, if any. Its step counts if the next was asked for, or the optimizer has stepped."""
+        share, self._share = self._share, None
+        if share is None:
+            return
+        self._weighting.end()
+        if share.last and (passed or self._stepped):
+            self._count()
+
+    def _count(self) -> None:
+        """The step is done: position, sampler, report. Nothing here can fail or wait."""
+        if isinstance(self._sampler, ElasticBatchSampler):
+            self._sampler.advance()
+        elif self._sampler is not None:
+            self._sampler.advance(self._step_samples)
+        self._position = self._position.stepped()
+        if self._reporter is not None:
+            self._reporter.finished(self._position.steps, self._position.epoch)
+
+    def _interrupted(self) -> None:
+        """An exception left the batch. Its step is not counted; if the optimizer has stepped, the model is ahead."""
+        self._weighting.end()
+        self._share = None
+        if self._stepped:
+            self._stage = "broken"
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._share is not None and not self._share.last:
+            raise RuntimeError(
+                explain(
+                    "the optimizer stepped inside an unfinished global batch",
+                    "optimizer.step",
+                    got=f"step {self._position.steps + 1}, more micro-batches to come",
+                    remedy="Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`",
+                )
+            )
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._stepped = True
+
+    # Saving
+
+    def _save_if_due(self) -> None:
+        if self._rank != 0 or self._checkpointer.busy:
+            return
+        if self._every.is_due(self._position, self._saved, time.monotonic() - self._saved_at):
+            self._save()
+
+    def _save_last(self) -> None:
+        if self._rank == 0:
+            if self._position != self._saved:
+                self._save()
+            self._checkpointer.wait()
+
+    def _save(self) -> None:
+        sampler = None if self._sampler is None else self._sampler.state_dict()
+        ours = {"position": self._position.to_dict(), "sampler": sampler, "rng": rng.capture(), "vars": self.vars}
+        about = {"position": self._position.to_dict(), "sampler": sampler}
+        state = {**stateful.collect(self._objects), stateful.OURS: ours}
+        self._checkpointer.save(state, step=self._position.steps, epoch=self._position.epoch, about=about)
+        self._saved = self._position
+        self._saved_at = time.monotonic()
+
+    # Wrong use
+
+    def _check_running(self, where: str) -> None:
+        if self._stage == "broken":
+            raise ConfigError(
+                explain(
+                    "this Loop was left by an exception",
+                    where,
+                    got="a step that the optimizer took and nobody counted",
+                    remedy="Make a new Loop: it goes on from the newest checkpoint",
+                )
+            )
+        if self._stage != "running":
+            remedy = "Use it inside `for epoch in loop.epochs(...)`"
+            raise ConfigError(explain("the Loop is not running", where, got=self._stage, remedy=remedy))
+
+    def _check_exchange(self, sampler: ElasticBatchSampler) -> None:
+        """Ranks differ in their number of micro-batches; only DDP can be told to exchange gradients once."""
+        if self._world_size > 1 and sampler.micro_batch_size is not None and not self._weighting.can_skip_exchange:
+            raise ConfigError(
+                explain(
+                    "micro-batches need the DDP module",
+                    "batches",
+                    got=f"world size {self._world_size} and no DistributedDataParallel among Loop's objects",
+                    remedy="Give Loop the wrapped model: Loop(..., model=DDP(net))",
+                )
+            )

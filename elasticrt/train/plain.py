@@ -1,0 +1,96 @@
+"""State as plain values: containers, numbers, texts and tensors on the host, copied so that training can go on.
+
+A checkpoint holds nothing else, so that `torch.load(weights_only=True)` opens it, on any machine, without running code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elasticrt.errors import ConfigError, explain
+
+_EXACT = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
+_BASES: tuple[type, ...] = (bool, int, float, str, bytes)
+
+
+def plain_copy(value: object, where: str) -> Any:
+    """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else."""
+    return _Copier().copy(value, where)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this tensor is only a part of one: FSDP's, or another kind of distributed tensor."""
+    return type(tensor).__name__ in ("DTensor", "ShardedTensor")
+
+
+class _Copier:
+    def __init__(self) -> None:
+        self._copies: dict[tuple[object, ...], torch.Tensor] = {}
+        self._keep: list[torch.Tensor] = []
+
+    def copy(self, value: object, where: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if type(value) in _EXACT:
+            return value
+        if isinstance(value, Mapping):
+            return self._mapping(value, where)
+        if isinstance(value, (list, tuple)):
+            items = [self.copy(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, set):
+            return {self.copy(item, f"{where}{{}}") for item in value}
+        for base in _BASES:
+            # np.float64 is a float, an IntEnum is an int: the value is kept, the type is not.
+            if isinstance(value, base):
+                return base(value)
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return value.item()  # type: ignore[attr-defined]  # A numpy scalar, recognised without importing numpy.
+        raise ConfigError(
+            explain(
+                "state that can't be saved",
+                where,
+                got=f"{type(value).__module__}.{type(value).__qualname__}",
+                expected="tensors, numbers, texts, and lists, tuples or dicts of them",
+                remedy="Return only these from state_dict()",
+            )
+        )
+
+    def _mapping(self, value: Mapping[Any, object], where: str) -> Any:
+        copied = {self.copy(key, f"{where} key"): self.copy(item, f"{where}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, Counter):
+            return Counter(copied)
+        if not isinstance(value, OrderedDict):
+            return copied
+        ordered = OrderedDict(copied)
+        metadata = getattr(value, "_metadata", None)  # Module versions, which load_state_dict looks at.
+        if metadata is not None:
+            ordered._metadata = self.copy(metadata, f"{where}._metadata")  # type: ignore[attr-defined]
+        return ordered
+
+    def _tensor(self, value: torch.Tensor, where: str) -> torch.Tensor:
+        if is_sharded(value):
+            raise ConfigError(
+                explain(
+                    "sharded state",
+                    where,
+                    got=type(value).__name__,
+                    expected="whole tensors, as DDP has them",
+                    remedy="FSDP is not supported; use torch.distributed.checkpoint for it",
+                )
+            )
+        tensor = value.detach()
+        if tensor.layout is not torch.strided:
+            return tensor.to("cpu", copy=True)
+        # Tied weights are one tensor under two names: copied once, stored once.
+        key = (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
+        found = self._copies.get(key) if tensor.numel() else None
+        if found is None:
+            found = tensor.to("cpu", copy=True).as_subclass(torch.Tensor)
+            self._copies[key] = found
+            self._keep.append(tensor)  # While its memory is held, no other tensor can have the same address.
+        return found

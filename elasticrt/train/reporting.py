@@ -1,0 +1,83 @@
+"""What a training process tells its agent: each step on the status page, some in a message, nothing that waits."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import torch
+
+from elasticrt.contract.messages import Step
+from elasticrt.errors import explain
+from elasticrt.train import link
+
+_REPORT_NS = 100_000_000
+_READ_NS = 1_000_000_000
+_SCALARS_MAX = 64
+_NAME_MAX = 64
+
+
+class Scalars:
+    """The user's numbers of the present step, kept as they came and read at most once a second.
+
+    Reading a number that lies on a GPU waits for all work queued there; therefore not at every step.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, float | torch.Tensor] = {}
+        self._read: dict[str, float] = {}
+        self._read_at_ns = -_READ_NS
+
+    def keep(self, scalars: Mapping[str, float | torch.Tensor]) -> None:
+        """Raises TypeError for what is no number."""
+        for name, value in scalars.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise TypeError(explain(f"{name} is not one number", "step", got=f"shape {tuple(value.shape)}"))
+                self._kept[name[:_NAME_MAX]] = value.detach()
+            elif isinstance(value, (int, float)):
+                self._kept[name[:_NAME_MAX]] = value
+            else:
+                raise TypeError(explain(f"{name} is not a number", "step", got=value, expected="a number or a tensor"))
+        while len(self._kept) > _SCALARS_MAX:
+            self._kept.popitem()
+
+    def values(self, now_ns: int) -> dict[str, float]:
+        """Those of a second ago at the oldest."""
+        if self._kept and now_ns - self._read_at_ns >= _READ_NS:
+            self._read_at_ns = now_ns
+            self._read = {name: float(value) for name, value in self._kept.items()}
+        return self._read
+
+
+class Reporter:
+    """Steps on the page at once, and in messages: the first of the process, then at most ten a second."""
+
+    def __init__(self, resumed_from: int) -> None:
+        self._link = link.agent_link()
+        self._page = link.status_page()
+        self._pid = os.getpid()
+        self._resumed_from = resumed_from
+        self._first = True
+        self._next_ns = 0
+        self.scalars = Scalars()
+
+    def entered(self, step: int) -> None:
+        """This process is in step `step` now, or about to draw its batch."""
+        if self._page is not None:
+            self._page.entered = step
+
+    def finished(self, step: int, epoch: int) -> None:
+        """This process has finished `step`. The order on the page matters: `entered` announces the next step last."""
+        if self._page is None and self._link is None:
+            return
+        now_ns = time.monotonic_ns()
+        if self._page is not None:
+            self._page.finished(step, epoch, now_ns)
+            self._page.entered = step + 1
+        if self._link is not None and now_ns >= self._next_ns:
+            self._next_ns = now_ns + _REPORT_NS
+            message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self.scalars.values(now_ns)))
+            if self._link.post(message):
+                self._first = False

@@ -1,0 +1,90 @@
+"""Gradients of the mean over the global batch, however unevenly it is cut.
+
+DDP averages over ranks; that is the mean over samples only while all ranks hold equally many, in one piece. Here each
+backward's contribution to a parameter is multiplied by its share's weight before it is accumulated (a hook on the
+parameter), and DDP exchanges gradients only in a rank's last share of a global batch, so that all ranks take part in
+the same number of collectives although they differ in their number of shares.
+
+The hooks sit on the parameters rather than on the model's outputs, for three reasons: a gradient that passes through
+two models is weighted once; a penalty computed from the parameters themselves is weighted like the rest; and it does
+not matter what a model returns. They exist only once a weight other than 1 has been needed. A communication hook is not
+used: that one is the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from elasticrt.train.context import wrappers
+from elasticrt.train.order import WHOLE, Share
+
+
+class Weighting:
+    """Weights for everything that the given objects (modules and optimizers among them) train."""
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._objects = list(objects)
+        modules = [each for each in self._objects if isinstance(each, torch.nn.Module)]
+        self._parallel = [
+            layer for module in modules for layer in wrappers(module) if isinstance(layer, DistributedDataParallel)
+        ]
+        self._handles: dict[int, RemovableHandle] = {}
+        self._factor = 1.0
+
+    @property
+    def can_skip_exchange(self) -> bool:
+        """Whether there is a DDP module that can be told not to exchange gradients yet."""
+        return bool(self._parallel)
+
+    def begin(self, share: Share) -> None:
+        """From here on forward and backward belong to `share`."""
+        self._factor = share.weight
+        if share.weight != 1.0 and not self._handles:
+            self.attach()
+        for layer in self._parallel:
+            # Read by DDP's forward, which decides there whether the backward after it will exchange.
+            layer.require_backward_grad_sync = share.last
+
+    def end(self) -> None:
+        """No share is being trained: nothing is weighted, DDP is as it was."""
+        self.begin(WHOLE)
+
+    def attach(self) -> None:
+        """Put hooks on parameters that have none yet; again after layers were added or unfrozen."""
+        for parameter in self._parameters():
+            if parameter.requires_grad and id(parameter) not in self._handles:
+                self._handles[id(parameter)] = self._hook(parameter)
+
+    def renew(self) -> None:
+        """As `attach`, if there are hooks at all."""
+        if self._handles:
+            self.attach()
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        self.end()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+    def _hook(self, parameter: torch.Tensor) -> RemovableHandle:
+        handle: RemovableHandle = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
+        return handle
+
+    def _scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        if self._factor == 1.0:
+            return None
+        # Zeros rather than a product: a borrowed sample must not count even when its gradient is infinite.
+        return gradient * self._factor if self._factor else torch.zeros_like(gradient)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for each in self._objects:
+            if isinstance(each, torch.nn.Module):
+                yield from each.parameters()
+            elif isinstance(each, torch.optim.Optimizer):
+                for group in each.param_groups:
+                    yield from group["params"]

@@ -1,0 +1,209 @@
+"""Become `python -u script args`, in a process that was forked from one that has torch imported already.
+
+What a script can see of its interpreter is made what a fresh one would show: `__main__`, argv, path, environment,
+multiprocessing, random numbers, exit codes, tracebacks. After a success the rest of the interpreter's life (threads
+joined, exit hooks, streams flushed) is left to Python itself; after a failure others wait for it to be over, and
+`ending.leave` does the same without the 0.2 s in which torch takes itself apart.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import io
+import itertools
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+
+from elasticrt.contract.env import WorkerEnv
+from elasticrt.worker import ending, store
+
+_LOADED_BY_ANY_PYTHON = frozenset(
+    (
+        "builtins",
+        "sys",
+        "os",
+        "io",
+        "abc",
+        "site",
+        "stat",
+        "codecs",
+        "encodings",
+        "posixpath",
+        "genericpath",
+        "zipimport",
+    )
+)
+"""Modules that are there before the first line of any script, so that a local file of that name never wins."""
+
+
+def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> int:
+    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it.
+
+    Returns the exit code, or minus the number of the signal to end by.
+    """
+    _take_environment(env)
+    _fresh_multiprocessing()
+    _fresh_random_numbers()
+    _set_threads(env, torch_threads)
+    directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
+    _take_path(directory)
+    worker = WorkerEnv.from_env(env)
+    if worker is not None:
+        store.serve_env_rendezvous(worker)
+    preloaded = set(sys.modules) - {"__main__"}
+    code = _run(list(command), module=module)
+    if code != 0:
+        ending.leave(code, [each for name, each in sys.modules.items() if name not in preloaded])
+    if worker is not None and worker.rank == 0 and worker.world_size > 1:
+        _join_threads()
+        ending.linger(worker.channel_fd)
+    return code
+
+
+def _take_environment(env: Mapping[str, str]) -> None:
+    zone = os.environ.get("TZ")
+    os.environ.clear()
+    os.environ.update(env)
+    if env.get("TZ") != zone:
+        time.tzset()
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  It is a descriptor, and stays open.
+
+
+def _fresh_multiprocessing() -> None:
+    # A forked child of multiprocessing keeps its parent's key and counters; a program of its own has its own.
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        # Of the class _MainProcess, which multiprocessing hides from everybody else.
+        process._current_process = type(process._current_process)()  # type: ignore[attr-defined]
+        process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
+        process._children = set()  # type: ignore[attr-defined]
+        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # noqa: PTH109  A string, as it was.
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._run_after_forkers()
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # type: ignore[attr-defined]  # TMPDIR may be another one here.
+
+
+def _fresh_random_numbers() -> None:
+    # All workers are copies of one process, and would all draw the same. Python's own `random` reseeds itself.
+    import torch
+
+    torch.default_generator.seed()
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()
+
+
+def _set_threads(env: Mapping[str, str], torch_threads: int) -> None:
+    import torch
+
+    # The first number of a list like "4,2": the rest is for nested parallelism.
+    wanted = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else torch_threads)
+
+
+def _take_path(directory: str) -> None:
+    if getattr(sys.flags, "safe_path", False):
+        return
+    sys.path.insert(0, directory)
+    sys.path_importer_cache.pop(directory, None)
+    try:
+        names = {entry.name for entry in os.scandir(directory)}
+    except OSError:
+        return  # Nothing can be imported from there, then.
+    for name in names:
+        _prefer_local(name, directory)
+
+
+def _prefer_local(entry: str, directory: str) -> None:
+    """Forget a module that was imported early, if a fresh interpreter would find one of its name here instead."""
+    name = entry.partition(".")[0]
+    loaded = sys.modules.get(name)
+    if loaded is None or name in _LOADED_BY_ANY_PYTHON or name in sys.builtin_module_names:
+        return
+    local = importlib.machinery.PathFinder.find_spec(name, [directory])
+    if local is None or local.origin is None or local.origin == getattr(loaded, "__file__", None):
+        return
+    for each in [each for each in sys.modules if each == name or each.startswith(name + ".")]:
+        del sys.modules[each]
+
+
+def _run(command: list[str], *, module: bool) -> int:
+    """Execute the user's code; its exit code, or minus the number of the signal to end by."""
+    main = types.ModuleType("__main__")
+    vars(main).update({"__builtins__": builtins, "__annotations__": {}})
+    sys.modules["__main__"] = main
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), *command]
+    sys.argv = ["-m" if module else command[0], *command[1:]]
+    try:
+        if module:
+            # What `python -m` itself calls: it fills `__main__` and argv[0], and words the error for a missing one.
+            runpy._run_module_as_main(command[0])  # type: ignore[attr-defined]
+        else:
+            _execute_script(command[0], main)
+    except SystemExit as request:
+        return _exit_code(request.code)
+    except BaseException as error:  # noqa: BLE001  This is the top of the user's program: everything ends up here.
+        failure = error
+    else:
+        return 0
+    return _uncaught(failure)  # Out here: no exception is being handled any more, as the user's hook expects.
+
+
+def _exit_code(code: object) -> int:
+    """The exit code that Python makes of the argument of `sys.exit`, printing what is no number."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)  # noqa: T201  As Python does.
+    return 1
+
+
+def _execute_script(path: str, main: types.ModuleType) -> None:
+    full = path if path.startswith("/") else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118  Python keeps "./" and "..".
+    loader = importlib.machinery.SourceFileLoader("__main__", full)
+    vars(main).update({"__file__": full, "__cached__": None, "__loader__": loader})
+    with io.open_code(full) as file:
+        source = file.read()
+    exec(compile(source, full, "exec", dont_inherit=True), vars(main))  # noqa: S102  It is what we are here for.
+
+
+def _uncaught(error: BaseException) -> int:
+    """Show the traceback as Python does, keep it for the report, and give the exit code."""
+    trace = error.__traceback__ = _theirs(error)
+    ending.write_error_file(error)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as broken:  # noqa: BLE001  The user's hook may do anything; the error still has to be seen.
+        print("Error in sys.excepthook:", file=sys.stderr)  # noqa: T201  As Python does.
+        broken.__traceback__ = _theirs(broken)
+        sys.__excepthook__(type(broken), broken, broken.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)  # noqa: T201  As Python does.
+        sys.__excepthook__(type(error), error, trace)
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _theirs(error: BaseException) -> types.TracebackType | None:
+    """The traceback without this file's part: a script never sees that there was anything before it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _join_threads() -> None:
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()

@@ -1,0 +1,119 @@
+"""How a worker ends: what went wrong is written down, hooks and flushes are run, and whoever hosts the store waits."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+from elasticrt.contract.channel import Channel, ChannelClosed
+from elasticrt.contract.messages import Done, Release
+from elasticrt.errors import CheckpointError, PreparationError
+
+
+def write_error_file(error: BaseException) -> None:
+    """Describe `error` in $TORCHELASTIC_ERROR_FILE, in torchelastic's form, unless the script has done so itself.
+
+    `exit_code_hint` is ours: it marks errors that a restart cannot cure.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    content: dict[str, object] = {"message": message}
+    final = isinstance(error, (CheckpointError, PreparationError))
+    if final:
+        content["exit_code_hint"] = error.exit_code  # type: ignore[attr-defined]
+    try:
+        # `@record` has written it where the script uses that; only the hint is worth writing it anew.
+        if final or not os.path.getsize(path):  # noqa: PTH202  One call.
+            Path(path).write_text(json.dumps(content))
+    except FileNotFoundError:
+        _write_new(path, content)
+    except OSError as problem:
+        print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
+
+
+def _write_new(path: str, content: dict[str, object]) -> None:
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content))
+    except OSError as problem:
+        print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
+
+
+def linger(channel_fd: int) -> None:
+    """Say that the script is done, and wait until the group is: others may still need the store in this process.
+
+    The wait ends with Release, or when the agent is gone.
+    """
+    link = sys.modules.get("elasticrt.train.link")
+    if link is not None and hasattr(link, "linger"):
+        # The training library has the channel, and whatever was received on it.
+        link.linger(0)
+        return
+    if channel_fd < 0:
+        return
+    channel = Channel.adopt(channel_fd)
+    try:
+        channel.send(Done(0))
+        while True:
+            received = channel.receive(None)
+            if received is not None and isinstance(received[0], Release):
+                return
+    except ChannelClosed:
+        return  # The agent is gone, or has given up on this group: there is nobody left to wait for.
+
+
+def leave(code: int, modules: Sequence[ModuleType]) -> NoReturn:
+    """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
+
+    Threads are joined, exit hooks run, the objects that the script and the `modules` it imported hold are destroyed
+    (files are flushed by that), streams are flushed. What is left out are the destructors of preloaded libraries: in a
+    fork they cost 0.2 s of copying pages only to free them, while every other worker waits for this one to be gone.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # What the interpreter itself calls; there is no other way.
+    atexit._run_exitfuncs()
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    if len(threading.enumerate()) == 1:  # A daemon thread would fall over what is taken from under it, and say so.
+        for module in reversed(modules):
+            if isinstance(module, ModuleType):
+                vars(module).clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr, *_open_files()):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or _EXIT_CANNOT_FLUSH
+    ctypes.CDLL(None).fflush(None)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+_EXIT_CANNOT_FLUSH = 120
+"""What Python says when its output could not be written, or was closed."""
+
+
+def _open_files() -> list[io.IOBase]:
+    # What was there before the fork is frozen, and not among these objects: this is short.
+    return [each for each in gc.get_objects() if isinstance(each, io.IOBase) and not each.closed and each.writable()]

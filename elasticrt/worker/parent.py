@@ -1,0 +1,325 @@
+"""The worker parent: starts the workers of one node, reaps them with all they left behind, and guards them.
+
+A process of its own because the agent has threads and must not import torch. With "fork" it has imported torch before
+the first worker is needed, and each worker is a fork of it; with "exec" it is small and each worker is a fresh program.
+It has one thread and one loop: messages from the agent, ends of children. When the agent is gone, so are the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elasticrt.contract.channel import Channel, ChannelClosed
+from elasticrt.contract.messages import Exited, Message, Signal, Start, Started, Warm
+from elasticrt.worker import child, sessions
+from elasticrt.worker.child import Job
+
+SWEEP_AGAIN_S = 0.02
+SWEEP_MAX_S = 2.0
+"""After this a worker counts as gone although a process of its session is not: it hangs inside the kernel."""
+END_MAX_S = 0.9
+"""How long a parent without an agent tries to see its workers gone before it ends itself."""
+
+_IGNORED = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
+)
+"""Schedulers send these to every process of a job. What they mean is the agent's business; ours is to stay with it."""
+
+
+@dataclass
+class _Worker:
+    start: Start
+    pid: int
+    errors_fd: int
+    code: int | None = None
+    ended_ns: int = 0
+    error: str = ""
+
+
+class Parent:
+    """The state of a worker parent. `serve` runs it."""
+
+    def __init__(self, channel: Channel, *, program: bool) -> None:
+        self._channel = channel
+        self._program = program
+        self._executes = True
+        self._workers: dict[int, _Worker] = {}
+        self._strangers: dict[int, int] = {}  # Orphans adopted before a newer generation started, with that number.
+        self._generation = 0
+        self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
+        self._agent_fd = self._watch_agent()
+        self._wake, self._wake_writer = socket.socketpair()
+        for end in (self._wake, self._wake_writer):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        # A handler has to be there for the wake-up to happen; the work is done in the loop.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+
+    @staticmethod
+    def _watch_agent() -> int:
+        # The channel ends with the agent, unless something that the agent started holds a copy of it.
+        try:
+            return os.pidfd_open(os.getppid())
+        except OSError:
+            return -1  # A kernel before 5.3, or the agent has gone already, which the channel says as well.
+
+    def forget(self) -> None:
+        """In a forked worker: close what only the parent may hold."""
+        self._channel.close()
+        self._wake.close()
+        self._wake_writer.close()
+        if self._agent_fd >= 0:
+            os.close(self._agent_fd)
+        for worker in self._workers.values():
+            if worker.errors_fd >= 0:
+                os.close(worker.errors_fd)
+
+    def serve(self, warm: Warm) -> Job | None:
+        """Work until the agent is gone (None), or until this process is a forked worker: then its job."""
+        self._executes = warm.method == "exec"
+        try:
+            self._channel.send(warm)
+            while not self._agent_gone():
+                job = self._turn()
+                if job is not None:
+                    return job
+        except ChannelClosed:
+            pass  # The agent is gone, which is the ordinary way in which this ends.
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+        return None
+
+    def _agent_gone(self) -> bool:
+        return self._agent_fd >= 0 and bool(select.select([self._agent_fd], [], [], 0)[0])
+
+    def _turn(self) -> Job | None:
+        watched = [self._channel.fileno(), self._wake.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
+        sweeping = any(worker.code is not None for worker in self._workers.values())
+        ready = select.select(watched, [], [], SWEEP_AGAIN_S if sweeping else None)[0]
+        self._reap()
+        if self._channel.fileno() not in ready:
+            return None
+        received = self._channel.receive(0)
+        while received is not None:
+            message, fds = received
+            job = self._handle(message, fds)
+            if job is not None:
+                return job
+            received = self._channel.receive(0) if self._channel.pending() else None
+        return None
+
+    def _handle(self, message: Message, fds: list[int]) -> Job | None:
+        if isinstance(message, Start):
+            return self._start(message, fds)
+        if isinstance(message, Signal):
+            alive = [
+                worker.pid
+                for worker in self._workers.values()
+                if worker.code is None and message.generation in (0, worker.start.generation)
+            ]
+            if message.sessions:
+                sessions.kill_sessions(alive, message.number)
+            else:
+                for pid in alive:
+                    sessions.kill(pid, message.number)
+            return None
+        raise ValueError(f"the agent sent a {type(message).__name__} to its worker parent")
+
+    def _start(self, start: Start, fds: list[int]) -> Job | None:
+        """Fork a worker. In the worker itself: its job."""
+        job = None
+        try:
+            _expect_all(start, fds)
+            if start.generation > self._generation:
+                # Orphans that are here already belong to what ran before, and go with it.
+                self._strangers |= {pid: self._generation for pid in self._orphans() if pid not in self._strangers}
+                self._generation = start.generation
+            job = self._fork(start, dict(zip(start.fd_names, fds, strict=True)))
+        except OSError as error:
+            text = f"cannot start a worker process: {error}"
+            now_ns = time.monotonic_ns()
+            self._send(Exited(start.generation, start.local_rank, 0, child.EXIT_CANNOT_EXECUTE, now_ns, text))
+        if job is None:
+            for fd in fds:
+                os.close(fd)
+        return job
+
+    def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
+        executes = self._executes or child.needs_own_interpreter(start)
+        errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        me = os.getpid()
+        # No signal may reach the worker while it still has this process's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(errors_fd)
+            os.close(errors_writer)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            raise
+        if pid == 0:
+            os.close(errors_fd)
+            return Job(start, fds, errors_writer, me, executes, self._program)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.close(errors_writer)
+        self._workers[pid] = _Worker(start, pid, errors_fd)
+        self._send(Started(start.generation, start.local_rank, pid, time.monotonic_ns()))
+        return None
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def _reap(self) -> None:
+        """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+        with contextlib.suppress(ChildProcessError):
+            # A worker is looked at before it is reaped: until then nobody else can get its number.
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                worker = self._workers.get(ended.si_pid)
+                if worker is not None:
+                    worker.ended_ns = time.monotonic_ns()
+                    sessions.kill_sessions([worker.pid], signal.SIGKILL)
+                _, status = os.waitpid(ended.si_pid, 0)
+                self._strangers.pop(ended.si_pid, None)
+                if worker is not None:
+                    worker.code = os.waitstatus_to_exitcode(status)
+        for worker in [each for each in self._workers.values() if each.code is not None]:
+            if not self._left_behind(worker) or time.monotonic_ns() - worker.ended_ns > SWEEP_MAX_S * 1e9:
+                self._report(worker)
+
+    def _left_behind(self, worker: _Worker) -> bool:
+        """Kill what is left of an ended worker; whether anything was."""
+        left = sessions.members([worker.pid])
+        generation = worker.start.generation
+        others = [each.start.generation for each in self._workers.values() if each is not worker and each.code is None]
+        if generation not in others:
+            # The last worker of its generation takes the orphans along that detached themselves from any session.
+            newer = generation + 1 if others else 0
+            left += [pid for pid in self._orphans() if self._strangers.get(pid, newer) <= generation]
+        for pid in left:
+            sessions.kill(pid, signal.SIGKILL)
+        return bool(left)
+
+    def _orphans(self) -> list[int]:
+        """Children of this process that it has not started. Those that have ended are reaped, not listed."""
+        found = [pid for pid in sessions.children() if pid not in self._workers]
+        return [pid for pid in found if not sessions.is_zombie(pid)]
+
+    def _report(self, worker: _Worker) -> None:
+        with contextlib.suppress(BlockingIOError):
+            worker.error = os.read(worker.errors_fd, 4096).decode(errors="replace")
+        os.close(worker.errors_fd)
+        del self._workers[worker.pid]
+        error = f"cannot start the worker: {worker.error}" if worker.error else ""
+        start, code = worker.start, worker.code if worker.code is not None else 0
+        self._send(Exited(start.generation, start.local_rank, worker.pid, code, worker.ended_ns, error))
+
+    def _end(self) -> None:
+        """Nobody is there to tell us what to do: take everything along, within END_MAX_S."""
+        deadline = time.monotonic() + END_MAX_S
+        while time.monotonic() < deadline:
+            sessions.kill_sessions(list(self._workers), signal.SIGKILL)
+            for pid in self._orphans():
+                sessions.kill(pid, signal.SIGKILL)
+            try:
+                with contextlib.suppress(ChannelClosed):
+                    # The agent may have closed its sending side only, and still listen to how they ended.
+                    self._reap()
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    select.select([self._wake], [], [], SWEEP_AGAIN_S)
+            except ChildProcessError:
+                return
+
+
+def _expect_all(start: Start, fds: list[int]) -> None:
+    if len(fds) != len(start.fd_names):
+        # The kernel drops those for which this process has no number left.
+        raise OSError(
+            errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {len(fds)} of {len(start.fd_names)} descriptors arrived"
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the worker parent; returns only in a parent whose agent is gone."""
+    options = _parser().parse_args(arguments)
+    if not getattr(sys.flags, "safe_path", False):
+        # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
+        sys.path.pop(0)
+    for number in (0, 1, 2):
+        _ensure_open(number)
+    sessions.adopt_orphans()
+    parent = Parent(Channel.adopt(options.channel_fd), program=options.no_python)
+    warm, torch_threads = _prepare(options)
+    job = parent.serve(warm)
+    if job is None:
+        return
+    parent.forget()
+    signals = parent.signals
+    del parent
+    env = child.settle(job, signals)
+    if job.executes:
+        child.execute(job, env)
+    os.close(job.errors_fd)
+    from elasticrt.worker import boot
+
+    sys.exit(boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="elasticrt.worker.parent", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--method", choices=("fork", "exec"), default="fork")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--preload", action="append", default=[], metavar="MODULE")
+    parser.add_argument("--script", default="", metavar="PATH", help="the script whose directory modules may come from")
+    parser.add_argument("--no-python", action="store_true", help="the command is a program of its own; implies exec")
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> tuple[Warm, int]:
+    """Import what workers will need, and say how they will be started, and why; and torch's own number of threads."""
+    before_s = time.monotonic()
+    method, reason, torch_threads = "exec", "", 0
+    if options.no_python:
+        reason = "the command is not Python's"
+    elif options.method == "fork":
+        from elasticrt.worker import preload
+
+        reason, torch_threads = preload.warm_up(options.preload, options.script)
+        method = "exec" if reason else "fork"
+    return Warm(os.getpid(), method, reason, time.monotonic() - before_s, _resident_bytes()), torch_threads
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as statm:  # noqa: PTH123  pathlib would be imported for one line.
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _ensure_open(number: int) -> None:
+    # Descriptors that arrive must never get the numbers of the standard streams.
+    try:
+        os.fstat(number)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+
+
+if __name__ == "__main__":
+    main()

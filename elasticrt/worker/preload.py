@@ -1,0 +1,142 @@
+"""Warming up: import what workers will need, and find out whether forking this process is safe.
+
+A worker that is a fork finds torch, its optimizers and the parts that torch imports on first use already there. This
+only works while the process stays what a fork can copy: one thread, no CUDA, no sockets. That is tested, not guessed:
+by forking once and looking at both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_ROOTS = ("torch", "numpy", "elasticrt")
+_LAZY = (
+    # What DistributedDataParallel, the optimizers and the first backward import on first use: 0.9 s of a restart.
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.nn.parallel.distributed",
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.profiler",
+    "torch.utils.data",
+    "torch.utils.data.distributed",
+    "torch.distributed.elastic.multiprocessing.errors",
+)
+
+
+def warm_up(modules: Sequence[str], script: str) -> tuple[str, int]:
+    """Import torch and `modules`; returns why forking is not possible ("" when it is), and torch's thread count.
+
+    The thread count is the one that a fresh interpreter would have used, where OMP_NUM_THREADS is not set.
+    """
+    sockets_before = _sockets()
+    directory = os.path.realpath(Path(script).parent) if script else ""
+    for name in _ROOTS:
+        if directory and _shadows(name, directory):
+            return f"the script's directory has a {name!r} of its own", 0
+    try:
+        threads = _import_torch()
+    except ImportError as error:
+        return f"torch cannot be imported: {error}", 0
+    with _first_on_path(directory):
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                return f"--preload {name}: {error}", threads
+    # Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker.
+    gc.collect()
+    gc.freeze()
+    return _why_unsafe(sockets_before), threads
+
+
+def _shadows(name: str, directory: str) -> bool:
+    """Whether `directory` holds the module itself, and is not just where the package is installed."""
+    spec = PathFinder.find_spec(name, [directory])
+    if spec is None or spec.origin is None:
+        return False  # A directory without __init__.py gives way to a real package anywhere on the path.
+    installed = importlib.util.find_spec(name)
+    return installed is None or installed.origin != spec.origin
+
+
+def _import_torch() -> int:
+    import torch
+
+    threads = torch.get_num_threads()
+    # Before anything else: a pool of threads that exists once does not survive a fork, and every child would hang.
+    torch.set_num_threads(1)
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.optim
+
+    ours = pkgutil.iter_modules(importlib.import_module("elasticrt.train").__path__)
+    for name in (*_LAZY, "numpy", *(f"elasticrt.train.{module.name}" for module in ours)):
+        # Not in every version or installation; a script that needs it gets the error where it imports it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _train_a_little()
+    return threads
+
+
+def _train_a_little() -> None:
+    """One step on tiny tensors imports what no list could name. It must stay too small for a second thread."""
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = kind(model.parameters(), lr=0.0)
+        torch.nn.functional.mse_loss(model(torch.zeros(1, 1)), torch.zeros(1, 1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: str) -> Iterator[None]:
+    if directory:
+        sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        if directory:
+            sys.path.remove(directory)
+
+
+def _why_unsafe(sockets_before: set[str]) -> str:
+    """Fork once and look at both sides. "" when neither has anything that a fork cannot copy."""
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "a preloaded module has initialised CUDA"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if _tasks() == 1 else 1)
+    _, status = os.waitpid(pid, 0)
+    if os.waitstatus_to_exitcode(status) != 0:
+        return "a forked process had threads of its own at once"
+    # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
+    if _tasks() != 1:
+        return f"a preloaded module keeps {_tasks() - 1} thread(s) running"
+    if _sockets() - sockets_before:
+        return "a preloaded module has opened a socket"
+    return ""
+
+
+def _tasks() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  Names are all we need.
+
+
+def _sockets() -> set[str]:
+    links = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
+        with contextlib.suppress(OSError):  # The directory's own descriptor is closed by now.
+            links.add(str(Path("/proc/self/fd", name).readlink()))
+    return {link for link in links if link.startswith("socket:")}

@@ -1,0 +1,165 @@
+"""The options of `elasticrt run`: what they become, and what each mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticrt.cli.main import build_parser, main
+from elasticrt.cli.run import configure, count_workers, declare
+from elasticrt.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "folder").mkdir()
+
+
+def _configure(*argv: str, env: dict[str, str] | None = None):  # noqa: ANN202  A pair of settings and spec.
+    arguments = build_parser().parse_args(["run", *argv])
+    options = declare(build_parser_for_options())
+    return configure(options.read(arguments, env or {}), arguments.script, arguments.arguments, env or {})
+
+
+def build_parser_for_options():  # noqa: ANN201  An argparse parser that is thrown away.
+    from elasticrt.cli.main import Parser
+
+    return Parser(allow_abbrev=False)
+
+
+def test_defaults() -> None:
+    """One node at least and at most, workers by devices, three restarts without progress, a name of its own."""
+    settings, spec = _configure("train.py")
+    assert (spec.min_nodes, spec.max_nodes, spec.max_restarts, spec.restarts_reset) == (1, 1, 3, True)
+    assert (settings.workers, settings.etcd, settings.start_method) == (1, (), "fork")
+    assert settings.run_id.count("-") == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--nnodes", "1:4"], {"min_nodes": 1, "max_nodes": 4}),
+        (["--nnodes=2"], {"min_nodes": 2, "max_nodes": 2}),
+        (["--min-nodes", "2", "--max-nodes", "3"], {"min_nodes": 2, "max_nodes": 3}),
+        (["--min_nodes", "2"], {"min_nodes": 2, "max_nodes": 2}),
+        (["--max-restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
+        (["--join-timeout", "2m"], {"join_timeout_s": 120.0}),
+    ],
+)
+def test_spellings(argv: list[str], expected: dict[str, object]) -> None:
+    """Our spelling, torchrun's, and underscores mean the same."""
+    _, spec = _configure(*argv, "train.py")
+    assert {name: getattr(spec, name) for name in expected} == expected
+
+
+def test_everything_after_the_script_is_the_scripts() -> None:
+    """Arguments that look like our options reach the script untouched."""
+    settings, _ = _configure("--nproc-per-node", "2", "train.py", "--max-nodes", "9", "-m", "key=v", "+k=v", "--", "x")
+    assert settings.command.argv == ("train.py", "--max-nodes", "9", "-m", "key=v", "+k=v", "--", "x")
+    assert settings.workers == 2
+
+
+def test_environment_and_command_line() -> None:
+    """Every option reads ELASTICRT_<NAME>; the command line wins; a worker's own variables are not options."""
+    env = {"ELASTICRT_MAX_NODES": "5", "ELASTICRT_RUN_ID": "from-env", "ELASTICRT_NODE": "n7"}
+    settings, spec = _configure("--run-id", "given", "train.py", env=env)
+    assert (spec.max_nodes, settings.run_id, settings.node) == (5, "given", "n7")
+    inside, _ = _configure("train.py", env={**env, "ELASTICRT_GENERATION": "3"})
+    assert inside.node != "n7"
+
+
+@pytest.mark.parametrize(
+    ("argv", "served", "etcd"),
+    [
+        (["--etcd", "http://127.0.0.1:1,127.0.0.1:2"], None, ["http://127.0.0.1:1", "http://127.0.0.1:2"]),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], None, []),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29411"], "http://127.0.0.1:29411", []),
+        (["--rdzv-endpoint", "127.0.0.1"], "http://127.0.0.1:29400", []),
+        (["--rdzv-backend", "etcd-v3", "--rdzv-endpoint", "127.0.0.1:5"], None, ["http://127.0.0.1:5"]),
+        (["--standalone"], None, []),
+    ],
+)
+def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> None:
+    """Endpoints are used, an address of this machine is served, nothing means this machine's own."""
+    settings, _ = _configure(*argv, "train.py")
+    assert (str(settings.serve) if settings.serve else None) == served
+    assert [str(address) for address in settings.etcd] == etcd
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nnodes", "0", "train.py"], "--nnodes"),
+        (["--nnodes", "-1", "train.py"], "nnodes"),
+        (["--nnodes", "2:1", "train.py"], "--nnodes"),
+        (["--nnodes", "a:b", "train.py"], "--nnodes"),
+        (["--nnodes", "1:2:3", "train.py"], "--nnodes"),
+        (["--nnodes", "", "train.py"], "--nnodes"),
+        (["--nnodes", "1e3", "train.py"], "--nnodes"),
+        (["--nnodes", "1000000000", "train.py"], "--nnodes"),
+        (["--nnodes", "1", "--min-nodes", "1", "train.py"], "--nnodes"),
+        (["--min-nodes", "3", "--max-nodes", "2", "train.py"], "--max-nodes"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node"),
+        (["--nproc-per-node", "-1", "train.py"], "nproc-per-node"),
+        (["--nproc-per-node", "foo", "train.py"], "--nproc-per-node"),
+        (["--lease-ttl", "0", "train.py"], "--lease-ttl"),
+        (["--lease-ttl", "nan", "train.py"], "--lease-ttl"),
+        (["--join-timeout", "-5", "train.py"], "join-timeout"),
+        (["--join-timeout", "5 minutes", "train.py"], "--join-timeout"),
+        (["--join-timeout", "1000000000h", "train.py"], "--join-timeout"),
+        (["--run-id", "", "train.py"], "--run-id"),
+        (["--run-id", "../x", "train.py"], "--run-id"),
+        (["--run-id", "a/b", "train.py"], "--run-id"),
+        (["--run-id", "x" * 300, "train.py"], "--run-id"),
+        (["--run-id", "jоb", "train.py"], "--run-id"),
+        (["--run-id", "job\n", "train.py"], "--run-id"),
+        (["--node", "..", "train.py"], "--node"),
+        (["--etcd", "http://", "train.py"], "etcd"),
+        (["--etcd", "ftp://a:1", "train.py"], "etcd"),
+        (["--etcd", "127.0.0.1:0", "train.py"], "etcd"),
+        (["--etcd", "127.0.0.1:70000", "train.py"], "etcd"),
+        (["--etcd", "127.0.0.1:1,,127.0.0.1:2", "train.py"], "etcd"),
+        (["--etcd", "http://etcd.example:2379", "train.py"], "--insecure-etcd"),
+        (["--etcd-ca-file", "missing.pem", "train.py"], "missing.pem"),
+        (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-backend"),
+        (["--join", "later", "train.py"], "--join"),
+        ([], "script"),
+        (["missing.py"], "missing.py"),
+        (["folder"], "folder"),
+        (["-m", "--no-python", "train.py"], "--no-python"),
+        (["--max-node", "3", "train.py"], "--max-nodes"),
+        (["--nonsense", "train.py"], "--nonsense"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FAULTS section 4: one line that names the option, exit code 2, no traceback, nothing started."""
+    assert main(["run", *argv]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("elasticrt: error: ")
+    assert words in lines[0]
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    """C12: user info in an endpoint is refused, and the message does not show it."""
+    assert main(["run", "--etcd", "https://me:hunter2@etcd.example:2379", "train.py"]) == 2
+    assert "hunter2" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "visible", "expected"),
+    [(3, None, 3), ("auto", "0,1", 2), ("auto", "", 1), ("gpu", "0", 1), ("auto", "-1", 1)],
+)
+def test_workers_are_counted_by_what_is_visible(wanted: int | str, visible: str | None, expected: int) -> None:
+    """auto is the number of visible GPUs, else 1; a number is itself."""
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert count_workers(wanted, env) == expected
+
+
+def test_gpu_without_any_is_refused() -> None:
+    """--workers-per-node gpu on a machine without one says so."""
+    with pytest.raises(ConfigError, match="no GPU"):
+        count_workers("gpu", {"CUDA_VISIBLE_DEVICES": ""})
