@@ -76,12 +76,13 @@ class Handover(BaseException):
 def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 
-    `got` is truncated to 80 characters, so that no value can flood a terminal or a log.
+    `got` is truncated to 80 characters and shown escaped where it is not printable: no value can flood a terminal, or
+    begin a second line in a log.
     """
     message = f"{what} ({where})"
     details = []
     if got is not None:
-        text = got if isinstance(got, str) else repr(got)
+        text = got if isinstance(got, str) and got.isprintable() else repr(got)
         details.append("got " + (text if len(text) <= 80 else text[:77] + "..."))
     if expected:
         details.append(f"expected {expected}")

@@ -1,0 +1,1 @@
+"""The tests, in layers; see "Tests" in README.md."""

@@ -13,6 +13,9 @@ from elasticrt.store.address import is_loopback
 from elasticrt.store.embedded import Served, find_or_start
 from elasticrt.store.protocol import Address, Store
 
+CONNECT_S = 1.5
+"""Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -27,12 +30,35 @@ def meet(settings: Settings) -> Meeting:
     """Connect to etcd, or find or start this machine's own. Raises StoreError, ConfigError."""
     served = None
     endpoints = settings.etcd
-    if not endpoints:
-        served = find_or_start(settings.run_id, listen=settings.serve)
+    if endpoints:
+        _check_reachable(endpoints)
+    else:
+        served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
         endpoints = (served.address,)
     from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
 
     return Meeting(EtcdStore(endpoints, settings.credentials), endpoints, served)
+
+
+def _check_reachable(endpoints: tuple[Address, ...]) -> None:
+    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run."""
+    troubles = []
+    for endpoint in endpoints:
+        try:
+            socket.create_connection((endpoint.host, endpoint.port), timeout=CONNECT_S).close()
+        except OSError as error:
+            troubles.append(f"{endpoint}: {error.strerror or error}")
+        else:
+            return
+    raise StoreError(
+        explain(
+            "etcd cannot be reached",
+            "--etcd",
+            got="; ".join(troubles),
+            expected="a running etcd (version 3)",
+            remedy="Check that it runs and that its name and port are right; `elasticrt etcd --listen` starts one",
+        )
+    )
 
 
 def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
@@ -81,6 +107,7 @@ def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str
 
 def _outward_address() -> str:
     try:
-        return socket.gethostbyname(socket.gethostname())
+        address = socket.gethostbyname(socket.gethostname())
     except OSError:
         return "ADDRESS"
+    return "ADDRESS" if address.startswith("127.") else address

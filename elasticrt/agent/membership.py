@@ -22,7 +22,6 @@ from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.handler import Entered, Rendezvous
 from elasticrt.rendezvous.records import Keys, Member, Result, decode
-from elasticrt.store.embedded import find_or_start
 from elasticrt.store.protocol import KeyValue, Lease, StoreUnavailable
 from elasticrt.store.session import Session
 
@@ -76,8 +75,7 @@ class Membership:
     def open_fresh(self, me: Me) -> Me | Result:
         """Begin again with a fresh embedded etcd, in a new life. Raises as `open` does."""
         self.close()
-        served = find_or_start(self._settings.run_id, listen=self._settings.serve)
-        self.meeting = replace(meet(replace(self._settings, etcd=(served.address,))), served=served)
+        self.meeting = meet(self._settings)
         update = {"incarnation": secrets.token_hex(8), "generation": 0, "seen": max(me.record.seen, me.known)}
         record = me.record.model_copy(update=update)
         return self.open(Me(record=record, spec=me.spec, started=me.started, running=me.running, pause_s=me.pause_s))

@@ -37,6 +37,7 @@ from elasticrt.rendezvous.records import Generation, Seat
 
 log = logging.getLogger(__name__)
 
+PARENT_END_S = 5.0
 PARENT_TRIES = 3
 """A worker parent that dies so often before it is warm will not come: what it imports is broken."""
 
@@ -58,6 +59,7 @@ class Node:
         self._sockets: dict[int, socket.socket] = {}
         self._address = ""
         self._warm = False
+        self._method = ""
         self._wanted: tuple[Generation, Seat] | None = None  # To be started as soon as it can be.
         self._started: tuple[Generation, Seat] | None = None
         self._names: tuple[str, ...] = ()
@@ -135,7 +137,7 @@ class Node:
         """Take note of an event, and do what follows from it on this node alone."""
         match event:
             case Warm():
-                self._warm, self._parent_deaths = True, 0
+                self._warm, self._parent_deaths, self._method = True, 0, event.method
                 log.info("worker parent is warm after %.2f s (%s) %s", event.import_s, event.method, event.reason)
                 self._start_if_possible()
             case ParentLost():
@@ -187,7 +189,8 @@ class Node:
     def close(self) -> None:
         """End everything that this node has started."""
         if self._parent is not None:
-            self._parent.close()
+            # A parent that is still importing has no workers and reads no messages: it need not be waited for.
+            self._parent.close(PARENT_END_S if self._warm else 0.0)
         if self._group is not None:
             self._group.close()
         for bound in self._sockets.values():
@@ -210,7 +213,7 @@ class Node:
         self._running = generation.number
         self._ends = Ends(generation.number, seat.workers)
         self._pids = {}
-        listen = self._sockets.get(generation.master_port) if seat.index == 0 else None
+        listen = self._listener(generation.master_port) if seat.index == 0 else None
         envs = [self._worker_env(generation, seat, local_rank) for local_rank in range(seat.workers)]
         self._events.write(
             "generation",
@@ -227,12 +230,19 @@ class Node:
             generation.number,
             envs,
             self._settings.command,
-            listen.dup() if listen is not None else None,
+            listen,
             {**self._env, **_network(self._address, self._env)},
             Path.cwd(),
         )
         if listen is not None:
             self.bind(self._address)
+
+    def _listener(self, port: int) -> socket.socket | None:
+        """The held socket of that port, to be given away. Forked workers share it; any other has to bind it anew."""
+        held = self._sockets.get(port)
+        if held is None or self._method == "fork":
+            return held.dup() if held is not None else None
+        return self._sockets.pop(port)
 
     def _worker_env(self, generation: Generation, seat: Seat, local_rank: int) -> WorkerEnv:
         return WorkerEnv(

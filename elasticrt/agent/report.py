@@ -118,7 +118,7 @@ def failure_of(
     """
     name = signal_name(-code) if code < 0 else ""
     exception, message, callstack, hint = _error_file_fields(error_file)
-    if not exception and code > 0:
+    if not exception and not message and code > 0:
         exception, message, callstack = _exception_in(last_lines)
     kind = "signal" if code < 0 else "exit"
     if start_error:

@@ -22,6 +22,7 @@ class Settings:
         serve: serve the embedded etcd on this address instead of loopback.
         again: start another attempt of a run that has succeeded.
         run_dir: logs and events; shared by all nodes that see the same directory.
+        etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
         stop_timeout_s: grace between SIGTERM and SIGKILL for workers when this agent is told to leave.
         events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
@@ -42,5 +43,6 @@ class Settings:
     max_restarts: int = 3
     stop_timeout_s: float = 10.0
     ride_through_s: float = 900.0
+    etcd_linger_s: float = 30.0
     role: str = "default"
     events_fd: int = -1

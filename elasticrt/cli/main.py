@@ -23,10 +23,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage."""
         unknown = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
-        known = [option for action in self._actions for option in action.option_strings]
+        known = [
+            option for parser in self._with_commands() for action in parser._actions for option in action.option_strings
+        ]
         near = get_close_matches(unknown, known, n=1)
         hint = f". Did you mean {near[0]}?" if near else f". See `{self.prog} --help`"
         raise ConfigError(f"{message} ({self.prog}){hint}")
+
+    def _with_commands(self) -> list[argparse.ArgumentParser]:
+        """This parser and those of its commands: argparse reports a command's unknown options at the top."""
+        nested = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return [self, *(parser for action in nested for parser in action.choices.values())]
 
 
 def build_parser() -> Parser:

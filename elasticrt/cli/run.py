@@ -84,6 +84,7 @@ def declare(parser: argparse.ArgumentParser) -> Options:
     flag("--no-python", text="SCRIPT is a program, not Python")
     flag("--again", text="run once more although this run id has succeeded")
     flag("--fresh", text="do not resume from the checkpoint directory")
+    add("--etcd-linger", parse=seconds, default=30.0, value="T", text=argparse.SUPPRESS)
     add("--events-fd", parse=whole(3, 1 << 20), default=-1, value="FD", text=argparse.SUPPRESS)
     return options
 
@@ -141,6 +142,7 @@ def configure(
         run_dir=run_dir,
         max_restarts=spec.max_restarts,
         stop_timeout_s=values["stop_timeout"],
+        etcd_linger_s=values["etcd_linger"],
         role=values["role"],
         events_fd=values["events_fd"],
     )

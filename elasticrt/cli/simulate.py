@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +18,8 @@ from elasticrt.simulation.play import Simulation, play
 from elasticrt.simulation.screen import Screen
 
 NODES_MAX = 256  # Real processes of one machine, each with its workers.
+
+STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 
 _OURS = frozenset({
     "min_nodes", "max_nodes", "nnodes", "workers_per_node", "nproc_per_node", "run_id", "run_dir", "node", "standalone",
@@ -55,8 +59,36 @@ def declare(parser: argparse.ArgumentParser) -> tuple[Options, list[argparse.Act
 
 def main(arguments: argparse.Namespace, options: Options, passed_on: Sequence[argparse.Action]) -> int:
     """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything has been started."""
-    simulation = configure(arguments, options.read(arguments, os.environ), passed_on)
-    return play(simulation, Screen(sys.stdout, os.environ))
+    values = options.read(arguments, os.environ)
+    simulation = configure(arguments, values, passed_on)
+    try:
+        return play(simulation, Screen(sys.stdout, os.environ))
+    finally:
+        if values["etcd"] is None:
+            end_embedded_store(simulation.run_id)
+
+
+def end_embedded_store(run_id: str) -> None:
+    """End the etcd that the agents have started for themselves, if it has not ended yet, and wait for its end.
+
+    For a run without a result it would wait for agents that come again. Nobody does: the run was this simulation's.
+    """
+    from elasticrt.store import embedded
+
+    served = embedded.find(run_id)
+    if served is None:
+        return
+    try:
+        pidfd = os.pidfd_open(served.keeper_pid)
+    except ProcessLookupError:
+        return  # It has ended since.
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        select.select([pidfd], [], [], STORE_END_S)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(pidfd)
 
 
 def configure(

@@ -98,11 +98,15 @@ class Channel:
         return decode(body)
 
     def _read_some(self) -> None:
-        # A frame with descriptors is never read together with the next one's descriptors: the kernel ends a
-        # recvmsg at the border between two sets of descriptors.
+        # Never more than the frame at hand: a frame without descriptors that is read together with the next one would
+        # be handed that one's descriptors. (The kernel ends a recvmsg after descriptors, not before them.)
+        wanted = _LENGTH.size - len(self._buffer)
+        if wanted <= 0:
+            wanted = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0]) - len(self._buffer)
         try:
             ancillary_size = socket.CMSG_SPACE(_FDS_MAX * array.array("i").itemsize)
-            data, ancillary, _flags, _ = self._socket.recvmsg(1 << 16, ancillary_size, socket.MSG_CMSG_CLOEXEC)
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, ancillary, _flags, _ = self._socket.recvmsg(min(wanted, 1 << 16), ancillary_size, flags)
         except ConnectionResetError as error:
             raise ChannelClosed(str(error)) from error
         for level, kind, payload in ancillary:

@@ -177,7 +177,7 @@ def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float
         return short
     settled = _settled_at(view, spec)
     if now < settled:
-        return Wait(f"{_count(_ready(view), 'node')} ready; waiting for quiet", settled)
+        return Wait(f"{_count(len(_ready(view)), 'node')} ready; waiting for quiet", settled)
     cause = "start" if view.number == 0 else "start again with new nodes"
     return _publish(view, spec, kind, cause, restarts=(0, 0, view.head.record.step if view.head else 0))
 
@@ -220,7 +220,7 @@ def _join(led: _Led) -> Decision:
     spec = led.spec
     since = {
         entry.record.node: entry.ready_since
-        for entry in led.view.members.values()
+        for entry in _ready(led.view)
         if entry.ready_since is not None and led.view.seat_of(entry.record.node, entry.record.incarnation) is None
     }
     room = spec.max_nodes - len(led.seats)
@@ -250,8 +250,7 @@ def _publish(
 ) -> Publish:
     """The next generation from all ready members. `restarts`: since progress, in all, head step when counted."""
     assert view.spec is not None
-    ready = [entry for entry in view.members.values() if entry.ready_since is not None]
-    chosen = seat_order(ready, view.order(), spec.max_nodes)
+    chosen = seat_order(_ready(view), view.order(), spec.max_nodes)
     seats = seats_for(chosen)
     draft = Draft(
         number=max([view.number, *(entry.record.seen for entry in chosen)]) + 1,
@@ -266,7 +265,7 @@ def _publish(
         restart_step=restarts[2],
         resume=view.head.record if view.head else None,
     )
-    return Publish(draft, f"{cause}: generation {draft.number} with {_count(len(seats), 'node')}")
+    return Publish(draft, f"generation {draft.number} with {_count(len(seats), 'node')}: {cause}")
 
 
 def _doubted(led: _Led, seat: Seat) -> bool:
@@ -340,7 +339,7 @@ def _first_cause(failed: list[Entry[Report]]) -> tuple[FailureRecord, bool]:
 
 def _short(view: View, spec: RunSpec, now: float) -> Decision | None:
     """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike."""
-    ready = _ready(view)
+    ready = len(_ready(view))
     if ready >= spec.min_nodes:
         return None
     if view.short_since is None:
@@ -358,7 +357,7 @@ def _settled_at(view: View, spec: RunSpec) -> float:
     Quiet means that all who registered are ready and the last one came some time ago; the limit counts from when
     min-nodes were ready.
     """
-    ready = sorted(entry.ready_since for entry in view.members.values() if entry.ready_since is not None)
+    ready = sorted(entry.ready_since for entry in _ready(view) if entry.ready_since is not None)
     if len(ready) >= spec.max_nodes:
         return ready[spec.max_nodes - 1]
     limit = ready[spec.min_nodes - 1] + spec.settle_max_s
@@ -367,8 +366,11 @@ def _settled_at(view: View, spec: RunSpec) -> float:
     return min(limit, max(ready[-1], max(entry.since for entry in view.members.values()) + spec.settle_quiet_s))
 
 
-def _ready(view: View) -> int:
-    return sum(entry.ready_since is not None for entry in view.members.values())
+def _ready(view: View) -> list[Entry[Member]]:
+    """Members that can be seated: warm, not draining, not leaving (that report can be seen before the key goes)."""
+    left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
+    ready = [entry for entry in view.members.values() if entry.ready_since is not None]
+    return [entry for entry in ready if entry.record.incarnation not in left]
 
 
 def _kept(generation: Generation) -> tuple[int, int, int]:

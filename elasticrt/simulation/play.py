@@ -131,9 +131,10 @@ class _Player:
                 if key.fileobj in self._selector.get_map():  # An agent's end closes what else was ready.
                     key.data()
             self._on_time(time.monotonic())
-        for fault in self._faults:
+        stopped_by = signal.Signals(self._stopped_by).name if self._stopped_by else ""
+        for fault in () if stopped_by else self._faults:
             self._screen.show(story.Line(f"!! never came: {fault.text}"))
-        for line in story.summary(self._story, time.monotonic()):
+        for line in story.summary(self._story, time.monotonic(), stopped_by):
             self._screen.show(line)
         return 128 + self._stopped_by if self._stopped_by else story.verdict(self._story)[0]
 

@@ -58,7 +58,8 @@ class Story:
     """Everything known so far.
 
     `pids` are agents by node; `ended` are agents' exit codes by node (negative: signal); `workers` are, by node, the
-    generation and the workers' pids by rank; `lost` says how, of nodes whose loss has not been told yet.
+    generation and the workers' pids by rank; `lost` says how, of nodes whose loss has not been told yet. `step` is the
+    highest, `newest` the one reported last (lower while steps are done again), `made` counts all, those too.
     """
 
     started_at: float
@@ -70,13 +71,15 @@ class Story:
     chapters: tuple[Chapter, ...] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
     step: int = 0
+    newest: int = 0
+    made: int = 0
     epoch: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
     committed: int = 0
     first_step_at: float | None = None
     last_step_at: float = 0.0
     status_at: float = 0.0
-    status_step: int = 0
+    status_made: int = 0
     offered: int = 0
     result: Mapping[str, Any] | None = None
 
@@ -142,7 +145,7 @@ def tick(story: Story, now: float) -> Told:
             story, lines = _announce(story)
     if now - max(story.status_at, story.started_at) >= STATUS_EVERY_S:
         lines += (Line(_status(story, now)),)
-        story = replace(story, status_at=now, status_step=story.step)
+        story = replace(story, status_at=now, status_made=story.made)
     return story, lines
 
 
@@ -165,8 +168,8 @@ def verdict(story: Story) -> tuple[int, str]:
     return 0, "the run succeeded"
 
 
-def summary(story: Story, now: float) -> tuple[Line, ...]:
-    """The table of generations, then time and speed."""
+def summary(story: Story, now: float, stopped_by: str = "") -> tuple[Line, ...]:
+    """The table of generations, then time and speed, then the verdict, or that the simulation was stopped."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again")]
     for chapter in story.chapters:
         first = chapter.number == story.chapters[0].number
@@ -176,12 +179,13 @@ def summary(story: Story, now: float) -> tuple[Line, ...]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "-" * max(map(len, lines)))
-    # The first chapter's resume point is where this run began to count.
-    steps = story.step - (story.chapters[0].resume_step if story.chapters else 0)
+    # Steps are reported ten times a second, the last one by its commit. The first resume point is where we began.
+    steps = max(story.step, story.committed) - (story.chapters[0].resume_step if story.chapters else 0)
     times = f"wall time {now - story.started_at:.1f} s, {_count(steps, 'step')}"
     if story.first_step_at is not None and story.last_step_at > story.first_step_at:
         times += f", {(steps - 1) / (story.last_step_at - story.first_step_at):.1f} steps/s"
-    return (Line(""), *map(Line, lines), Line(""), Line(f"{times}. {verdict(story)[1]}"))
+    end = f"stopped by {stopped_by}" if stopped_by else verdict(story)[1]
+    return (Line(""), *map(Line, lines), Line(""), Line(f"{times}. {end}"))
 
 
 def describe_code(code: int) -> str:
@@ -283,9 +287,10 @@ def _first_step(story: Story, event: Mapping[str, Any]) -> Told:
 
 def _stepped(story: Story, step: int, at: float) -> Story:
     if story.first_step_at is None:
-        return replace(story, step=step, first_step_at=at, last_step_at=at, status_step=step)
-    # After a restore steps are done again: the highest is what the run has reached.
-    return replace(story, step=max(story.step, step), last_step_at=max(at, story.last_step_at))
+        return replace(story, step=step, newest=step, first_step_at=at, last_step_at=at)
+    made = story.made + max(0, step - story.newest)
+    last_at = max(at, story.last_step_at)
+    return replace(story, step=max(story.step, step), newest=step, made=made, last_step_at=last_at)
 
 
 def _offer(story: Story) -> Told:
@@ -353,8 +358,8 @@ def _status(story: Story, now: float) -> str:
         waiting = f"generation {chapter.number}, no step yet" if chapter else "no generation yet"
         return f".. {now - story.started_at:.0f} s: {_count(len(story.alive()), 'agent')}, {waiting}"
     since = max(story.status_at, story.first_step_at)
-    speed = (story.step - story.status_step) / (now - since) if now > since else 0.0
-    parts = [f"step {story.step:,}", f"epoch {story.epoch}"]
+    speed = (story.made - story.status_made) / (now - since) if now > since else 0.0
+    parts = [f"step {story.newest:,}", f"epoch {story.epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     parts.append(f"{speed:.1f} steps/s")
     if chapter is not None:

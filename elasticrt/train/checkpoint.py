@@ -12,7 +12,6 @@ shared directory for that, and can't disagree.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import json
 import logging
@@ -319,5 +318,7 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _finish_saves() -> None:
     """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody."""
     for checkpointer in list(_live):
-        with contextlib.suppress(BaseException):
+        try:
             checkpointer.wait(60.0)
+        except Exception as error:  # noqa: BLE001  At exit there is nobody left to raise it to.
+            _log.warning("the last save failed: %s: %s", type(error).__name__, error)

@@ -90,6 +90,11 @@ class Link:
         finally:
             self._lock.release()
 
+    def close(self) -> None:
+        """Let go of the channel. Requests that wait are refused."""
+        self._closed = self._closed or "closed"
+        self._channel.close()
+
     def linger(self, code: int) -> None:
         """Say that the script has ended with `code`, and wait for Release. An agent that is gone ends the wait, too."""
         if os.getpid() != self._pid:

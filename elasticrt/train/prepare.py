@@ -110,7 +110,9 @@ def _through_lock(target: Path, build: Callable[[Path], object], version: str, d
         for leftover in target.parent.glob(f".{target.name}.building-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
-            workshop = _build(target, build, version)
+            workshop = _build(
+                target, target.with_name(f".{target.name}.building-{secrets.token_hex(8)}"), build, version
+            )
         except PreparationError as error:
             Failure(str(error), attempt(), version).leave(target)
             raise
@@ -119,9 +121,8 @@ def _through_lock(target: Path, build: Callable[[Path], object], version: str, d
         lock.release()
 
 
-def _build(target: Path, build: Callable[[Path], object], version: str) -> Path:
+def _build(target: Path, workshop: Path, build: Callable[[Path], object], version: str) -> Path:
     """Run the user's function in a private directory; the complete, synced result. Raises PreparationError, OSError."""
-    workshop = target.with_name(f".{target.name}.building-{secrets.token_hex(8)}")
     workshop.mkdir()
     try:
         try:
@@ -193,6 +194,7 @@ class _Claims:
         self._target = target
         self._version = version
         self._claims = worker is None or worker.local_rank == 0
+        self._generation = 0 if worker is None else worker.generation
         digest = hashlib.sha256(str(target).encode()).hexdigest()[:12]
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
 
@@ -224,7 +226,7 @@ class _Claims:
         """Build and publish; False when the claim was lost meanwhile: then somebody else's result counts."""
         if not Record.fits(self._target, self._version, refresh=True):
             try:
-                workshop = _build(self._target, build, self._version)
+                workshop = _build(self._target, self._workshop(), build, self._version)
             except PreparationError as error:
                 text = str(error)[:1000]
                 self._ask(lambda number: BuildFailed(number, self._name, self._version, text))
@@ -237,9 +239,20 @@ class _Claims:
                     return False
             else:
                 _publish(workshop, self._target)
+                self._tidy()
         digest = Record.digest(self._target)
         reply = self._ask(lambda number: Published(number, self._name, self._version, digest))
         return reply.ok
+
+    def _workshop(self) -> Path:
+        return self._target.with_name(f".{self._target.name}.shared-{self._generation}-{secrets.token_hex(8)}")
+
+    def _tidy(self) -> None:
+        """Remove what builders of earlier generations left. One of this generation may be paused, and live."""
+        for leftover in self._target.parent.glob(f".{self._target.name}.shared-*"):
+            generation = leftover.name.rpartition("shared-")[2].partition("-")[0]
+            if generation.isdigit() and int(generation) < self._generation:
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def _ask(self, make: Callable[[int], Claim | Published | BuildFailed]) -> Reply:
         reply = self._agent.request(make).wait(_ANSWER_S)

@@ -184,6 +184,8 @@ def _uncaught(error: BaseException) -> int:
     trace = error.__traceback__ = _theirs(error)
     ending.write_error_file(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException as broken:  # noqa: BLE001  The user's hook may do anything; the error still has to be seen.

@@ -92,7 +92,8 @@ def leave(code: int, modules: Sequence[ModuleType]) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # What the interpreter itself calls; there is no other way.
     atexit._run_exitfuncs()
-    sys.last_type = sys.last_value = sys.last_traceback = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
     if len(threading.enumerate()) == 1:  # A daemon thread would fall over what is taken from under it, and say so.
         for module in reversed(modules):
             if isinstance(module, ModuleType):

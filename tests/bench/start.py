@@ -2,8 +2,8 @@
 
     python tests/bench/start.py [--runs 10] [--workers 2]
 
-Prints medians, worst cases and the ratio. Seconds from starting the command to the end of the first optimizer step on all
-ranks, by CLOCK_MONOTONIC. Run it on an otherwise idle machine.
+Prints medians, worst cases and the ratio. Seconds from starting the command to the end of the first optimizer step on
+all ranks, by CLOCK_MONOTONIC. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,15 @@ def main() -> None:
         (directory / "script.py").write_text(SCRIPT)
         number = str(arguments.workers)
         ours = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", number, "script.py"]
-        theirs = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number, "script.py"]
+        theirs = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            number,
+            "script.py",
+        ]
         times: dict[str, list[float]] = {"elasticrt run": [], "torchrun --standalone": []}
         for run in range(arguments.runs + 1):
             pair = [first_step_s(command, directory, arguments.workers) for command in (ours, theirs)]

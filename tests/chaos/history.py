@@ -65,7 +65,7 @@ class History:
         return int(self.generations[number].starts[0]["resume"])
 
     def counted(self) -> dict[int, list[str]]:
-        """Sample ids by global step, along the history that counts: a generation's steps up to the next resume point."""
+        """Sample ids by global step, along the history that counts: each generation up to the next resume point."""
         numbers = sorted(self.generations)
         steps: dict[int, list[str]] = {}
         for number in numbers:

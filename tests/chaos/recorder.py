@@ -3,8 +3,8 @@
     python recorder.py RECORDS_DIRECTORY SCRIPT [arguments of the script]
 
 Nothing is asked of elasticrt's samplers or loop: a hook on every module's forward sees the batches, a hook on every
-optimizer counts the steps, and a sample is known by a digest of its pixels. One file per generation and rank; a batch is
-written before it is computed, so that a killed process has told all that it used.
+optimizer counts the steps, and a sample is known by a digest of its pixels. One file per generation and rank; a batch
+is written before it is computed, so that a killed process has told all that it used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,20 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-RECORDED = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID ELASTICRT_GENERATION ELASTICRT_NODE"
-).split()
+RECORDED = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "ELASTICRT_GENERATION",
+    "ELASTICRT_NODE",
+]
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 
-from tests.chaos.cluster import Cluster
+from tests.cluster import Cluster
 
 SCRIPT = """
 import json, os, signal, sys
@@ -33,7 +34,7 @@ def test_thirty_kills_need_thirty_one_groups(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     options = ["--nproc-per-node", "2", "--max-restarts", "50"]
-    with Cluster(tmp_path, "thirty", options, [str(script), str(records), "30"]) as cluster:
+    with Cluster(tmp_path, f"thirty-{secrets.token_hex(4)}", options, [str(script), str(records), "30"]) as cluster:
         cluster.start("n0")
         assert cluster.ended() == {"n0": 0}
     found = [json.loads(path.read_text()) for path in records.iterdir()]

@@ -1,0 +1,1 @@
+"""The protocol in virtual time: production decisions over the memory store."""

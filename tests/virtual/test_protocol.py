@@ -217,6 +217,22 @@ def test_leaving_is_at_once_and_free() -> None:
     assert world.members["n0"].ran[-1][0].cause == "n1 left"
 
 
+def test_a_leaving_member_is_not_seated_again() -> None:
+    """Its report can arrive before its key's deletion (they are watched apart): it must not get a seat in between."""
+    world = _world(3)
+    leaving, leader = world.members["n1"], world.members["n0"]
+    leaving.me = _leaving(leaving)
+    leaving.step()
+    while leader.notices:
+        notice = leader.notices.popleft()
+        if notice.range.endswith("/reports/"):
+            leader.rendezvous.absorb(notice)
+    leader.step()
+    assert "n1" not in {seat.node for seat in leader.rendezvous.view.order()} or leader.rendezvous.view.number == 1
+    world.settle()
+    _check_ranks(world, 2, ["n0", "n2"])
+
+
 def test_rank_zero_may_leave_and_so_may_all() -> None:
     """A20, A19: rank 0 leaves and another takes over; after all have left, newcomers go on with a larger number."""
     world = _world(2)

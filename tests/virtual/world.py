@@ -204,7 +204,8 @@ class World:
     def settle(self) -> None:
         """Let everybody act until all wait."""
         for _ in range(10_000):
-            if not any([member.step() for member in self.members.values()]):
+            acted = [member.step() for member in self.members.values()]  # All of them, in order, not until the first.
+            if not any(acted):
                 return
         raise AssertionError("the members never come to rest")
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.main import build_parser, main
+from elasticrt.agent.settings import Settings
+from elasticrt.cli.main import Parser, build_parser, main
 from elasticrt.cli.run import configure, count_workers, declare
 from elasticrt.errors import ConfigError
+from elasticrt.spec import RunSpec
 
 
 @pytest.fixture(autouse=True)
@@ -18,16 +20,10 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
 
 
-def _configure(*argv: str, env: dict[str, str] | None = None):  # noqa: ANN202  A pair of settings and spec.
+def _configure(*argv: str, env: dict[str, str] | None = None) -> tuple[Settings, RunSpec]:
     arguments = build_parser().parse_args(["run", *argv])
-    options = declare(build_parser_for_options())
+    options = declare(Parser(allow_abbrev=False))
     return configure(options.read(arguments, env or {}), arguments.script, arguments.arguments, env or {})
-
-
-def build_parser_for_options():  # noqa: ANN201  An argparse parser that is thrown away.
-    from elasticrt.cli.main import Parser
-
-    return Parser(allow_abbrev=False)
 
 
 def test_defaults() -> None:
@@ -114,7 +110,7 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["--run-id", "../x", "train.py"], "--run-id"),
         (["--run-id", "a/b", "train.py"], "--run-id"),
         (["--run-id", "x" * 300, "train.py"], "--run-id"),
-        (["--run-id", "jоb", "train.py"], "--run-id"),
+        (["--run-id", "j\u043eb", "train.py"], "--run-id"),
         (["--run-id", "job\n", "train.py"], "--run-id"),
         (["--node", "..", "train.py"], "--node"),
         (["--etcd", "http://", "train.py"], "etcd"),

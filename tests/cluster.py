@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-RECORDER = Path(__file__).with_name("recorder.py")
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECORDER = REPOSITORY / "tests" / "chaos" / "recorder.py"
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Cluster:
         self.run_id = run_id
         self.options = options
         self.script = script
+        self.linger = "2s"
         self.agents: dict[str, AgentProcess] = {}
         self._changed = threading.Condition()
         self._readers: list[threading.Thread] = []
@@ -70,12 +71,14 @@ class Cluster:
         for reader in self._readers:
             reader.join(15)
 
-    def start(self, name: str) -> AgentProcess:
-        """Start an agent as one more node."""
+    def start(self, name: str, *extra: str) -> AgentProcess:
+        """Start an agent as one more node, with `extra` options of its own."""
         reader, writer = os.pipe()
         output = self.directory / f"{name}-{len(self.agents)}.out"
         command = [sys.executable, "-m", "elasticrt", "run", "--run-id", self.run_id, "--node", name]
-        command += ["--run-dir", str(self.directory / "run"), "--events-fd", str(writer), *self.options, *self.script]
+        command += ["--run-dir", str(self.directory / "run"), "--events-fd", str(writer), *self.options]
+        command += ["--etcd-linger", self.linger]
+        command += [*extra, *self.script]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with output.open("wb") as sink:
             process = subprocess.Popen(

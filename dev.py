@@ -1,0 +1,242 @@
+"""Everything a fresh machine with Python 3.10+ and git needs: `python3 dev.py demo` and `python3 dev.py test`.
+
+Both do all the set-up themselves, in `.venv` beside this file, and skip it when nothing has changed since. Standard
+library only: this file runs before anything is installed. Where packages come from is pip's own configuration; where an
+index offers a CPU build of torch (`2.13.0+cpu`), that one is taken.
+
+    python3 dev.py demo                  train MNIST-like digits on three nodes of this machine; kill some while it runs
+    python3 dev.py test [PYTEST ARGS]    ruff, mypy and the fast slice of the tests (test --full: all of them)
+    python3 dev.py setup | lint | format | clean
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# The demo, in one place: about 90 seconds of training on two cores, while a node is killed, one joins and one leaves.
+DEMO_NODES = 3
+DEMO_MIN_NODES = 1
+DEMO_MAX_NODES = 4
+DEMO_FAULTS = ("step 150: kill node 2", "step 300: add node", "step 500: kill worker 1", "step 700: drain node 0")
+DEMO_SCRIPT = "examples/mnist_ddp.py"
+DEMO_SCRIPT_ARGS = ("--epochs", "8", "--save-every", "3s")
+DEMO_CHECKPOINT_OPTION = "--checkpoint-dir"
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "elasticrt-setup.stamp"
+LOG = VENV / "elasticrt-setup.log"
+EXTRAS = ".[dev,examples]"
+LOG_TAIL_LINES = 25
+EXIT_USAGE = 2
+
+
+def main(argv: list[str]) -> int:
+    """Run one command and return its exit code."""
+    if sys.version_info < (3, 10):  # noqa: UP036  A bare python3 of any age may start this file.
+        print(f"dev.py: this is Python {sys.version.split()[0]}; elasticrt needs 3.10 or newer", file=sys.stderr)
+        return EXIT_USAGE
+    commands = {"demo": demo, "test": test, "setup": setup, "lint": lint, "format": reformat, "clean": clean}
+    if not argv or argv[0] not in commands:
+        print(__doc__, file=sys.stderr if argv and argv[0] not in ("-h", "--help") else sys.stdout)
+        return 0 if argv and argv[0] in ("-h", "--help") else EXIT_USAGE
+    command, rest = argv[0], argv[1:]
+    if rest and command not in ("test", "demo"):
+        print(f"dev.py {command} takes no arguments; got {' '.join(rest)}", file=sys.stderr)
+        return EXIT_USAGE
+    os.chdir(ROOT)
+    if command != "clean" and (code := prepare()):
+        return code
+    return commands[command](rest)
+
+
+# --- Set-up -----------------------------------------------------------------------------------------------------------
+
+
+def prepare() -> int:
+    """Make `.venv` and install into it, unless the stamp says that nothing has changed. The exit code, 0 for done."""
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    # A creation that was cut short leaves a python without pip, which is no environment to install into.
+    usable = PYTHON.exists() and any(VENV.glob("lib/python*/site-packages/pip")) and venv_version() == python_version()
+    if missing and not usable:
+        print(f"dev.py: this Python lacks the module {missing[0]}. On Debian or Ubuntu:", file=sys.stderr)
+        print("    apt-get install python3-venv", file=sys.stderr)
+        return EXIT_USAGE
+    if usable and STAMP.exists() and STAMP.read_text() == fingerprint():
+        return 0
+    if not usable:
+        create = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+        if code := phase(f"creating {VENV.name} (Python {python_version()})", create):
+            return code
+    STAMP.unlink(missing_ok=True)  # What pip leaves when it fails half-way is no environment to trust.
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    code = phase("installing elasticrt and what it needs", [*pip, "-c", "constraints.txt", "-e", EXTRAS])
+    if code == 0:
+        STAMP.write_text(fingerprint())
+    return code
+
+
+def fingerprint() -> str:
+    """Changes when an installed environment has to be renewed."""
+    parts = (ROOT / "pyproject.toml").read_bytes(), (ROOT / "constraints.txt").read_bytes(), python_version().encode()
+    return hashlib.sha256(b"\0".join((*parts, str(ROOT).encode()))).hexdigest()
+
+
+def python_version() -> str:
+    """Major and minor: what a virtual environment is bound to."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def venv_version() -> str:
+    """The version `.venv` was made with, "" when it does not say."""
+    try:
+        lines = (VENV / "pyvenv.cfg").read_text().splitlines()
+    except FileNotFoundError:
+        return ""
+    version = next((line.split("=", 1)[1].strip() for line in lines if line.startswith("version")), "")
+    return ".".join(version.split(".")[:2])
+
+
+def phase(title: str, command: list[str]) -> int:
+    """Run a set-up command: one line with its seconds, its output into a log, the end of that log if it fails."""
+    started = time.monotonic()
+    live = sys.stdout.isatty()
+    # `venv --clear` empties the directory that the log lies in, so the log is written elsewhere and moved there.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            while process.poll() is None:
+                if live:
+                    print(f"\rsetup: {title} ... {time.monotonic() - started:.0f} s", end="", flush=True)
+                time.sleep(0.2)
+        except KeyboardInterrupt:
+            process.wait()  # The terminal has interrupted it as well.
+            print()
+            return 128 + signal.SIGINT
+        output.seek(0)
+        text = output.read()
+    seconds = time.monotonic() - started
+    print(
+        f"{chr(13) if live else ''}setup: {title} ... {seconds:.1f} s{' FAILED' if process.returncode else ''}",
+        flush=True,
+    )
+    if VENV.is_dir():
+        LOG.write_text(text)
+    if process.returncode:
+        tail = text.splitlines()[-LOG_TAIL_LINES:]
+        print("\n".join(f"    {line}" for line in tail), file=sys.stderr)
+        print(
+            f"dev.py: {' '.join(command)} ended with {process.returncode}; the whole output is in {LOG}",
+            file=sys.stderr,
+        )
+    return process.returncode
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+
+def setup(_: list[str]) -> int:
+    """Only the set-up, which `main` has done."""
+    print(f"ready: {PYTHON.relative_to(ROOT)}")
+    return 0
+
+
+def demo(rest: list[str]) -> int:
+    """Train on several nodes of this machine with faults on the way. Extra arguments go to the example script."""
+    checkpoints = Path(tempfile.mkdtemp(prefix="demo-ckpt-"))
+    faults = [word for fault in DEMO_FAULTS for word in ("--fault", fault)]
+    nodes = ["--nodes", DEMO_NODES, "--min-nodes", DEMO_MIN_NODES, "--max-nodes", DEMO_MAX_NODES]
+    where = ["--run-dir", checkpoints / "runs"]
+    script = [DEMO_SCRIPT, *DEMO_SCRIPT_ARGS, DEMO_CHECKPOINT_OPTION, checkpoints / "ckpt", *rest]
+    # The leash ends the simulation if this process is killed.
+    leash = [PYTHON, "-m", "elasticrt.simulation.leash", os.getpid(), "--"]
+    command = [str(word) for word in (*leash, PYTHON, "-m", "elasticrt", "simulate", *nodes, *where, *faults, *script)]
+    print("+ elasticrt simulate " + " ".join(f'"{word}"' if " " in word else word for word in command[9:]), flush=True)
+    try:
+        return run_and_forward(command)
+    finally:
+        shutil.rmtree(checkpoints)
+
+
+def run_and_forward(command: list[str]) -> int:
+    """Run `command` in the foreground; SIGTERM is passed on, Ctrl-C reaches it from the terminal. Its exit code."""
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _frame: object) -> None:
+        if process is not None and process.poll() is None and number == signal.SIGTERM:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        process = subprocess.Popen(command)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def test(rest: list[str]) -> int:
+    """Lint, types, tests; everything is run, the first failing code is returned. pytest comes last and speaks last."""
+    full = "--full" in rest
+    args = [word for word in rest if word != "--full"]
+    slice_ = [] if full else ["-m", "not slow"]
+    checks = {**lints(), "mypy": ["mypy"], "pytest": ["pytest", *slice_, *args]}
+    return run_all(checks)
+
+
+def lint(_: list[str]) -> int:
+    """Lint and types."""
+    return run_all({**lints(), "mypy": ["mypy"]})
+
+
+def reformat(_: list[str]) -> int:
+    """Format the code and apply the safe fixes of the linter."""
+    return run_all({"ruff check --fix": ["ruff", "check", "--fix", "."], "ruff format": ["ruff", "format", "."]})
+
+
+def lints() -> dict[str, list[str]]:
+    """The linter's two checks."""
+    return {"ruff check": ["ruff", "check", "."], "ruff format": ["ruff", "format", "--check", "."]}
+
+
+def run_all(checks: dict[str, list[str]]) -> int:
+    """Run each check (module and arguments) in `.venv`; the first failing code, 0 when all passed."""
+    failed: dict[str, int] = {}
+    for name, words in checks.items():
+        print(f"+ {' '.join(words)}", flush=True)
+        code = run_and_forward([str(PYTHON), "-m", *words])
+        if code:
+            failed[name] = code
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            break
+    if failed:
+        print("FAILED: " + ", ".join(f"{name} ({code})" for name, code in failed.items()), file=sys.stderr, flush=True)
+    return next(iter(failed.values()), 0)
+
+
+def clean(_: list[str]) -> int:
+    """Remove what builds and test runs leave in the checkout; `.venv` stays."""
+    caches = [".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "elasticrt_runs"]
+    for path in [*(ROOT / name for name in caches), *ROOT.glob("*.egg-info")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+            print(f"removed {path.relative_to(ROOT)}")
+    for folder in ("elasticrt", "tests", "examples"):
+        for path in (ROOT / folder).rglob("__pycache__"):
+            shutil.rmtree(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

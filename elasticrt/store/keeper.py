@@ -1,0 +1,119 @@
+"""The keeper of an embedded etcd: the process that starts it, and stops it when the run no longer needs it.
+
+Run by `embedded.find_or_start` as `python -m elasticrt.store.keeper JSON`. It has a session of its own and no parent
+that waits for it, so it outlives the agent that started it; etcd dies with it. It loads grpc only when the server is
+ready and registered: that is what the agents wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from uuid import uuid4
+
+from elasticrt.errors import StoreError, explain
+from elasticrt.store import runtime, server
+
+TRIES = 5
+"""Free ports are chosen before etcd binds to them, so somebody else may be quicker."""
+
+
+def start(run_id: str, binary: Path, listen: tuple[str, int] | None) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """Start etcd and wait until it serves; the process and its record. Raises StoreError, leaving nothing behind."""
+    data = Path(tempfile.mkdtemp(prefix=runtime.DATA_PREFIX))
+    log, token, got = data / "log", uuid4().hex, ""
+    try:
+        for _ in range(TRIES):
+            address, port = listen or ("127.0.0.1", server.free_port("127.0.0.1"))
+            # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
+            options = ("--unsafe-no-fsync",)
+            arguments = server.command(binary, data / "member", server.url(address, port), token, options)
+            etcd = server.launch(arguments, log)
+            reach = server.own_address(address)
+            if server.await_ready(etcd, reach, port):
+                record: dict[str, Any] = {"host": reach, "port": port, "token": token, "data": str(data)}
+                for name, pid in (("keeper", os.getpid()), ("etcd", etcd.pid)):
+                    record |= {f"{name}_pid": pid, f"{name}_start": runtime.start_of(pid)}
+                return etcd, record
+            server.stop(etcd)
+            got = server.last_lines(log) or f"not ready within {server.READY_S_MAX:g} s"
+            if listen is not None or "address already in use" not in got:
+                break
+    except OSError as error:
+        got = str(error)
+    runtime.remove_data(data)
+    remedy = "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
+    raise StoreError(explain(f"etcd did not start for run {run_id}", str(binary), got=got, remedy=remedy))
+
+
+def keep(run_id: str, linger_s: float, etcd: subprocess.Popen[bytes], record: dict[str, Any]) -> None:
+    """Return when the server has ended and its record is gone. The data directory is the caller's to remove."""
+    from elasticrt.store.attendance import Attendance
+    from elasticrt.store.etcd import EtcdStore
+    from elasticrt.store.protocol import Address
+
+    news: SimpleQueue[Any] = SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda *_: news.put("asked to end"))  # SimpleQueue.put is safe in a signal handler.
+    threading.Thread(target=_tell_end, args=(etcd.pid, news), daemon=True).start()
+    store = EtcdStore((Address("http", record["host"], record["port"]),), timeout_s=5.0)
+    attendance = Attendance(store, run_id, linger_s, news)
+    attendance.look()
+    touched_at_ns = runtime.touched_at_ns(runtime.runtime_directory(), run_id)
+    while True:
+        asked = attendance.wait()
+        with runtime.locked(run_id) as lock:
+            assert lock is not None, "we wait for the lock"
+            if not asked:
+                # Agents find the server under this lock. One that did since we looked last is about to register.
+                last_ns, touched_at_ns = touched_at_ns, runtime.touched_at_ns(lock.directory, run_id)
+                if touched_at_ns != last_ns:
+                    attendance.found()
+                attendance.look()
+                if attendance.due() is None or touched_at_ns != last_ns:
+                    continue
+            store.close()
+            server.stop(etcd)
+            if runtime.read_record(lock.directory, run_id) == record:
+                runtime.remove_record(lock.directory, run_id)
+            runtime.forget(lock.directory, run_id)
+            return
+
+
+def main(text: str) -> None:
+    """The process. `text` is the JSON that `embedded` writes."""
+    order = json.loads(text)
+    if os.fork():
+        os._exit(0)  # Whoever started us has nothing to wait for, and the child is nobody's to reap but init's.
+    ready_fd, lock_fd, run_id = order["ready_fd"], order["lock_fd"], order["run_id"]
+    try:
+        listen = (order["listen"][0], order["listen"][1]) if order["listen"] else None
+        etcd, record = start(run_id, Path(order["binary"]), listen)
+    except StoreError as error:
+        os.write(ready_fd, json.dumps({"error": str(error)}).encode())
+        return
+    try:
+        runtime.write_record(Path(order["directory"]), run_id, record)
+        os.write(ready_fd, b"{}")
+        os.close(ready_fd)
+        os.close(lock_fd)  # We held the lock as well, in case that the agent died meanwhile.
+        keep(run_id, order["linger_s"], etcd, record)
+    finally:
+        server.stop(etcd)
+        runtime.remove_data(Path(record["data"]))
+
+
+def _tell_end(pid: int, news: SimpleQueue[Any]) -> None:
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # It stays for `server.stop` to reap.
+    news.put("etcd ended")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

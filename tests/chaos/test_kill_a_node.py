@@ -1,0 +1,160 @@
+"""Three agents train the digits example; something dies, comes or goes; nothing is lost and nothing counted twice.
+
+Each story interrupts the run in the middle of an epoch, after at least two commits. What counted is taken from the
+batches that the model was fed (`recorder.py`), never from a sampler.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.history import History
+from tests.cluster import RECORDER, REPOSITORY, AgentProcess, Cluster, gone, kill
+
+EPOCHS = 2
+STEPS_PER_EPOCH = 118
+EXAMPLE = REPOSITORY / "examples" / "mnist_ddp.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared data set, built once: preparation has tests of its own."""
+    directory = tmp_path_factory.mktemp("data")
+    code = f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); import digits, elasticrt, functools, pathlib; "
+    code += "d = pathlib.Path(sys.argv[1]); elasticrt.prepare(d / 'digits', functools.partial(digits.build, source=d))"
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True, timeout=60)
+    return directory
+
+
+@contextmanager
+def _running(tmp_path: Path, data: Path, *, nodes: int = 3, epochs: int = EPOCHS) -> Iterator[Cluster]:
+    (tmp_path / "records").mkdir(exist_ok=True)
+    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--settle", "1"]
+    script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(epochs)]
+    script += ["--data-dir", str(data), "--checkpoint-dir", str(tmp_path / "ckpt"), "--save-every", "20 steps"]
+    with Cluster(tmp_path, f"kill-{secrets.token_hex(4)}", options, script) as cluster:
+        for index in range(nodes):
+            cluster.start(f"node-{index}")
+        cluster.wait_for_commits(2)
+        yield cluster
+
+
+def _check(cluster: Cluster, tmp_path: Path, *, survivors: dict[str, int], generations: int) -> History:
+    """What holds at the end of every story."""
+    codes = cluster.ended()
+    assert codes == survivors, cluster.story()
+    history = History.read(tmp_path / "records")
+    history.check_ranks()
+    history.check_exactly_once(STEPS_PER_EPOCH, EPOCHS)
+    assert len(history.generations) == generations, cluster.story()
+    for number in sorted(history.generations)[1:]:
+        first = min(history.generations[number].batches, default=None)
+        if first is not None:
+            assert first == history.resume(number) + 1 > 1
+    accuracy = _accuracy(cluster)
+    assert accuracy >= 0.95
+    pids = [start["pid"] for record in history.generations.values() for start in record.starts]
+    assert gone([*pids, *(agent.pid for agent in cluster.agents.values())], 5.0) == []
+    return history
+
+
+def _accuracy(cluster: Cluster) -> float:
+    found = [
+        float(match)
+        for agent in cluster.agents.values()
+        for match in re.findall(rf"epoch {EPOCHS - 1} .*accuracy ([0-9.]+)", agent.text())
+    ]
+    assert len(found) == 1, cluster.story()
+    return found[0]
+
+
+def test_undisturbed(tmp_path: Path, data: Path) -> None:
+    """The reference: three nodes, one generation, every sample once in each epoch."""
+    with _running(tmp_path, data) as cluster:
+        _check(cluster, tmp_path, survivors={"node-0": 0, "node-1": 0, "node-2": 0}, generations=1)
+
+
+def _one_worker(cluster: Cluster) -> dict[str, int]:
+    agent = cluster.holder_of_rank(1)
+    kill(agent.worker_pids()[1])
+    return {"node-0": 0, "node-1": 0, "node-2": 0}
+
+
+def _agent_of(cluster: Cluster, choose: Callable[[Cluster], AgentProcess]) -> dict[str, int]:
+    agent = choose(cluster)
+    workers = list(agent.worker_pids().values())
+    kill(agent.pid)
+    # A01, G16: its workers follow within a second.
+    assert gone(workers, 1.0) == []
+    return {name: (-signal.SIGKILL if other is agent else 0) for name, other in cluster.agents.items()}
+
+
+def _last_node(cluster: Cluster) -> dict[str, int]:
+    return _agent_of(cluster, lambda cluster: cluster.holder_of_rank(2))
+
+
+def _rank_zero(cluster: Cluster) -> dict[str, int]:
+    return _agent_of(cluster, lambda cluster: cluster.holder_of_rank(0))
+
+
+def _first_started(cluster: Cluster) -> dict[str, int]:
+    return _agent_of(cluster, lambda cluster: cluster.agents["node-0"])
+
+
+def _leave(cluster: Cluster) -> dict[str, int]:
+    cluster.agents["node-1"].process.send_signal(signal.SIGTERM)
+    return {"node-0": 0, "node-1": 143, "node-2": 0}
+
+
+def _join(cluster: Cluster) -> dict[str, int]:
+    cluster.start("node-3")
+    return {"node-0": 0, "node-1": 0, "node-2": 0, "node-3": 0}
+
+
+@pytest.mark.parametrize(
+    ("disturb", "worlds"),
+    [
+        pytest.param(_one_worker, (3, 3), id="W02-worker"),
+        pytest.param(_last_node, (3, 2), id="A01-node"),
+        pytest.param(_rank_zero, (3, 2), id="W03-node-with-rank-0"),
+        pytest.param(_first_started, (3, 2), id="A07-first-started-node"),
+        pytest.param(_leave, (3, 2), id="A02-leave-by-SIGTERM"),
+        pytest.param(_join, (3, 4), id="L4-join"),
+    ],
+)
+def test_disturbed(
+    disturb: Callable[[Cluster], dict[str, int]], worlds: tuple[int, int], tmp_path: Path, data: Path
+) -> None:
+    """One disturbance in the middle of an epoch costs one generation and no sample (S3, S5, S6)."""
+    with _running(tmp_path, data) as cluster:
+        survivors = disturb(cluster)
+        history = _check(cluster, tmp_path, survivors=survivors, generations=2)
+    found = tuple(int(history.generations[g].starts[0]["env"]["WORLD_SIZE"]) for g in sorted(history.generations))
+    assert found == worlds
+
+
+def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path) -> None:
+    """A19, K04: every agent is killed; the same command again goes on from the newest checkpoint, numbers go up."""
+    with _running(tmp_path, data) as cluster:
+        first = dict(cluster.agents)
+        for agent in first.values():
+            kill(agent.pid)
+        for agent in first.values():
+            agent.process.wait(10)
+        pids = [pid for agent in first.values() for pid in agent.worker_pids().values()]
+        assert gone(pids, 2.0) == []
+        for index in range(3):
+            cluster.start(f"node-{index}")
+        survivors = dict.fromkeys(first, -signal.SIGKILL)
+        survivors |= {name: 0 for name in cluster.agents if name not in first}
+        history = _check(cluster, tmp_path, survivors=survivors, generations=2)
+    assert history.resume(max(history.generations)) >= 40

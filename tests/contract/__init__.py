@@ -1,0 +1,1 @@
+"""One suite for the model and for real etcd servers."""

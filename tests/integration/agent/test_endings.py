@@ -1,0 +1,229 @@
+"""How an agent ends: told to, refused, outvoted, or without its etcd. Real processes, real etcd."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrt.store.etcd import EtcdStore
+from tests.cluster import Cluster, gone, kill
+from tests.servers import EtcdServer, wheel_binary
+
+SLEEPER = """
+import os, sys, time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+print("training", os.environ["ELASTICRT_GENERATION"], flush=True)
+open(os.path.join(sys.argv[1], f"{os.environ['ELASTICRT_GENERATION']}-{dist.get_rank()}"), "w").close()
+end = time.monotonic() + 120
+while time.monotonic() < end and not os.path.exists(os.path.join(sys.argv[1], "finish")):
+    time.sleep(0.02)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+class Run(Cluster):
+    """Agents whose workers meet in barriers until a file called `finish` appears."""
+
+    def __init__(self, tmp_path: Path, *options: str) -> None:
+        self.marks = tmp_path / "marks"
+        self.marks.mkdir()
+        script = tmp_path / "sleeper.py"
+        script.write_text(SLEEPER)
+        super().__init__(tmp_path, f"end-{secrets.token_hex(4)}", list(options), [str(script), str(self.marks)])
+
+    def wait_for_training(self, generation: int, ranks: int) -> None:
+        """Wait until all ranks of a generation have made their group."""
+        names = [f"{generation}-{rank}" for rank in range(ranks)]
+        self.wait(f"training in generation {generation}", lambda: all((self.marks / name).exists() for name in names))
+
+    def finish(self) -> None:
+        """Let the script end well, on all ranks in the same barrier's turn or the next."""
+        (self.marks / "finish").touch()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """A real server of the test's own."""
+    server = EtcdServer(wheel_binary(), tmp_path / "etcd")
+    server.start()
+    yield server
+    server.stop()
+
+
+def _keys(server: EtcdServer, run_id: str) -> list[str]:
+    store = EtcdStore((server.address,))
+    try:
+        prefix = f"/elasticrt/{run_id}/"
+        return sorted(kv.key.removeprefix(prefix) for kv in store.read(prefix).keys)
+    finally:
+        store.close()
+
+
+def test_a_finished_run_leaves_only_its_record(tmp_path: Path, etcd: EtcdServer) -> None:
+    """After success no member, report, roster or lease key is left: spec, generation and result tell the story."""
+    with Run(tmp_path, "--nnodes", "2", "--etcd", str(etcd.address)) as run:
+        run.start("n0")
+        run.start("n1")
+        run.wait_for_training(1, 2)
+        run.finish()
+        assert run.ended() == {"n0": 0, "n1": 0}
+        assert _keys(etcd, run.run_id) == ["generation", "result/1", "spec"]
+        # A late node finds the run finished: nothing to do, and that is success.
+        late = run.start("n2")
+        assert late.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_makes_a_node_leave_at_once(tmp_path: Path, etcd: EtcdServer, number: int) -> None:
+    """A02, K01: exit code 143, its workers and its key are gone, and the other goes on in the next generation."""
+    with Run(tmp_path, "--nnodes", "1:2", "--etcd", str(etcd.address)) as run:
+        run.start("n0")
+        leaving = run.start("n1")
+        run.wait_for_training(1, 2)
+        workers = list(leaving.worker_pids().values())
+        leaving.process.send_signal(number)
+        assert leaving.process.wait(15) == 143
+        assert gone(workers, 1.0) == []
+        assert "members/n1" not in _keys(etcd, run.run_id)
+        run.wait_for_training(2, 1)
+        run.finish()
+        assert run.ended() == {"n0": 0, "n1": 143}
+
+
+def test_a_second_signal_cuts_the_grace_short(tmp_path: Path) -> None:
+    """A04, W10: workers that ignore SIGTERM get a grace time; a second signal ends it at once, without orphans."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\ntime.sleep(99)\n"
+    )
+    with Cluster(tmp_path, f"stubborn-{secrets.token_hex(4)}", ["--stop-timeout", "60"], [str(script)]) as cluster:
+        agent = cluster.start("n0")
+        cluster.wait("the worker's first words", lambda: "up" in agent.text())
+        workers = list(agent.worker_pids().values())
+        agent.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            agent.process.wait(1.0)
+        agent.process.send_signal(signal.SIGTERM)
+        assert agent.process.wait(10) == 143
+        assert gone(workers, 1.0) == []
+
+
+def test_below_min_nodes_all_end_with_the_same_words(tmp_path: Path, etcd: EtcdServer) -> None:
+    """A14, L3: two of three nodes wait for the join timeout, then both end with code 3 and one reason."""
+    options = ("--nnodes", "3", "--join-timeout", "2s", "--etcd", str(etcd.address))
+    with Run(tmp_path, *options) as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 3, "n1": 3}
+        assert len({event["reason"] for event in run.events("result")}) == 1
+
+
+def test_a_live_agents_name_is_refused(tmp_path: Path, etcd: EtcdServer) -> None:
+    """A10: a second agent with the same --node is refused with the first one's pid; the first is not disturbed."""
+    with Run(tmp_path, "--nnodes", "1:2", "--etcd", str(etcd.address)) as run:
+        first = run.start("n0")
+        run.wait_for_training(1, 1)
+        second = run.start("n0")
+        assert second.process.wait(30) == 7
+        assert re.search(rf"elasticrt: error: .*node n0.*pid {first.pid}\b", second.text())
+        assert "Traceback" not in second.text()
+        run.finish()
+        assert first.process.wait(30) == 0
+
+
+def test_a_dead_agents_name_is_taken_over_at_once(tmp_path: Path, etcd: EtcdServer) -> None:
+    """A09: the same node again within its old lease; the dead life's key is replaced, not waited for."""
+    with Run(tmp_path, "--nnodes", "1", "--lease-ttl", "60", "--etcd", str(etcd.address)) as run:
+        first = run.start("n0")
+        run.wait_for_training(1, 1)
+        kill(first.pid)
+        first.process.wait(10)
+        again = run.start("n0")
+        run.wait_for_training(2, 1)
+        run.finish()
+        assert again.process.wait(30) == 0
+
+
+def test_other_options_are_refused_with_the_difference(tmp_path: Path, etcd: EtcdServer) -> None:
+    """A15: a node with other options is told which ones, and the run goes on."""
+    with Run(tmp_path, "--etcd", str(etcd.address)) as run:
+        first = run.start("n0", "--nnodes", "1:2")
+        run.wait_for_training(1, 1)
+        other = run.start("n1", "--nnodes", "1:3")
+        assert other.process.wait(30) == 7
+        assert "max_nodes: 3 here, 2 in the run" in other.text()
+        run.finish()
+        assert first.process.wait(30) == 0
+
+
+def test_an_outage_of_etcd_restarts_nobody(tmp_path: Path, etcd: EtcdServer) -> None:
+    """E04, L7: etcd is stopped and comes back after more than a lease term: the workers run on throughout."""
+    with Run(tmp_path, "--nnodes", "2", "--lease-ttl", "2", "--etcd", str(etcd.address)) as run:
+        agents = [run.start("n0"), run.start("n1")]
+        run.wait_for_training(1, 2)
+        pids = [pid for agent in agents for pid in agent.worker_pids().values()]
+        etcd.kill()
+        assert gone(pids, 4.0) == pids
+        etcd.start()
+        run.finish()
+        assert run.ended() == {"n0": 0, "n1": 0}
+        assert [event["number"] for event in run.events("generation")] == [1, 1]
+
+
+def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The machine's own etcd is killed: agents start a fresh one, numbers go on, and the run succeeds."""
+    with Run(tmp_path, "--nnodes", "2", "--lease-ttl", "2") as run:
+        run.start("n0")
+        run.start("n1")
+        run.wait_for_training(1, 2)
+        port = int(run.events("agent_started")[0]["etcd"].rpartition(":")[2])
+        kill(_listener(port))
+        run.wait_for_training(2, 2)
+        run.finish()
+        assert run.ended() == {"n0": 0, "n1": 0}
+
+
+def test_no_etcd_is_one_line_and_code_4(tmp_path: Path) -> None:
+    """An endpoint where nothing listens is said in one line, without a traceback, and nothing is left running."""
+    (tmp_path / "train.py").write_text("")
+    command = [sys.executable, "-m", "elasticrt", "run", "--etcd", "127.0.0.1:1", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "elasticrt: error: etcd cannot be reached" in done.stderr
+
+
+def test_the_report_names_the_cause(tmp_path: Path) -> None:
+    """W01, W13: when the restarts are spent the report shows rank, exit code, exception and where the log is."""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('the moon is full')\nimport time\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("rank 1 failed first") :]
+    assert "exit code 1: ValueError: the moon is full" in report
+    assert "generation 2" in report
+    log = Path(re.search(r"log: (.+)", report)[1])
+    assert "the moon is full" in log.read_text()
+
+
+def _listener(port: int) -> int:
+    """The process that listens on a port of this machine."""
+    import psutil
+
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return connection.pid
+    raise AssertionError(f"nobody listens on {port}")

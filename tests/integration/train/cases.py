@@ -1,0 +1,160 @@
+"""What a rank does in the tests of this folder. Everything in double precision, so that equal means equal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import elasticrt
+
+SAMPLES = 53
+
+
+class Numbered(Dataset[Any]):
+    """Samples that know their number: (number, features, target)."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(samples, 2, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return i, self.x[i], self.y[i]
+
+
+class Branching(nn.Module):
+    """Returns a nested output of which one part is computed from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        """A loss can be made of each of the parts."""
+        hidden = torch.tanh(self.first(x))
+        return {"hidden": hidden, "more": (self.second(hidden), [hidden.square().mean()])}
+
+
+def networks() -> tuple[nn.Module, nn.Module]:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return DistributedDataParallel(Branching().double()), DistributedDataParallel(nn.Linear(2, 2).double())
+
+
+def gradients(directory: Path, *, batch_size: int, micro: int | None) -> dict[str, Any]:
+    """Two epochs of two chained DDP modules with a penalty on the parameters; the final parameters."""
+    data = Numbered(SAMPLES)
+    sampler = elasticrt.ElasticBatchSampler(data, batch_size, micro_batch_size=micro, seed=1)
+    encoder, decoder = networks()
+    parameters = [*encoder.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    loop = elasticrt.Loop(
+        directory / f"ckpt-{batch_size}-{micro}-{dist.get_world_size()}",
+        sampler=sampler,
+        encoder=encoder,
+        decoder=decoder,
+        optimizer=optimizer,
+    )
+    forwards = 0
+    for _ in loop.epochs(2):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            forwards += 1
+            output = encoder(x)
+            loss = (decoder(output["more"][0]) - y).square().mean() + 0.1 * output["more"][1][0]
+            loss = loss + 0.01 * sum(p.square().sum() for p in parameters)
+            loss.backward()
+            if loop.complete:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {"parameters": torch.cat([p.detach().flatten() for p in parameters]).tolist(), "forwards": forwards}
+
+
+def train(directory: Path, *, steps: int | None, epochs: int, name: str, batch_size: int = 8) -> dict[str, Any]:
+    """Train up to `steps`, going on from the checkpoint in `name`; which samples the model saw in which step."""
+    data = Numbered(SAMPLES)
+    sampler = elasticrt.ElasticBatchSampler(data, batch_size, micro_batch_size=3, seed=1)
+    model, _ = networks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=epochs * len(sampler))
+    loop = elasticrt.Loop(
+        directory / name, sampler=sampler, model=model, optimizer=optimizer, scheduler=scheduler, every="1000 steps"
+    )
+    seen: list[tuple[int, int, list[int]]] = []
+    ends: list[int] = []
+    began = None
+    for epoch in loop.epochs(epochs, max_steps=steps):
+        began = loop.steps if began is None else began
+        for i, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            ids = i.tolist() if loop._share is not None and loop._share.weight else []
+            seen.append((epoch, loop.steps + 1, ids))
+            (model(x)["more"][0] - y).square().mean().backward()
+            if loop.complete:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        ends.append(epoch)
+        loop.vars["epochs ended"] = [*loop.vars.get("epochs ended", []), epoch]
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return {
+        "parameters": parameters,
+        "steps": loop.steps,
+        "began": began,
+        "seen": seen,
+        "ends": loop.vars["epochs ended"],
+        "draw": torch.rand(1).item(),
+    }
+
+
+def first_and_sum(directory: Path) -> dict[str, Any]:
+    """local_first's order, ctx.sum's exactness, ctx.shard's completeness."""
+    ctx = elasticrt.init()
+    path = directory / "order.txt"
+    with elasticrt.local_first() as first:
+        if first:
+            time.sleep(0.1)
+        with path.open("a") as file:
+            file.write(f"{ctx.rank}\n")
+    elasticrt.barrier()
+    shard = ctx.shard(Numbered(10))
+    return {
+        "order": path.read_text().split(),
+        "first": first,
+        "sum": ctx.sum(2**60, 0 if ctx.rank else 0.5, True),
+        "one": ctx.sum(torch.tensor(ctx.rank)),
+        "shard": [shard[i][0] for i in range(len(shard))],
+        "again": elasticrt.init() is ctx,
+        "place": [ctx.rank, ctx.local_rank, ctx.world_size, ctx.local_world_size, ctx.generation],
+    }
+
+
+def first_fails(directory: Path) -> str:
+    """What the ranks raise when the one that goes first does."""
+    del directory
+    try:
+        with elasticrt.global_first() as first:
+            if first:
+                Path("no such file").read_text()
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def damaged(directory: Path) -> str:
+    """What each rank gets to see when no checkpoint can be used."""
+    folder = directory / "damaged"
+    try:
+        elasticrt.Checkpointer(folder).restore()
+    except elasticrt.CheckpointError as error:
+        return str(error)
+    return "nothing"

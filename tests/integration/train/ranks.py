@@ -1,0 +1,88 @@
+"""Run functions of `cases.py` in process groups of several sizes, one after the other, from one interpreter.
+
+    python ranks.py DIRECTORY '[[world_size, "case", {arguments}], ...]'
+
+Each rank is a fork of a process that has torch imported and no thread of its own. What a case returns lies afterwards,
+as JSON, in DIRECTORY/<phase>-<rank>.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 100
+
+
+def run(directory: Path, *phases: tuple[int, str, dict[str, Any]]) -> list[list[Any]]:
+    """For each phase (world size, case, arguments) what the ranks returned; fails with their output."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(directory), json.dumps(phases)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = []
+    for number, (world_size, _, _) in enumerate(phases):
+        paths = [directory / f"{number}-{rank}.json" for rank in range(world_size)]
+        results.append([json.loads(path.read_text()) if path.exists() else None for path in paths])
+    return results
+
+
+def main(directory: Path, phases: list[tuple[int, str, dict[str, Any]]]) -> int:
+    """Each phase's ranks as forks; a rank that fails makes the others fail, by its closed connections."""
+    import cases
+    import torch
+
+    importlib.import_module("torch._dynamo")  # Optimizers import it late; here once for all ranks.
+    torch.set_num_threads(1)
+    for number, (world_size, name, arguments) in enumerate(phases):
+        pids = []
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(be_rank(directory, number, (rank, world_size), getattr(cases, name), arguments))
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
+            print(f"phase {number} ({name}): exit codes {codes}")
+            return 1
+    return 0
+
+
+def be_rank(directory: Path, number: int, place: tuple[int, int], case: Any, arguments: dict[str, Any]) -> int:
+    """One rank's whole life."""
+    import torch.distributed as dist
+
+    rank, world_size = place
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        store = dist.FileStore(str(directory / f"store-{number}"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        result = case(directory, **arguments)
+        (directory / f"{number}-{rank}.json").write_text(json.dumps(result))
+        dist.barrier()
+    except BaseException:  # noqa: BLE001  The top of a process: shown, and told by the exit code.
+        traceback.print_exc()
+        return 1
+    else:
+        return 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

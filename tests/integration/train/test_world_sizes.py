@@ -1,0 +1,111 @@
+"""Several processes: gradients, samples and checkpoints do not depend on how many there are."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from ranks import run
+
+EPOCHS, BATCH, SAMPLES = 2, 8, 53
+DAMAGED = "step-3-g0-" + "a" * 16
+STEPS = EPOCHS * -(-SAMPLES // BATCH)
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int | None], list[dict]]:
+    """What every world size ends with, for every way to cut a batch."""
+    directory = tmp_path_factory.mktemp("gradients")
+    # 53 samples in batches of 13 leave one sample for the last batch: two of three ranks have nothing.
+    keys = list(itertools.product((1, 2, 3), (13, 8), (None, 3)))
+    phases = [(world, "gradients", {"batch_size": batch, "micro": micro}) for world, batch, micro in keys]
+    return dict(zip(keys, run(directory, *phases), strict=True))
+
+
+@pytest.mark.parametrize("batch_size", [13, 8])
+@pytest.mark.parametrize("micro", [None, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradient_is_the_mean_over_the_global_batch(gradients, world_size, micro, batch_size):
+    """Uneven and empty slices, micro-batches, chained modules, penalties: all equal one process with whole batches."""
+    expected = gradients[1, batch_size, None][0]["parameters"]
+    for rank in gradients[world_size, batch_size, micro]:
+        assert rank["parameters"] == pytest.approx(expected, rel=0, abs=1e-11)
+
+
+def test_ranks_differ_in_their_number_of_forwards(gradients):
+    """The equality above is not for want of unevenness: ranks ran different numbers of micro-batches."""
+    assert len({rank["forwards"] for rank in gradients[2, 13, 3]}) > 1
+
+
+def merged(ranks: list[dict]) -> dict[tuple[int, int], list[int]]:
+    """The samples of each (epoch, step) over all ranks."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        for epoch, step, ids in rank["seen"]:
+            steps.setdefault((epoch, step), []).extend(ids)
+    return {key: sorted(ids) for key, ids in steps.items()}
+
+
+def test_resume_in_the_middle_of_an_epoch_at_other_world_sizes(tmp_path: Path):
+    """2 -> 3 -> 1 -> 2 processes train the same samples in the same steps to the same weights (D08, D10, S5, S6)."""
+    worlds = [(2, 3), (3, 7), (1, 9), (2, None)]
+    phases = [(world, "train", {"steps": steps, "epochs": EPOCHS, "name": "changing"}) for world, steps in worlds]
+    reference, *results = run(tmp_path, (1, "train", {"steps": None, "epochs": EPOCHS, "name": "alone"}), *phases)
+    assert [ranks[0]["began"] for ranks in results] == [0, 3, 7, 9]
+    assert {rank["steps"] for rank in results[-1]} == {STEPS}
+    seen: dict[tuple[int, int], list[int]] = {}
+    for ranks in results:
+        phase = merged(ranks)
+        assert not set(phase) & set(seen), "a step was trained twice"
+        seen |= phase
+    assert seen == merged(reference)
+    for epoch in range(EPOCHS):
+        ids = sorted(itertools.chain.from_iterable(ids for (e, _), ids in seen.items() if e == epoch))
+        assert ids == list(range(SAMPLES))
+    for rank in results[-1]:
+        assert rank["parameters"] == pytest.approx(reference[0]["parameters"], rel=0, abs=1e-11)
+    draws = [rank["draw"] for rank in results[1]]
+    assert len(set(draws)) == len(draws), "ranks drew the same random numbers after a resume"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    """Cases that need three processes and little else."""
+    directory = tmp_path_factory.mktemp("small")
+    (directory / "damaged").mkdir()
+    (directory / "damaged" / f"{DAMAGED}.committed").write_text("{}")
+    (directory / "damaged" / f"{DAMAGED}.json").write_text("not json")
+    names = ("first_and_sum", "first_fails", "damaged")
+    return dict(zip(names, run(directory, *((3, name, {}) for name in names)), strict=True))
+
+
+def test_first_sum_and_shard(small):
+    """local_first lets one go first, sums are exact and mixed types agree, shards are disjoint and complete."""
+    ranks = small["first_and_sum"]
+    assert [rank["first"] for rank in ranks] == [True, False, False]
+    assert ranks[0]["order"][0] == "0"
+    assert sorted(ranks[0]["order"]) == ["0", "1", "2"]
+    for number, rank in enumerate(ranks):
+        assert rank["sum"] == [3 * 2**60, 0.5, 3]
+        assert isinstance(rank["sum"][0], int)
+        assert rank["one"] == 3
+        assert rank["again"]
+        assert rank["place"] == [number, number, 3, 3, 0]
+    assert sorted(itertools.chain.from_iterable(rank["shard"] for rank in ranks)) == list(range(10))
+
+
+def test_first_fails_for_all_at_once(small):
+    """When the one that goes first raises, the others raise with its words, and at once."""
+    ranks = small["first_fails"]
+    assert ranks[0] == "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"
+    for text in ranks[1:]:
+        assert text.startswith("RuntimeError: who went first failed")
+        assert "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'" in text
+
+
+def test_no_usable_checkpoint_is_one_error_everywhere(small):
+    """All ranks raise CheckpointError naming the file, not only the one that looked (F07)."""
+    assert len(set(small["damaged"])) == 1
+    assert "no checkpoint can be used" in small["damaged"][0]
+    assert f"{DAMAGED}.json" in small["damaged"][0]

@@ -1,0 +1,286 @@
+"""A forked worker is indistinguishable from `python -u script`: the same script says the same both ways."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrt.agent.group import Command
+
+PROBE = """\
+import json, os, signal, sys, threading
+import __main__
+spec = __main__.__spec__
+print(json.dumps({
+    "globals": sorted(set(globals()) - {"json", "os", "signal", "sys", "threading", "spec"}),
+    "name": __name__, "file": __file__, "package": __package__, "doc": __doc__, "cached": __cached__,
+    "spec": spec and (spec.name, spec.origin, spec.parent), "loader": type(__loader__).__name__,
+    "main is this": vars(__main__) is globals(), "builtins": type(__builtins__).__name__,
+    "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "flags": list(sys.flags),
+    "executable": sys.executable, "cwd": os.getcwd(), "hooks": sys.excepthook is sys.__excepthook__,
+    "out": [sys.stdout.encoding, sys.stdout.errors, sys.stdout.write_through, sys.stdout.line_buffering,
+            sys.stdout.name, type(sys.stdout.buffer).__name__],
+    "err": [sys.stderr.errors, sys.stderr.line_buffering, type(sys.stderr.buffer).__name__],
+    "stdin": [sys.stdin.read(), sys.stdin.encoding],
+    "signals": {int(n): str(signal.getsignal(n)).split(" at ")[0] for n in sorted(signal.valid_signals()) if n < 32},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "wakeup": signal.set_wakeup_fd(-1),
+    "threads": [t.name for t in threading.enumerate()], "main thread": threading.current_thread().name,
+    "umask": os.umask(0o22), "trace": sys.gettrace(), "limit": sys.getrecursionlimit(),
+    "user's": os.environ.get("MY_OWN"), "python's": sorted(n for n in os.environ if n.startswith("PYTHON")),
+}))
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory with the probe as a script, behind a link, as a module, as a package and as a directory to run."""
+    for name in ("probe.py", "package/__main__.py", "package/__init__.py", "runnable/__main__.py", "sub/other.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("" if name.endswith("__init__.py") else PROBE)
+    (tmp_path / "sub" / "link.py").symlink_to("../probe.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv"),
+    [
+        ("script", ("probe.py", "a", "--b=c d")),
+        ("script", ("./probe.py",)),
+        ("script", ("sub/../probe.py",)),
+        ("script", ("sub/link.py",)),
+        ("script", ("{place}/sub/other.py", "--", "-x")),
+        ("script", ("runnable",)),
+        ("module", ("probe", "x")),
+        ("module", ("package", "--y")),
+        ("module", ("sub.other",)),
+    ],
+)
+def test_a_script_sees_what_python_would_show(warm, place, kind, argv):
+    """Argv, path, `__main__`, streams, signals, flags, cwd and stdin are those of `python -u`."""
+    argv = tuple(part.format(place=place) for part in argv)
+    command = [sys.executable, "-u", *(["-m"] if kind == "module" else []), *argv]
+    env = {**warm.base_env, "MY_OWN": "value"}
+    expected = subprocess.run(
+        command, cwd=place, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=30
+    )
+    # Standard input belongs to local rank 0; the second worker has none, as the plain run here.
+    warm.start(Command(argv, kind), place, 2, env={"MY_OWN": "value"})
+    result = warm.finish(2)
+    assert result.codes == {0: 0, 1: 0}, result.err
+    assert json.loads(result.out[1]) == json.loads(expected.stdout)
+
+
+def test_it_is_a_fork(warm, tmp_path):
+    """The comparison above is not one of Python with itself: torch is there before the script asks for it."""
+    result = warm.run("import sys; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)", tmp_path)
+    assert (warm.warm.method, warm.warm.reason, result.out[0]) == ("fork", "", "True True\n")
+
+
+EXITS = {
+    "end": "pass",
+    "zero": "import sys; sys.exit(0)",
+    "none": "import sys; sys.exit()",
+    "three": "import sys; sys.exit(3)",
+    "big": "import sys; sys.exit(259)",
+    "negative": "import sys; sys.exit(-1)",
+    "text": "import sys; sys.exit('that was it')",
+    "object": "raise SystemExit([1, 2])",
+    "error": "def f():\n    raise ValueError('wrong')\nf()",
+    "chain": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('k') from e",
+    "syntax": "x = = 1",
+    "own base exception": "class Stop(BaseException): pass\nraise Stop('here')",
+    "interrupt": "raise KeyboardInterrupt",
+    "interrupted by signal": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "hard": "import os; os._exit(9)",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0], file=sys.stderr)\nraise ValueError",
+    "broken hook": "import sys\ndef hook(*a): raise TypeError('in hook')\nsys.excepthook = hook\nraise ValueError(1)",
+    "exit hooks": "import atexit, sys\natexit.register(print, 'hook 1')\natexit.register(print, 'hook 2')\nsys.exit(4)",
+    "hook after error": "import atexit\natexit.register(print, 'hook')\nraise ValueError",
+    "thread is joined": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.1), print('thread done'))).start()\nraise ValueError",
+    "thread is joined after success": "import threading, time\n"
+    "threading.Thread(target=lambda: (time.sleep(0.1), print('thread done'))).start()",
+    "unflushed file": "f = open('left.txt', 'w')\nf.write('x' * 10)\nraise ValueError",
+    "unflushed in a module": "import types, sys\nm = types.ModuleType('m')\nsys.modules['m'] = m\n"
+    "m.f = open('left.txt', 'w')\nm.f.write('y' * 10)\nsys.exit(2)",
+    "finalizer": "class A:\n    def __del__(self): print('deleted')\na = A()\nraise ValueError",
+    "exit in a thread": "import threading, sys\n"
+    "t = threading.Thread(target=sys.exit)\nt.start(); t.join(); print('on')",
+    "mutual reference": "import gc\nx = []\nx.append(x)\nprint(gc.isenabled())\nraise ValueError",
+}
+
+
+@pytest.mark.parametrize("body", EXITS.values(), ids=EXITS)
+def test_exit_codes_and_tracebacks(warm, python, tmp_path, body):
+    """Code, output and traceback at the end of a script are Python's, and files it left open are flushed."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    forked = tmp_path / "forked"
+    forked.mkdir()
+    expected = python(body, plain)
+    result = warm.run(body, forked)
+    assert result.codes[0] == expected.returncode
+    assert result.out[0] == expected.stdout
+    assert result.err[0].replace(str(forked), str(plain)) == expected.stderr
+    left = [(place / "left.txt").read_text() if (place / "left.txt").exists() else "" for place in (plain, forked)]
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("script", "missing.py"), ("module", "missing_module"), ("script", "bad")])
+def test_what_cannot_be_run_is_said_in_pythons_words(warm, tmp_path, kind, name):
+    """A missing script or module ends with Python's own message and code."""
+    (tmp_path / "bad").mkdir()
+    command = [sys.executable, "-u", *(["-m"] if kind == "module" else []), name]
+    expected = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30)
+    warm.start(Command((name,), kind), tmp_path)
+    result = warm.finish()
+    assert (result.codes[0], result.err[0]) == (expected.returncode, expected.stderr)
+
+
+def test_local_modules_win(warm, tmp_path):
+    """A `utils.py` or `sympy` next to the script is what it gets, whatever was imported before the fork."""
+    (tmp_path / "utils.py").write_text("who = 'mine'")
+    (tmp_path / "sympy.py").write_text("who = 'mine too'")
+    (tmp_path / "queue.py").write_text("who = 'and mine'")
+    body = """
+        import sys
+        import torch
+        preloaded = "torch._dynamo" in sys.modules
+        import utils, sympy, queue
+        print(preloaded, utils.who, sympy.who, queue.who)
+        """
+    result = warm.run(body, tmp_path)
+    assert result.out[0] == "True mine mine too and mine\n", result.err
+
+
+def test_environment_of_python_itself_is_obeyed(warm, tmp_path):
+    """A variable that only a starting interpreter reads makes the worker a fresh one."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "from_path.py").write_text("x = 41")
+    result = warm.run("import from_path; print(from_path.x)", tmp_path, env={"PYTHONPATH": str(tmp_path / "lib")})
+    assert (result.codes[0], result.out[0]) == (0, "41\n"), result.err
+
+
+def test_environment_is_the_users(warm, tmp_path):
+    """The user's variables arrive, our credentials do not, the contract's are readable, descriptors are real."""
+    body = """
+        import os
+        from elasticrt.contract.channel import Channel
+        from elasticrt.contract.env import WorkerEnv
+        from elasticrt.contract.page import Page
+        env = WorkerEnv.from_env(os.environ)
+        Page(env.page_fd).finished(7, 0, 1)
+        kinds = [os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (env.channel_fd, env.listen_fd)]
+        print(os.environ["MINE"], env.rank, env.generation, kinds, sorted(os.listdir("/proc/self/fd")))
+        raise ValueError
+        """
+    result = warm.run(body, tmp_path, env={"MINE": "yes"})
+    words = result.out[0].split()
+    assert words[:2] == ["yes", "0"], result.err
+    assert "['socket', 'socket']" in result.out[0]
+    failure = result.ended[0].failure
+    assert failure is not None
+    assert failure.step == 7
+
+
+def test_no_descriptor_of_another_worker(warm, tmp_path):
+    """A worker holds its own streams, channel, page and listening socket, and nothing of the parent's or others'."""
+    body = "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1].__len__())"
+    result = warm.run(body, tmp_path, workers=2)
+    assert [result.out[0], result.out[1]] == ["6\n", "5\n"]
+
+
+def test_threads_of_torch(warm, tmp_path):
+    """Torch uses OMP_NUM_THREADS threads, and a matrix product with several of them works after the fork."""
+    body = """
+        import os, torch
+        x = torch.ones(600, 600)
+        print(torch.get_num_threads(), float((x @ x).sum()))
+        """
+    result = warm.run(body, tmp_path, env={"OMP_NUM_THREADS": "2"})
+    assert result.out[0] == f"2 {600.0**3}\n", result.err
+
+
+def test_random_numbers_differ(warm, tmp_path):
+    """Unseeded draws of four workers and of two restarts are all different, in torch, numpy and Python."""
+    body = """
+        import torch, random, numpy
+        print(torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand())
+        """
+    draws = []
+    for _ in range(2):
+        result = warm.run(body, tmp_path, workers=4)
+        draws += [number for out in result.out.values() for number in out.split()]
+    assert len(draws) == 32
+    assert len(set(draws)) == 32
+
+
+def test_error_file(warm, tmp_path):
+    """W01: an uncaught exception is in torchelastic's error file, and the report has it with the traceback."""
+    result = warm.run("def f():\n    raise ValueError('no such thing')\nf()", tmp_path)
+    failure = result.ended[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.code, failure.exception, failure.message) == (
+        "exit",
+        1,
+        "ValueError",
+        "no such thing",
+    )
+    assert (failure.collateral, failure.final_code, failure.signal) == (False, 0, "")
+    assert failure.last_lines[-1] == "ValueError: no such thing"
+    assert failure.log_path.endswith("rank-0.err")
+    path = tmp_path / "run" / "logs" / f"generation-{warm.generation}" / "rank-0.error.json"
+    fields = json.loads(path.read_text())["message"]
+    assert fields["message"] == "ValueError: no such thing"
+    assert "in f" in fields["extraInfo"]["py_callstack"]
+    assert int(fields["extraInfo"]["timestamp"]) > 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("CheckpointError", 5), ("PreparationError", 6), ("ConfigError", 0)])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_final_errors(warm, tmp_path, name, code, recorded):
+    """Errors that a restart cannot cure are marked final, with `@record` and without; the process still exits 1."""
+    body = f"""
+        from elasticrt.errors import {name}
+        from torch.distributed.elastic.multiprocessing.errors import record
+        def main():
+            raise {name}("cannot go on")
+        {"record(main)" if recorded else "main"}()
+        """
+    result = warm.run(body, tmp_path)
+    failure = result.ended[0].failure
+    assert failure is not None
+    assert (result.codes[0], failure.final_code, failure.exception) == (1, code, name)
+
+
+def test_fault_handler_works(warm, tmp_path):
+    """`faulthandler` in a script shows the script's own stack on a crash."""
+    body = "import faulthandler, ctypes\nfaulthandler.enable()\ndef crash():\n    ctypes.string_at(0)\ncrash()"
+    result = warm.run(body, tmp_path)
+    assert result.codes[0] == -11
+    assert "Segmentation fault" in result.err[0]
+    assert "in crash" in result.err[0]
+
+
+def test_stdin_is_for_local_rank_0(session_mark, tmp_path):
+    """Standard input of the agent is read by local rank 0; others have an empty one."""
+    body = f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from conftest import Rig
+        rig = Rig("fork")
+        result = rig.run("import sys; print(repr(sys.stdin.read()))", Path({str(tmp_path)!r}), workers=2)
+        rig.close()
+        print(result.out[0].strip(), result.out[1].strip())
+        """
+    script = tmp_path / "agent.py"
+    script.write_text("\n".join(line[8:] for line in body.splitlines()))
+    done = subprocess.run(
+        [sys.executable, str(script)], input="hello", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "'hello' ''\n", done.stderr

@@ -1,0 +1,512 @@
+"""The loop in one process: what counts as a step, where a restart goes on, what is saved, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from fake_worker import Agent, under
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
+from elasticrt.contract.messages import Save, Step
+from elasticrt.contract.page import Page
+from elasticrt.train import archive, link, order
+
+SAMPLES, BATCH = 20, 6
+PER_EPOCH = 4
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """No locks from one test to the next."""
+    yield
+    while archive._locks:
+        archive._locks.popitem()[1].release()
+
+
+class Run:
+    """One start of a script: everything made anew, then restored by the loop."""
+
+    def __init__(self, directory: Path, *, micro: int | None = None, every: str = "1000 steps", **options) -> None:
+        torch.manual_seed(0)
+        self.data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 3, dtype=torch.float64))
+        self.sampler = ElasticBatchSampler(self.data, BATCH, micro_batch_size=micro, seed=2)
+        self.loader = DataLoader(self.data, batch_sampler=self.sampler)
+        self.model = nn.Linear(3, 1).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loop = Loop(
+            directory, sampler=self.sampler, model=self.model, optimizer=self.optimizer, every=every, **options
+        )
+        self.ids: list[list[int]] = []
+
+    def train(self, batch) -> None:
+        """Forward, backward, and the step when the global batch is complete."""
+        ids, x = batch
+        self.ids.append(ids.tolist())
+        self.model(x).square().mean().backward()
+        if self.loop.complete:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def to_the_end(self, epochs: int, max_steps: int | None = None) -> list[int]:
+        """All that is left; the epochs entered."""
+        entered = []
+        for epoch in self.loop.epochs(epochs, max_steps=max_steps):
+            entered.append(epoch)
+            for batch in self.loop.batches(self.loader):
+                self.train(batch)
+        return entered
+
+    def weights(self) -> list[float]:
+        """All parameters."""
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()
+
+
+def test_trains_every_sample_once_per_epoch(tmp_path):
+    """The plain case: all epochs, all samples, all steps, one checkpoint at the end."""
+    run = Run(tmp_path)
+    assert run.to_the_end(3) == [0, 1, 2]
+    assert (run.loop.steps, run.loop.epoch) == (3 * PER_EPOCH, 3)
+    for epoch in range(3):
+        ids = itertools.chain(*run.ids[epoch * PER_EPOCH : (epoch + 1) * PER_EPOCH])
+        assert sorted(ids) == list(range(SAMPLES))
+    assert Run(tmp_path).to_the_end(3) == []
+    assert Run(tmp_path).to_the_end(4) == [3]
+
+
+@pytest.mark.parametrize("micro", [1, 4, 6, 100])
+def test_micro_batches_equal_whole_ones(tmp_path, micro):
+    """The gradient is that of the mean over the global batch, however many forwards it takes."""
+    whole, cut = Run(tmp_path / "a"), Run(tmp_path / "b", micro=micro)
+    whole.to_the_end(2)
+    cut.to_the_end(2)
+    assert cut.weights() == pytest.approx(whole.weights(), rel=0, abs=1e-13)
+    assert cut.loop.steps == whole.loop.steps
+
+
+@pytest.mark.parametrize("stop", range(2 * PER_EPOCH + 1))
+def test_restart_after_any_step(tmp_path, stop):
+    """Stopping after step k and starting again gives the same samples and the same weights, bit for bit (S5, S6)."""
+    straight, first, second = Run(tmp_path / "a"), Run(tmp_path / "b"), Run(tmp_path / "b")
+    straight.to_the_end(2)
+    first.to_the_end(2, max_steps=stop)
+    assert first.loop.steps == stop
+    second.to_the_end(2)
+    assert first.ids + second.ids == straight.ids
+    assert second.weights() == straight.weights()
+
+
+@pytest.mark.parametrize("crash", range(2, 2 * PER_EPOCH))
+def test_restart_after_a_crash(tmp_path, crash):
+    """After a crash in step k training goes on after the last commit; committed steps count once (W01, D09, S5)."""
+    straight, first, second = Run(tmp_path / "a"), Run(tmp_path / "b", every="2 steps"), Run(tmp_path / "b")
+    straight.to_the_end(2)
+    with pytest.raises(ZeroDivisionError):
+        for _ in first.loop.epochs(2):
+            for batch in first.loop.batches(first.loader):
+                first.train(batch)
+                first.loop._checkpointer.wait()
+                if len(first.ids) == crash:
+                    raise ZeroDivisionError
+    first.loop._checkpointer.wait()
+    second.to_the_end(2)
+    kept = first.ids[: (crash - 1) // 2 * 2]
+    assert kept + second.ids == straight.ids
+    assert second.weights() == straight.weights()
+
+
+def _no_step(run, batch):
+    del run, batch
+    return "break"
+
+
+def _with_step(run, batch):
+    run.train(batch)
+    return "break"
+
+
+def _skip(run, batch):
+    del run, batch
+
+
+@pytest.mark.parametrize(("act", "steps", "again"), [(_no_step, 2, 2), (_with_step, 3, 1), (_skip, 4, 0)])
+def test_break_and_continue(tmp_path, act, steps, again):
+    """After break a step counts if the optimizer stepped; continue is harmless."""
+    run = Run(tmp_path)
+    for _ in run.loop.epochs(1):
+        for number, batch in enumerate(run.loop.batches(run.loader)):
+            if number == 2:
+                if act(run, batch) == "break":
+                    break
+                continue
+            run.train(batch)
+        assert (run.loop.steps, run.sampler.remaining) == (steps, again)
+        rest = [ids.tolist() for ids, _ in run.loop.batches(run.loader)]
+        assert len(rest) == again
+
+
+@pytest.mark.parametrize("act", [_no_step, _with_step])
+@pytest.mark.parametrize("wrap", [lambda it: it, enumerate, lambda it: zip(itertools.count(), it, strict=False)])
+def test_leaving_both_loops_by_return_saves(tmp_path, act, wrap):
+    """`return` out of both loops counts like break, and the final checkpoint is written."""
+
+    def script(run):
+        for _ in run.loop.epochs(3):
+            for item in wrap(run.loop.batches(run.loader)):
+                batch = item if wrap(iter([0])) is not None and isinstance(item, list) else item[1]
+                if len(run.ids) == 2:
+                    act(run, batch)
+                    return
+                run.train(batch)
+
+    run = Run(tmp_path)
+    script(run)
+    expected = 2 + (act is _with_step)
+    assert run.loop.steps == expected
+    again = Run(tmp_path)
+    again.to_the_end(1)
+    assert len(again.ids) == PER_EPOCH - expected
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_an_exception_never_counts_and_never_saves(tmp_path, stepped):
+    """The step in which an exception flew is not counted, and there is no final checkpoint (W01)."""
+    run = Run(tmp_path, every="1 steps")
+    with pytest.raises(KeyError):
+        for _ in run.loop.epochs(1):
+            for batch in run.loop.batches(run.loader):
+                if len(run.ids) < 2 or stepped:
+                    run.train(batch)
+                run.loop._checkpointer.wait()
+                if run.loop.steps == 2:
+                    raise KeyError
+    assert run.loop.steps == 2
+    again = Run(tmp_path)
+    again.to_the_end(1)
+    assert len(again.ids) == PER_EPOCH - 2
+
+
+def test_going_on_after_an_exception(tmp_path):
+    """Caught inside the epoch: fine while the optimizer had not stepped, refused when the model is ahead."""
+    run = Run(tmp_path / "a")
+    for _ in run.loop.epochs(1):
+        with pytest.raises(KeyError):
+            for _batch in run.loop.batches(run.loader):
+                raise KeyError
+        assert run.loop.steps == 0
+        for batch in run.loop.batches(run.loader):
+            run.train(batch)
+    assert run.loop.steps == PER_EPOCH
+    run = Run(tmp_path / "b")
+    with pytest.raises(ConfigError, match="left by an exception"):
+        for _ in run.loop.epochs(2):
+            with pytest.raises(KeyError):
+                for batch in run.loop.batches(run.loader):
+                    run.train(batch)
+                    raise KeyError
+    assert run.loop.steps == 0
+
+
+def test_stepping_inside_an_unfinished_global_batch(tmp_path):
+    """The optimizer may step only when the global batch is complete."""
+    run = Run(tmp_path, micro=2)
+    with pytest.raises(RuntimeError, match="unfinished global batch"):
+        for _ in run.loop.epochs(1):
+            for _, x in run.loop.batches(run.loader):
+                run.model(x).mean().backward()
+                run.optimizer.step()
+    run.optimizer.step()
+
+
+def test_a_drained_epoch_is_entered_again(tmp_path):
+    """A crash after the last batch and before the end of the epoch's body: the body runs again, with no batch."""
+    run = Run(tmp_path, every="1 steps")
+    with pytest.raises(ZeroDivisionError):
+        for _ in run.loop.epochs(2):
+            for batch in run.loop.batches(run.loader):
+                run.train(batch)
+                run.loop._checkpointer.wait()
+            run.loop._checkpointer.wait()
+            raise ZeroDivisionError
+    again = Run(tmp_path)
+    bodies = []
+    for epoch in again.loop.epochs(2):
+        bodies.append((epoch, len(list(map(again.train, again.loop.batches(again.loader))))))
+    assert bodies == [(0, 0), (1, PER_EPOCH)]
+
+
+@pytest.mark.parametrize(
+    ("every", "saves"),
+    [
+        # The last step is saved twice: when it ends, and when the body of its epoch has.
+        ("1 step", [1, 2, 3, 4, 5, 6, 7, 8, 8]),
+        ("3 steps", [3, 6, 8]),
+        ("1 epoch", [4, 8]),
+        ("2 epochs", [8]),
+        ("1000 steps", [8]),
+        ("1 h", [8]),
+        ("0.000001s", [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]),
+    ],
+)
+def test_how_often_it_saves(tmp_path, every, saves, monkeypatch):
+    """By steps, epochs or time; the end is always saved, and never twice."""
+    run = Run(tmp_path, every=every)
+    save = run.loop._checkpointer.save
+    steps = []
+
+    def counting(state, *, step, **options):
+        steps.append(step)
+        save(state, step=step, **options)
+        run.loop._checkpointer.wait()
+
+    monkeypatch.setattr(run.loop._checkpointer, "save", counting)
+    run.to_the_end(2)
+    assert steps == saves
+
+
+def test_vars_scheduler_and_random_numbers_come_back(tmp_path):
+    """The user's variables in place, the scheduler, and all generators exactly as they were (S6)."""
+
+    def start() -> tuple[Run, torch.optim.lr_scheduler.LRScheduler]:
+        run = Run(tmp_path / "x")
+        schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, total_steps=100)
+        run.loop = Loop(
+            tmp_path / "ckpt", sampler=run.sampler, model=run.model, optimizer=run.optimizer, scheduler=schedule
+        )
+        return run, schedule
+
+    run, schedule = start()
+    for _ in run.loop.epochs(1):
+        for batch in run.loop.batches(run.loader):
+            run.train(batch)
+            schedule.step()
+        run.loop.vars["best"] = [0.5, {"epoch": 0}]
+    expected = (torch.rand(3).tolist(), random.random(), schedule.get_last_lr())
+    again, schedule = start()
+    kept = again.loop.vars
+    torch.manual_seed(99)
+    random.seed(99)
+    for _ in again.loop.epochs(1):
+        raise AssertionError("nothing is left")
+    assert (torch.rand(3).tolist(), random.random(), schedule.get_last_lr()) == expected
+    assert kept == {"best": [0.5, {"epoch": 0}]}
+
+
+def test_compiled_and_parallel_modules_are_saved_bare(tmp_path):
+    """A checkpoint of a wrapped module fits the bare one, and the other way round (F14)."""
+    torch.manual_seed(0)
+    bare = nn.Linear(2, 2)
+    loop = Loop(tmp_path, model=nn.DataParallel(torch.compile(bare)))
+    for _ in loop.epochs(1):
+        loop.step()
+    other = nn.Linear(2, 2)
+    for _ in Loop(tmp_path, model=other).epochs(1):
+        pass
+    assert torch.equal(other.weight, bare.weight)
+
+
+def test_without_a_sampler_batches_that_were_done_are_skipped(tmp_path):
+    """A loader of the user's own: a restart in the middle of an epoch leaves out as many batches as were done."""
+
+    def start(max_steps: int | None) -> list[int]:
+        loop = Loop(tmp_path)
+        loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=2)
+        seen = []
+        for _ in loop.epochs(2, max_steps=max_steps):
+            for (x,) in loop.batches(loader):
+                seen += x.tolist()
+        return seen
+
+    assert start(3) + start(7) + start(None) == [*range(10), *range(10)]
+
+
+def test_own_loop_with_step(tmp_path):
+    """Without `batches`, step() is the boundary."""
+
+    def start(count: int) -> int:
+        loop = Loop(tmp_path)
+        for _ in loop.epochs(1):
+            for _ in range(count):
+                loop.step(loss=torch.tensor(0.5, requires_grad=True))
+            return loop.steps
+        return -1
+
+    assert (start(3), start(4)) == (3, 7)
+
+
+def test_distributed_sampler_in_a_loop(tmp_path):
+    """With ElasticDistributedSampler the loader's batch size says how far a step goes."""
+
+    def start(max_steps: int | None) -> list[int]:
+        data = TensorDataset(torch.arange(11))
+        sampler = ElasticDistributedSampler(data, seed=4)
+        loop = Loop(tmp_path, sampler=sampler)
+        loader = DataLoader(data, batch_size=3, sampler=sampler)
+        return [i for _ in loop.epochs(1, max_steps=max_steps) for (x,) in loop.batches(loader) for i in x.tolist()]
+
+    assert sorted(start(2) + start(3) + start(None)) == list(range(11))
+
+
+class Stream(IterableDataset):
+    """Numbers without a length."""
+
+    def __iter__(self):
+        return iter(range(6))
+
+
+def test_iterable_dataset(tmp_path):
+    """At the same world size it is continued by skipping, at another one refused in words."""
+    loop = Loop(tmp_path)
+    for _ in loop.epochs(1, max_steps=2):
+        assert [int(x) for x in loop.batches(DataLoader(Stream(), batch_size=None))] == [0, 1]
+    loop = Loop(tmp_path)
+    for _ in loop.epochs(1, max_steps=3):
+        assert [int(x) for x in loop.batches(DataLoader(Stream(), batch_size=None))] == [2]
+    loop = Loop(tmp_path)
+    with pytest.raises(CheckpointError, match="another world size"):
+        for _ in loop.epochs(1):
+            loop._resumed_world_size = 4
+            loop.batches(DataLoader(Stream(), batch_size=None))
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda path: Loop(path, model=nn.Linear(4, 2)), "does not fit 'model'"),
+        (lambda path: Loop(path, model=nn.Sequential(nn.Linear(2, 2))), "does not fit 'model'"),
+        (lambda path: Loop(path, net=nn.Linear(2, 2)), r"\['net'\]"),
+        (Loop, r"\['model'\]"),
+        (lambda path: Loop(path, model=nn.Linear(2, 2), sampler=ElasticBatchSampler([1], 1)), "sampler changed"),
+    ],
+)
+def test_a_checkpoint_of_other_code_is_refused(tmp_path, make, word):
+    """Missing or unexpected names, keys and shapes are refused with both (FAULTS section 4, F14)."""
+    for _ in Loop(tmp_path, model=nn.Linear(2, 2)).epochs(1):
+        pass
+    with pytest.raises(CheckpointError, match=word):
+        next(make(tmp_path).epochs(2))
+
+
+class HasNoLoad:
+    """Only half of what is needed."""
+
+    def state_dict(self):
+        """Nothing."""
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda path: Loop(path, thing=3), TypeError),
+        (lambda path: Loop(path, thing=HasNoLoad()), TypeError),
+        (lambda path: Loop(path, elasticrt=nn.Linear(1, 1)), ConfigError),
+        (lambda path: Loop(path, sampler=[1, 2]), TypeError),
+        (lambda path: Loop(path, resume="yes"), ConfigError),
+        (lambda path: Loop(path, keep=0), ValueError),
+        (lambda path: Loop(7), TypeError),
+        (lambda path: Loop(path, every=30), TypeError),
+        (lambda path: Loop(path, every="soon"), ConfigError),
+        (lambda path: Loop(path, every="0 steps"), ConfigError),
+        (lambda path: Loop(path, every="1.5 epochs"), ConfigError),
+        (lambda path: Loop(path, every="-3s"), ConfigError),
+        (lambda path: Loop(path).epochs(-1), ValueError),
+        (lambda path: Loop(path).epochs(1.0), TypeError),
+        (lambda path: Loop(path).epochs(1, max_steps=-1), ValueError),
+        (lambda path: Loop(path).batches([]), ConfigError),
+        (lambda path: Loop(path).step(), ConfigError),
+    ],
+)
+def test_wrong_use(tmp_path, act, error):
+    """Wrong types, sizes, names and order of calls are refused at once (FAULTS section 4, worker API)."""
+    with pytest.raises(error):
+        act(tmp_path)
+
+
+def test_used_twice(tmp_path):
+    """A Loop has one life, and one at a time runs in a process."""
+    run = Run(tmp_path / "a")
+    run.to_the_end(1)
+    with pytest.raises(ConfigError, match="used twice"):
+        run.loop.epochs(1)
+    with pytest.raises(ConfigError, match="another Loop"):
+        for _ in Loop(tmp_path / "b").epochs(1):
+            next(Loop(tmp_path / "c").epochs(1))
+
+
+def test_loaders_that_do_not_fit(tmp_path):
+    """A loader with another sampler, or one that draws other than one batch per share, is refused."""
+    for number, loader in enumerate(
+        (lambda run: DataLoader(run.data, batch_size=4), lambda run: [1, 2], lambda run: 5)
+    ):
+        run = Run(tmp_path / str(number))
+        with pytest.raises((ConfigError, TypeError)):
+            for _ in run.loop.epochs(1):
+                for _batch in run.loop.batches(loader(run)):
+                    pass
+    run = Run(tmp_path / "z")
+    other = Loop(tmp_path / "y")
+    with pytest.raises(ConfigError, match="not the Loop's"):
+        for _ in other.epochs(1):
+            other.batches(run.loader)
+
+
+def test_pause_takes_the_weights_off(tmp_path):
+    """A backward inside pause is nobody's share."""
+    run = Run(tmp_path, micro=2)
+    for _ in run.loop.epochs(1):
+        for _, x in run.loop.batches(run.loader):
+            run.model(x).sum().backward()
+            weighted = run.model.weight.grad.clone()
+            run.optimizer.zero_grad()
+            with run.loop.pause("look"):
+                run.model(x).sum().backward()
+            assert torch.allclose(run.model.weight.grad, weighted * 3)
+            break
+
+
+def test_a_borrowed_sample_never_counts(tmp_path):
+    """Weight 0 gives a gradient of zero even where the sample's own is infinite."""
+    run = Run(tmp_path)
+    run.loop._weighting.begin(order.Share(0, 1, 0.0, True))
+    run.model(torch.full((1, 3), torch.inf, dtype=torch.float64)).sum().backward()
+    assert run.model.weight.grad.abs().sum() == 0
+    run.loop._weighting.detach()
+
+
+def test_reports_to_the_agent(tmp_path, monkeypatch):
+    """The first step at once and few after it; every step on the page; the commit through the agent (S10)."""
+    agent = Agent()
+    page_fd = Page.create()
+    page = Page(page_fd)
+    with under(agent, monkeypatch, page_fd=page_fd):
+        run = Run(tmp_path)
+        entered = []
+        for _ in run.loop.epochs(1):
+            for batch in run.loop.batches(run.loader):
+                entered.append((page.entered, page.step))
+                run.train(batch)
+                run.loop.step(loss=torch.tensor(0.25, requires_grad=True), rate=3)
+        link.status_page().close()
+        steps = agent.of(Step)
+        assert len(agent.of(Save)) == 1
+    assert entered == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert (page.step, page.entered, page.epoch) == (4, 5, 0)
+    assert (steps[0].step, steps[0].first, steps[0].resumed_from) == (1, True, 0)
+    assert steps[0].scalars == {"loss": 0.25, "rate": 3.0}
+    assert len(steps) < 4
+    page.close()
+
+
+def test_scalars_that_are_none(tmp_path):
+    """Only numbers are reported."""
+    loop = Loop(tmp_path)
+    for _ in loop.epochs(1):
+        for wrong in ("high", None, torch.zeros(2)):
+            with pytest.raises(TypeError):
+                loop.step(loss=wrong)

@@ -1,0 +1,311 @@
+"""Data preparation: built once, complete, verified; failures told to all; builders replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_worker import Agent, under
+
+from elasticrt import ConfigError, PreparationError, prepare
+from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.train.prepared import RECORD
+
+
+class Builder:
+    """Writes two files and counts how often."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, directory: Path) -> None:
+        """A different result each time."""
+        self.calls += 1
+        assert list(directory.iterdir()) == []
+        (directory / "a.txt").write_text("one")
+        (directory / "sub").mkdir()
+        (directory / "sub" / "b.txt").write_text(f"build {self.calls}")
+
+
+def test_builds_once(tmp_path):
+    """The first call builds, the second finds it; nothing is left beside it but the lock."""
+    build = Builder()
+    path = prepare(tmp_path / "deep" / "data", build)
+    assert prepare(tmp_path / "deep" / "data", build) == path
+    assert build.calls == 1
+    assert (path / "sub" / "b.txt").read_text() == "build 1"
+    assert sorted(p.name for p in path.parent.iterdir()) == [".data.lock", "data"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "a.txt").unlink(),
+        lambda path: (path / "a.txt").write_text("longer"),
+        lambda path: (path / "a.txt").write_text("eno"),
+        lambda path: (path / RECORD).write_text("{}"),
+        lambda path: (path / RECORD).write_text("no json"),
+        lambda path: (path / RECORD).write_text(json.dumps({"format": 1, "version": "1", "files": [{"path": 3}]})),
+        lambda path: shutil.rmtree(path / "sub"),
+    ],
+)
+def test_damaged_is_built_again(tmp_path, damage):
+    """A file missing, changed, or a record that does not fit: redone, not reused (D03)."""
+    build = Builder()
+    path = prepare(tmp_path / "data", build)
+    damage(path)
+    prepare(path, build)
+    assert build.calls == 2
+    assert (path / "a.txt").read_text() == "one"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".data.lock", "data"]
+
+
+def test_a_copy_with_other_times_is_reused(tmp_path):
+    """Other modification times are looked into by digest, found harmless, and noted."""
+    build = Builder()
+    path = prepare(tmp_path / "data", build)
+    os.utime(path / "a.txt", (1, 1))
+    prepare(path, build)
+    assert build.calls == 1
+
+
+def test_another_version_is_built_again(tmp_path):
+    """The version is part of what a result is."""
+    build = Builder()
+    prepare(tmp_path / "data", build)
+    prepare(tmp_path / "data", build, version="2")
+    assert build.calls == 2
+
+
+def test_somebody_elses_directory_is_moved_not_deleted(tmp_path, capsys):
+    """A directory without our record may be somebody's only copy (D03)."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").write_text("mine")
+    prepare(tmp_path / "data", Builder())
+    (moved,) = tmp_path.glob("data.replaced-*")
+    assert (moved / "precious").read_text() == "mine"
+    assert moved.name in capsys.readouterr().err
+
+
+def raising(directory: Path) -> None:
+    """Half a build."""
+    (directory / "half").write_text("x")
+    raise ValueError("no such corpus")
+
+
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        (raising, "ValueError: no such corpus"),
+        (lambda directory: None, "made nothing"),
+        (lambda directory: sys.exit(3), "3"),
+    ],
+)
+def test_a_builder_that_fails(tmp_path, build, word):
+    """Raising, leaving nothing, exiting: PreparationError with the reason, and nothing half done (D05)."""
+    with pytest.raises(PreparationError, match=word):
+        prepare(tmp_path / "data", build)
+    assert not (tmp_path / "data").exists()
+    assert not list(tmp_path.glob(".data.building-*"))
+
+
+def fork(function) -> int:
+    """Run in a process of its own: exit code 0, 6 for the expected error, 1 for another."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        except PreparationError as error:
+            code = 6 if "no such corpus" in str(error) else 1
+        finally:
+            os._exit(code)
+    return child
+
+
+def ends(*pids: int) -> list[int]:
+    """Exit codes."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def wait_for(condition) -> None:
+    """Until it holds, for 20 s at most."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_everybody_fails_with_the_builders_error(tmp_path, monkeypatch):
+    """Who waits, or comes late in the same start of the job, gets the builder's error; the next start builds (D05)."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    calls = tmp_path / "calls"
+
+    def build(directory):
+        with calls.open("a") as file:
+            file.write("x")
+        time.sleep(0.3)
+        raising(directory)
+
+    pids = [fork(lambda: prepare(tmp_path / "data", build)) for _ in range(3)]
+    assert ends(*pids) == [6, 6, 6]
+    assert ends(fork(lambda: prepare(tmp_path / "data", build))) == [6]
+    assert calls.read_text() == "x"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert ends(fork(lambda: prepare(tmp_path / "data", Builder()))) == [0]
+
+
+@pytest.mark.parametrize("at", ["begin", "middle", "end"])
+def test_a_killed_builder_is_replaced(tmp_path, at):
+    """SIGKILL at any point of the build: one of those who wait takes over, and nobody sees a part (D01, S9)."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def build(directory):
+        first = not (marks / "begin").exists()
+        (directory / "size").write_text("0123456789" * (1 if first else 2))
+        for point in ("begin", "middle", "end"):
+            (marks / point).touch()
+            if first and point == at:
+                signal.pause()
+            (directory / point).write_text(point)
+
+    first = fork(lambda: prepare(tmp_path / "data", build))
+    wait_for((marks / at).exists)
+    others = [fork(lambda: prepare(tmp_path / "data", build)) for _ in range(2)]
+    assert not (tmp_path / "data").exists()
+    os.kill(first, signal.SIGKILL)
+    assert ends(first, *others) == [-signal.SIGKILL, 0, 0]
+    assert (tmp_path / "data" / "size").read_text() == "0123456789" * 2
+    assert not list(tmp_path.glob(".data.building-*"))
+
+
+def test_waiting_has_a_deadline_and_is_not_silent(tmp_path, monkeypatch, capsys):
+    """Who waits says so, and gives up after timeout_s, naming the builder."""
+    monkeypatch.setattr("elasticrt.train.prepare._PROGRESS_S", 0.1)
+    mark = tmp_path / "begun"
+
+    def build(directory):
+        mark.touch()
+        signal.pause()
+
+    child = fork(lambda: prepare(tmp_path / "data", build))
+    try:
+        wait_for(mark.exists)
+        with pytest.raises(PreparationError, match=f"process {child}"):
+            prepare(tmp_path / "data", Builder(), timeout_s=0.5)
+        assert f"process {child}" in capsys.readouterr().err
+    finally:
+        os.kill(child, signal.SIGKILL)
+        ends(child)
+
+
+def answers(*replies):
+    """An agent that answers claims one after the other, and everything else with ok."""
+    queue = list(replies)
+
+    def answer(message):
+        if isinstance(message, Claim) and queue:
+            ok, reason = queue.pop(0)
+            return Reply(message.request, ok=ok, reason=reason)
+        return Reply(message.request, ok=not isinstance(message, Claim), reason="wait: nobody")
+
+    return answer
+
+
+def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
+    """Under agents: claim, build, claim again before the rename, publish the record's digest (S9)."""
+    monkeypatch.setattr("elasticrt.train.prepare._CLAIM_POLL_S", 0.01)
+    agent = Agent(answer=answers((False, "wait: node b"), (True, ""), (True, "")))
+    build = Builder()
+    with under(agent, monkeypatch):
+        path = prepare(tmp_path / "data", build, scope="shared")
+        (published,) = agent.of(Published)
+        assert len(agent.of(Claim)) == 3
+        assert published.name.startswith("data-")
+        assert len(published.digest) == 64
+    assert build.calls == 1
+    assert path.is_dir()
+
+
+def test_shared_build_by_another_node(tmp_path, monkeypatch):
+    """While told to wait, and when told it is done, nothing is built here."""
+    monkeypatch.setattr("elasticrt.train.prepare._CLAIM_POLL_S", 0.01)
+    build = Builder()
+    agent = Agent()
+
+    def answer(message):
+        if len(agent.of(Claim)) == 3:
+            prepare(tmp_path / "data", build)
+            return Reply(message.request, ok=False, reason="done")
+        return Reply(message.request, ok=False, reason="wait: node b")
+
+    agent._answer = answer
+    with under(agent, monkeypatch):
+        prepare(tmp_path / "data", lambda directory: pytest.fail("not here"), scope="shared")
+    assert build.calls == 1
+
+
+def test_shared_build_failed_elsewhere(tmp_path, monkeypatch):
+    """The builder's error, wherever it was, is everybody's (D05)."""
+    agent = Agent(answer=answers((False, "failed: ValueError: no such corpus")))
+    with under(agent, monkeypatch), pytest.raises(PreparationError, match="no such corpus"):
+        prepare(tmp_path / "data", Builder(), scope="shared")
+
+
+def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
+    """The agent learns the error, so that all nodes can fail with it."""
+    agent = Agent(answer=answers((True, "")))
+    with under(agent, monkeypatch):
+        with pytest.raises(PreparationError, match="no such corpus"):
+            prepare(tmp_path / "data", raising, scope="shared")
+        (failed,) = agent.of(BuildFailed)
+        assert "no such corpus" in failed.error
+
+
+def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
+    """Paused for long and overtaken: its result is dropped, the other's counts (D02, S9)."""
+    monkeypatch.setattr("elasticrt.train.prepare._CLAIM_POLL_S", 0.01)
+    mine, theirs = Builder(), Builder()
+
+    def slow(directory):
+        mine(directory)
+        (directory / "whose").write_text("mine")
+        prepare(tmp_path / "data", theirs)
+
+    agent = Agent(answer=answers((True, ""), (False, "done"), (False, "done")))
+    with under(agent, monkeypatch):
+        path = prepare(tmp_path / "data", slow, scope="shared")
+        assert agent.of(Published) == []
+    assert not (path / "whose").exists()
+    assert not list(tmp_path.glob(".data.building-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"path": 3}, TypeError),
+        ({"build": "make"}, TypeError),
+        ({"version": 2}, TypeError),
+        ({"scope": "world"}, ValueError),
+        ({"timeout_s": 0}, ValueError),
+        ({"timeout_s": "9"}, TypeError),
+        ({"path": "/"}, ConfigError),
+        ({"path": "."}, ConfigError),
+        ({"path": ".."}, ConfigError),
+        ({"path": Path.home()}, ConfigError),
+        ({"path": __file__}, ConfigError),
+        ({"path": "/proc/nowhere"}, PreparationError),
+    ],
+)
+def test_wrong_use(tmp_path, arguments, error):
+    """Wrong types, and places that can only have been meant otherwise, are refused before anything happens."""
+    with pytest.raises(error):
+        prepare(**({"path": tmp_path / "data", "build": Builder()} | arguments))

@@ -1,0 +1,84 @@
+"""Finding and ending the processes of a session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from elasticrt.contract.messages import Start
+from elasticrt.worker import child, sessions
+
+SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+
+
+@pytest.fixture
+def leader():
+    """A session of its own: a shell (the leader) with one process in another process group."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], preexec_fn=os.setpgrp)\n"
+        "print(p.pid, flush=True)\ntime.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        sessions.kill_sessions([process.pid], signal.SIGKILL)
+
+
+def test_members(leader):
+    """A session's processes are found in whatever process group they are, and nobody else's."""
+    process, member = leader
+    assert set(sessions.members([process.pid])) == {process.pid, member}
+    assert os.getpid() in sessions.members([os.getsid(0)])
+    assert process.pid in sessions.children()
+    assert member not in sessions.children()
+
+
+def test_kill_sessions(leader):
+    """One call ends the leader and what it has started, although this process is not the parent of that."""
+    process, member = leader
+    sessions.kill_sessions([process.pid], signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.kill(member, 0)
+            if sessions.is_zombie(member):
+                raise ProcessLookupError
+
+
+def test_the_dead_are_no_members():
+    """A process that has ended and a number that nobody has are treated alike."""
+    process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    process.wait(10)
+    assert sessions.members([process.pid]) == []
+    assert sessions.is_zombie(process.pid)
+    sessions.kill(process.pid, signal.SIGKILL)
+    sessions.kill_sessions([process.pid], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "env", "needs"),
+    [
+        (["plain.py"], False, {}, False),
+        (["anything"], True, {}, False),
+        (["plain.py"], False, {"MINE": "x"}, False),
+        (["plain.py"], False, {"PYTHONPATH": "/x"}, True),
+        (["plain.py"], False, {"LD_PRELOAD": "x.so"}, True),
+        (["plain.py"], False, {"PYTHON_EXEC": "/usr/bin/env"}, True),
+        (["missing.py"], False, {}, True),
+        (["."], False, {}, True),
+        (["archive"], False, {}, True),
+        (["compiled.pyc"], False, {}, True),
+    ],
+)
+def test_what_needs_an_interpreter_of_its_own(tmp_path, command, module, env, needs):
+    """Whatever a fork could not become exactly is run by a fresh Python."""
+    (tmp_path / "plain.py").write_text("")
+    (tmp_path / "compiled.pyc").write_bytes(b"")
+    (tmp_path / "archive").write_bytes(b"PK\x05\x06" + b"\0" * 18)
+    start = Start(1, 0, command, module, {**os.environ, **env}, str(tmp_path), [])
+    assert child.needs_own_interpreter(start) is needs
