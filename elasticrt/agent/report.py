@@ -7,12 +7,12 @@ report names the first cause, and gives every other worker one line.
 from __future__ import annotations
 
 import json
-import re
 import signal as signals
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from elasticrt.contract.collateral import PEER_IS_GONE, TRACEBACK, exceptions_in, is_collateral
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_PREPARATION
 
 JSON_MAX_BYTES = 4096
@@ -162,43 +162,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-_NETWORK_TYPES = {"DistNetworkError", "DistStoreError"}
-_COLLECTIVE_TYPES = {"DistBackendError", "DistError", "RuntimeError", "ConnectionError", "ConnectionResetError"}
-_COLLECTIVE_TYPES |= {"BrokenPipeError", "ConnectionRefusedError", "TimeoutError"}
-_PEER_IS_GONE = re.compile(
-    r"connection closed by peer|connection reset by peer|broken pipe|connection refused|"
-    r"remote process (has )?exited|timed out waiting \d+ ?ms|application timeout caused pair closure|"
-    r"connectfullmesh failed|connect timeout|socket timeout|socketstartconnect|ncclremoteerror|"
-    r"nccl communicator was aborted|watchdog caught collective operation timeout|wait timeout after",
-    re.IGNORECASE,
-)
-_COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
-
-
-def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
-    """Whether an exception says that a peer is gone, and nothing about this worker.
-
-    Judged by type and message (also of the exceptions it was raised from), never by what else is in the log. A user's
-    own network error has the same words, so torch's communication has to be in the message or the traceback.
-    """
-    chain = [(exception, message), *_exceptions_in(callstack)]
-    return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
-
-
-def _says_peer_is_gone(name: str, text: str, callstack: str) -> bool:
-    if name in _NETWORK_TYPES:
-        return True
-    if name not in _COLLECTIVE_TYPES or not _PEER_IS_GONE.search(text):
-        return False
-    return name.startswith("Dist") or bool(_COMMUNICATION.search(text) or _COMMUNICATION.search(callstack))
-
-
 def _aborted_by_peer(code: int, last_lines: Sequence[str]) -> bool:
     # NCCL's watchdog throws in a thread of C++, which nobody can catch: the process aborts because a peer is gone.
     if code != -signals.SIGABRT:
         return False
     text = "\n".join(last_lines)
-    return "terminate called after throwing an instance of 'c10::Dist" in text and bool(_PEER_IS_GONE.search(text))
+    return "terminate called after throwing an instance of 'c10::Dist" in text and bool(PEER_IS_GONE.search(text))
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
@@ -260,32 +229,14 @@ def _error_file_fields(content: str) -> tuple[str, str, str, int]:
     return exception, message, callstack, hint if isinstance(hint, int) else 0
 
 
-_EXCEPTION_LINE = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
-_TRACEBACK = "Traceback (most recent call last):"
-
-
 def _exception_in(lines: Sequence[str]) -> tuple[str, str, str]:
     """Type, message and text of the last traceback in an error output; empty strings when there is none."""
-    starts = [index for index, line in enumerate(lines) if line.endswith(_TRACEBACK)]
+    starts = [index for index, line in enumerate(lines) if line.endswith(TRACEBACK)]
     if not starts:
         return "", "", ""
     block = "\n".join(lines[starts[-1] :])
-    found = _exceptions_in(block)
+    found = exceptions_in(block)
     return (*found[-1], "\n".join(lines)) if found else ("", "", "")
-
-
-def _exceptions_in(callstack: str) -> list[tuple[str, str]]:
-    """The exceptions that a printed traceback ends with: one for each block of a chain."""
-    found, inside = [], False
-    for line in callstack.splitlines():
-        if line.endswith(_TRACEBACK):
-            inside = True
-        elif inside and line and not line.startswith(" "):
-            match = _EXCEPTION_LINE.match(line)
-            if match:
-                found.append((match[1], match[2] or ""))
-            inside = False
-    return found
 
 
 def _cut(text: str, length: int) -> str:

@@ -54,16 +54,16 @@ def start(run_id: str, binary: Path, listen: tuple[str, int] | None) -> tuple[su
     raise StoreError(explain(f"etcd did not start for run {run_id}", str(binary), got=got, remedy=remedy))
 
 
-def keep(run_id: str, linger_s: float, etcd: subprocess.Popen[bytes], record: dict[str, Any]) -> None:
+def keep(
+    run_id: str, linger_s: float, etcd: subprocess.Popen[bytes], record: dict[str, Any], news: SimpleQueue[Any]
+) -> None:
     """Return when the server has ended and its record is gone. The data directory is the caller's to remove."""
     from elasticrt.store.attendance import Attendance
     from elasticrt.store.etcd import EtcdStore
     from elasticrt.store.protocol import Address
 
-    news: SimpleQueue[Any] = SimpleQueue()
-    signal.signal(signal.SIGTERM, lambda *_: news.put("asked to end"))  # SimpleQueue.put is safe in a signal handler.
     threading.Thread(target=_tell_end, args=(etcd.pid, news), daemon=True).start()
-    store = EtcdStore((Address("http", record["host"], record["port"]),), timeout_s=5.0)
+    store = EtcdStore((Address("http", record["host"], record["port"]),), timeout_s=2.0)
     attendance = Attendance(store, run_id, linger_s, news)
     attendance.look()
     touched_at_ns = runtime.touched_at_ns(runtime.runtime_directory(), run_id)
@@ -92,6 +92,8 @@ def main(text: str) -> None:
     order = json.loads(text)
     if os.fork():
         os._exit(0)  # Whoever started us has nothing to wait for, and the child is nobody's to reap but init's.
+    news: SimpleQueue[Any] = SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda *_: news.put("asked to end"))  # SimpleQueue.put is safe in a signal handler.
     ready_fd, lock_fd, run_id = order["ready_fd"], order["lock_fd"], order["run_id"]
     try:
         listen = (order["listen"][0], order["listen"][1]) if order["listen"] else None
@@ -104,7 +106,7 @@ def main(text: str) -> None:
         os.write(ready_fd, b"{}")
         os.close(ready_fd)
         os.close(lock_fd)  # We held the lock as well, in case that the agent died meanwhile.
-        keep(run_id, order["linger_s"], etcd, record)
+        keep(run_id, order["linger_s"], etcd, record, news)
     finally:
         server.stop(etcd)
         runtime.remove_data(Path(record["data"]))

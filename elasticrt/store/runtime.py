@@ -137,8 +137,8 @@ def touched_at_ns(directory: Path, run_id: str) -> int:
 
 
 def is_alive(record: dict[str, Any]) -> bool:
-    """Whether the keeper that registered this still runs (and is not another process with its number)."""
-    return bool(start_of(record["keeper_pid"]) == record["keeper_start"])
+    """Whether keeper and server of this record still run (and are not other processes with their numbers)."""
+    return all(start_of(record[f"{name}_pid"]) == record[f"{name}_start"] for name in ("keeper", "etcd"))
 
 
 def start_of(pid: int) -> int:
@@ -157,7 +157,7 @@ def remove_record(directory: Path, run_id: str) -> None:
 
 
 def clean_up(directory: Path, run_id: str) -> None:
-    """Remove what a keeper left that is dead. With the lock held."""
+    """Remove what a dead keeper or server left. A keeper that still lives is about to end. With the lock held."""
     record = read_record(directory, run_id)
     if record is not None:
         if record["etcd_start"] and start_of(record["etcd_pid"]) == record["etcd_start"]:
@@ -179,7 +179,12 @@ def remove_data(data: Path) -> None:
 
 
 def forget(directory: Path, run_id: str) -> None:
-    """Remove the lock file, and the directory when it was the last. With the lock held, as the last act under it."""
+    """Remove the lock file, and the directory when it was the last. With the lock held, as the last act under it.
+
+    Not when somebody is registered: then the lock is needed.
+    """
+    if (directory / f"{run_id}.json").exists():
+        return
     (directory / f"{run_id}.lock").unlink(missing_ok=True)
     with suppress(OSError):  # Not empty: other runs are there.
         directory.rmdir()

@@ -34,6 +34,10 @@ PAUSE_S_MIN = 0.05
 PAUSE_S_MAX = 1.0
 
 
+class _LoginExpiredError(Exception):
+    """The stream has to be opened again, with a new login at the same endpoint."""
+
+
 class EtcdWatch:
     """A watch on etcd. `next_revision` is the first revision that the sink has not seen."""
 
@@ -56,6 +60,7 @@ class EtcdWatch:
         self.store_id = store_id
         self.active = True
         self.broken = False
+        self.logged_in_again = False
         self._watcher = watcher
 
     def request(self) -> Any:
@@ -173,7 +178,7 @@ class Watcher:
 
     def _stream(self) -> tuple[bool, str]:
         """One stream from its start to its end: whether the server answered at all, and why it ended."""
-        answered = self._hung_up = False
+        answered = self._hung_up = same_endpoint = False
         endpoint: Endpoint | None = None
         try:
             endpoint = self._connections.current()
@@ -185,11 +190,13 @@ class Watcher:
         except grpc.RpcError as error:
             assert endpoint is not None, "an RPC needs an endpoint"
             reason = self._lost(endpoint, error)
+        except _LoginExpiredError as error:
+            reason, same_endpoint = str(error), True
         except ElasticError as error:
             reason = str(error)
         finally:
             self._hang_up()
-        if endpoint is not None and not self._hung_up:
+        if endpoint is not None and not self._hung_up and not same_endpoint:
             self._connections.failed(endpoint)
         return answered, reason
 
@@ -274,6 +281,7 @@ class Watcher:
             if header.revision < watch.next_revision - 1 or wire.store_id(header) != watch.store_id:
                 self._end(watch, "replaced")
                 return
+        watch.logged_in_again = False
         if watch.broken:
             watch.broken = False
             self._tell(watch, Changes((), watch.next_revision - 1))  # Back again; nothing new so far.
@@ -292,11 +300,14 @@ class Watcher:
     def _cancelled(self, watch: EtcdWatch, response: Any, endpoint: Endpoint) -> None:
         reason = response.cancel_reason
         verdict = judge_error("UNKNOWN", reason)
+        # To a watch etcd says "permission denied" also when it does not know the token any more.
+        refused_login = verdict is Verdict.LOGIN or "permission denied" in reason
         if verdict is Verdict.COMPACTED:
             self._end(watch, "compacted")
-        elif verdict is Verdict.LOGIN and not watch.broken and endpoint.log_out(endpoint.metadata):
-            # The token expired. Ending the stream makes all watches start again, on a new login.
-            raise StoreUnavailable(f"etcd at {endpoint.address}: {reason}")
+        elif refused_login and not watch.logged_in_again and endpoint.log_out(endpoint.metadata):
+            # Ending the stream makes all watches start again, on a new login. Once: the refusal may be meant.
+            watch.logged_in_again = True
+            raise _LoginExpiredError(f"the login at {endpoint.address} expired ({reason})")
         else:
             self._end(watch, f"cancelled: {reason or 'no reason given'} (etcd at {endpoint.address})")
 

@@ -186,6 +186,10 @@ def _uncaught(error: BaseException) -> int:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+    consequence = ending.consequence(error)
+    if consequence:
+        print(consequence, file=sys.stderr)  # noqa: T201  In place of a traceback that says nothing of the cause.
+        return 1
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException as broken:  # noqa: BLE001  The user's hook may do anything; the error still has to be seen.

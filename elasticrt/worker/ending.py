@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from elasticrt.contract.channel import Channel, ChannelClosed
+from elasticrt.contract.collateral import is_collateral
 from elasticrt.contract.messages import Done, Release
 from elasticrt.errors import CheckpointError, PreparationError
 
@@ -58,6 +60,23 @@ def _write_new(path: str, content: dict[str, object]) -> None:
         Path(path).write_text(json.dumps(content))
     except OSError as problem:
         print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
+
+
+def consequence(error: BaseException) -> str:
+    """One line in place of the traceback of an error that only says that another worker is gone; "" for any other.
+
+    The traceback is in the error file. A script that has set `sys.excepthook` itself keeps its own way of printing.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    hook = getattr(sys.excepthook, "__module__", "")
+    if sys.excepthook is not sys.__excepthook__ and not str(hook).startswith("torch."):
+        return ""
+    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if not os.path.exists(path) or not is_collateral(type(error).__name__, str(error), callstack):  # noqa: PTH110  One call.
+        return ""
+    said = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]  # Without the place in torch's C++ sources.
+    rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
+    return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 
 
 def linger(channel_fd: int) -> None:

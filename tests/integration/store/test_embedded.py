@@ -94,7 +94,7 @@ def test_agents_that_start_together_share_one_server() -> None:
 
 
 def test_server_is_on_loopback_and_alone(runtime: Path) -> None:
-    """The server listens on loopback only, for clients and for members; keeper and server have a session of their own."""
+    """The server listens on loopback only; keeper and server have a session of their own, and a private directory."""
     served = find_or_start("r", linger_s=LONG_S)
     etcd = psutil.Process(etcd_pid(runtime))
     assert {c.laddr.ip for c in etcd.net_connections() if c.status == "LISTEN"} == {"127.0.0.1"}

@@ -1,0 +1,57 @@
+"""Telling a failure that is only the consequence of another worker's from a cause. Pure.
+
+When one worker dies, all others fail in their next collective. Those errors are *collateral*: true, and of no use. The
+agent leaves them out of blame, and a worker prints one line for them instead of a traceback.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NETWORK_TYPES = {"DistNetworkError", "DistStoreError"}
+_COLLECTIVE_TYPES = {"DistBackendError", "DistError", "RuntimeError", "ConnectionError", "ConnectionResetError"}
+_COLLECTIVE_TYPES |= {"BrokenPipeError", "ConnectionRefusedError", "TimeoutError"}
+PEER_IS_GONE = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|connection refused|"
+    r"remote process (has )?exited|timed out waiting \d+ ?ms|application timeout caused pair closure|"
+    r"connectfullmesh failed|connect timeout|socket timeout|socketstartconnect|ncclremoteerror|"
+    r"nccl communicator was aborted|watchdog caught collective operation timeout|wait timeout after",
+    re.IGNORECASE,
+)
+_COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
+
+
+def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
+    """Whether an exception says that a peer is gone, and nothing about this worker.
+
+    Judged by type and message (also of the exceptions it was raised from), never by what else is in the log. A user's
+    own network error has the same words, so torch's communication has to be in the message or the traceback.
+    """
+    chain = [(exception, message), *exceptions_in(callstack)]
+    return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
+
+
+def _says_peer_is_gone(name: str, text: str, callstack: str) -> bool:
+    if name in _NETWORK_TYPES:
+        return True
+    if name not in _COLLECTIVE_TYPES or not PEER_IS_GONE.search(text):
+        return False
+    return name.startswith("Dist") or bool(_COMMUNICATION.search(text) or _COMMUNICATION.search(callstack))
+
+
+_EXCEPTION_LINE = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def exceptions_in(callstack: str) -> list[tuple[str, str]]:
+    """Type and message of the exceptions that a printed traceback ends with: one for each block of a chain."""
+    found, inside = [], False
+    for line in callstack.splitlines():
+        if line.endswith(TRACEBACK):
+            inside = True
+        elif inside and line and not line.startswith(" "):
+            match = _EXCEPTION_LINE.match(line)
+            if match:
+                found.append((match[1], match[2] or ""))
+            inside = False
+    return found
