@@ -62,7 +62,7 @@ def parse_listen(text: str, *, tls: bool) -> Address:
         addresses = parse_endpoints(text)
     except ConfigError as error:
         raise ConfigError(str(error).replace("(--etcd)", "(--listen)")) from error
-    if "://" in text or len(addresses) != 1:
+    if "://" in text or len(addresses) != 1 or not text.endswith(f":{addresses[0].port}"):
         raise ConfigError(explain("a bad address to serve at", "--listen", got=text, expected="HOST:PORT"))
     return Address("https" if tls else "http", addresses[0].host, addresses[0].port)
 

@@ -207,7 +207,7 @@ def test_the_report_names_the_cause(tmp_path: Path) -> None:
     """W01, W13: when the restarts are spent the report shows rank, exit code, exception and where the log is."""
     script = tmp_path / "broken.py"
     script.write_text(
-        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('the moon is full')\nimport time\ntime.sleep(60)\n"
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('the moon is full')\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)

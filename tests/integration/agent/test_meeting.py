@@ -1,0 +1,82 @@
+"""The ways in which agents find each other: a shared etcd of this machine, an address one serves, `elasticrt etcd`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster import Cluster
+from tests.servers import free_port, wait_until
+
+HELLO = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("world", os.environ["WORLD_SIZE"], "total", int(total), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _script(tmp_path: Path) -> list[str]:
+    (tmp_path / "hello.py").write_text(HELLO)
+    return [str(tmp_path / "hello.py")]
+
+
+def test_an_agent_serves_the_endpoint_that_it_owns(tmp_path: Path) -> None:
+    """c10d's way of speaking: the agent that owns the address serves the etcd there, the other one uses it."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    with Cluster(tmp_path, f"c10d-{secrets.token_hex(4)}", options, _script(tmp_path)) as cluster:
+        agents = [cluster.start("n0"), cluster.start("n1")]
+        assert cluster.ended() == {"n0": 0, "n1": 0}
+        assert {event["etcd"] for event in cluster.events("agent_started")} == {f"http://{endpoint}"}
+        assert all("world 2 total 2" in agent.text() for agent in agents)
+
+
+def test_a_served_etcd_carries_a_run(tmp_path: Path) -> None:
+    """`elasticrt etcd --listen` says how to join and that it is unauthenticated, serves, and ends cleanly."""
+    port = free_port()
+    command = [sys.executable, "-m", "elasticrt", "etcd", "--listen", f"127.0.0.1:{port}"]
+    output = tmp_path / "etcd.out"
+    with output.open("wb") as sink:
+        server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
+    try:
+        wait_until(lambda: f"elasticrt run --etcd http://127.0.0.1:{port}" in output.read_text(), "it says how to join")
+        assert "unauthenticated" in output.read_text()
+        options = ["--nnodes", "2", "--etcd", f"127.0.0.1:{port}"]
+        with Cluster(tmp_path, f"served-{secrets.token_hex(4)}", options, _script(tmp_path)) as cluster:
+            cluster.start("n0")
+            cluster.start("n1")
+            assert cluster.ended() == {"n0": 0, "n1": 0}
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(15) == 143
+
+
+def test_without_a_run_id_the_line_to_join_is_printed_and_works(tmp_path: Path) -> None:
+    """The first agent makes up a name and prints the line that brings another node; that very line works."""
+    _script(tmp_path)
+    command = [sys.executable, "-m", "elasticrt", "run", "--nnodes", "2", "--etcd-linger", "1s", "hello.py"]
+    output = tmp_path / "first.out"
+    with output.open("wb") as sink:
+        first = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path, env=dict(os.environ))
+    try:
+        wait_until(lambda: "join from this machine: " in output.read_text(), "the line is printed")
+        line = output.read_text().split("join from this machine: ")[1].splitlines()[0]
+        assert line.startswith("elasticrt run --run-id ")
+        joined = subprocess.run(
+            [sys.executable, "-m", *line.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert joined.returncode == 0, joined.stderr
+        assert first.wait(30) == 0
+        # Both agents had this machine's name to begin with; the second took another one by itself.
+        assert "node " in joined.stderr
+    finally:
+        if first.poll() is None:
+            first.kill()
+            first.wait(10)

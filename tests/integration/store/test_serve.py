@@ -1,0 +1,103 @@
+"""`elasticrt etcd`: a server in the foreground."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elasticrt.cli.main import main
+from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.protocol import Address, Put, Txn
+from tests.servers import free_port
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A running command and the lines it has printed when the server was ready."""
+    command = [sys.executable, "-m", "elasticrt", "etcd", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            lines = [process.stdout.readline().rstrip()]
+            while not lines[-1].startswith("it is unauthenticated") and process.poll() is None:
+                lines.append(process.stdout.readline().rstrip())
+            yield process, lines
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_serve(number: signal.Signals, code: int) -> None:
+    """It serves, says how to join and that nobody is authenticated, and ends with the exit code of its signal."""
+    address = Address("http", "127.0.0.1", free_port())
+    with served("--listen", f"127.0.0.1:{address.port}") as (process, lines):
+        assert f"serves at {address}" in lines[0]
+        assert lines[1] == f"join with: elasticrt run --etcd {address} ..."
+        assert "unauthenticated" in lines[2]
+        store = EtcdStore((address,))
+        assert store.commit(Txn((), (Put("/a", b""),))).succeeded
+        store.close()
+        process.send_signal(number)
+        assert process.wait(20) == code
+
+
+def test_killed_command_takes_its_server_along() -> None:
+    """A SIGKILL of the command leaves no etcd behind, so the port is free again."""
+    from elasticrt.store.server import port_is_taken
+    from tests.servers import wait_until
+
+    port = free_port()
+    with served("--listen", f"127.0.0.1:{port}") as (process, _):
+        assert port_is_taken("127.0.0.1", port)
+        process.kill()
+        process.wait(20)
+        wait_until(lambda: not port_is_taken("127.0.0.1", port), "the port is free")
+    for path in Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*"):  # A killed process can't remove its directory.
+        subprocess.run(["rm", "-r", str(path)], check=True)
+
+
+def test_kept_data(tmp_path: Path) -> None:
+    """With a data directory the next server has the keys and the identity of the last one."""
+    address = Address("http", "127.0.0.1", free_port())
+    identities = []
+    for expected in (0, 1):
+        with served("--listen", f"127.0.0.1:{address.port}", "--data-dir", str(tmp_path / "kept")) as (process, _):
+            store = EtcdStore((address,))
+            snapshot = store.read("/")
+            assert snapshot.count == expected
+            identities.append(snapshot.store_id)
+            store.commit(Txn((), (Put("/a", b""),)))
+            store.close()
+            process.send_signal(signal.SIGTERM)
+            process.wait(20)
+    assert identities[0] == identities[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--listen"),
+        (["--listen", "127.0.0.1"], "HOST:PORT"),
+        (["--listen", "http://127.0.0.1:1"], "HOST:PORT"),
+        (["--listen", "127.0.0.1:0"], "a bad port (--listen)"),
+        (["--listen", "127.0.0.1:1,127.0.0.1:2"], "HOST:PORT"),
+        (["--listen", "192.0.2.1:2379"], "not an address of this machine"),
+        (["--listen", "127.0.0.1:2379", "--cert-file", "/nonexistent"], "--key-file"),
+        (["--listen", "127.0.0.1:2379", "--cert-file", "/no", "--key-file", "/no"], "--cert-file"),
+        (["--listen", "127.0.0.1:2379", "--client-ca-file", "/etc/passwd"], "--cert-file"),
+        (["--listen", "127.0.0.1:1", "--data-dir", "/proc/none/x"], "--data-dir"),
+    ],
+)
+def test_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake in the options is one line and exit code 2, before anything starts."""
+    assert main(["etcd", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
