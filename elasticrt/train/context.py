@@ -6,10 +6,12 @@ WORLD_SIZE ...), never what a scheduler says (SLURM_* describes the allocation, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import math
 import os
+import sys
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -102,6 +104,8 @@ class Context:
 
 
 _context: Context | None = None
+_group_pid = 0
+"""The process that made a group here, 0 for none."""
 
 
 def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
@@ -196,6 +200,19 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     else:
         # Alone: no port, no other process can join by accident.
         dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+    global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
+    if not _group_pid:
+        atexit.register(_leave_group)
+    _group_pid = os.getpid()
+
+
+def _leave_group() -> None:
+    """Destroy our process group at exit: its threads, if still there then, can abort a process that was done (SIGABRT).
+
+    Not after an uncaught exception: a collective under way would then be waited for, and the traceback is out already.
+    """
+    if getattr(sys, "last_value", None) is None and os.getpid() == _group_pid and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _hash_store() -> Any:
