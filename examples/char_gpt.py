@@ -108,7 +108,10 @@ sampler = elasticrt.ElasticBatchSampler(text, args.global_batch_size, micro_batc
 loader = DataLoader(text, batch_sampler=sampler)
 model = DDP(GPT(96, args.context, args.layers, args.width, args.heads).to(ctx.device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps)
+# Up in 50 steps, then down to the end. (OneCycleLR would keep its length in the checkpoint, and refuse more --steps.)
+scheduler = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: max(0.0, min((step + 1) / 50, 1 - step / args.steps))
+)
 loop = elasticrt.Loop(args.checkpoint_dir, sampler=sampler, model=model, optimizer=optimizer, scheduler=scheduler)
 
 for _epoch in loop.epochs(1000, max_steps=args.steps):

@@ -45,10 +45,11 @@ sampler = elasticrt.ElasticBatchSampler(
 )
 loader = DataLoader(train, batch_sampler=sampler)
 
-# Nothing new here: a model, an optimizer, a schedule counted in steps.
+# Nothing new here: a model, an optimizer, a schedule counted in steps (up in 50, then down to the end).
 model = DDP(Net(args.dropout).to(ctx.device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(sampler))
+total = args.epochs * len(sampler)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, min((step + 1) / 50, 1 - step / total)))
 
 
 @torch.no_grad()
