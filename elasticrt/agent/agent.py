@@ -24,6 +24,8 @@ from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerSta
 from elasticrt.agent.meeting import how_to_join, own_address
 from elasticrt.agent.membership import LOOK_AGAIN_S, Membership
 from elasticrt.agent.node import Node
+from elasticrt.agent.outage import Heard, Outage
+from elasticrt.agent.policy import halted
 from elasticrt.agent.probe import Prober, ProbeServer
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.warm import ParentLost
@@ -33,39 +35,44 @@ from elasticrt.errors import (
     EXIT_OK,
     EXIT_STORE,
     EXIT_TERMINATED,
-    DuplicateError,
     ElasticError,
     StoreError,
-    explain,
 )
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Announce,
+    Ask,
     Decision,
     End,
     Fence,
     File,
     Finish,
+    Go,
     Halt,
+    Hold,
     Leave,
     Me,
     Probe,
     Publish,
     Register,
     Rejoin,
+    Release,
     Run,
     Wait,
+    Withdraw,
 )
 from elasticrt.rendezvous.handler import Notice, Rendezvous
 from elasticrt.rendezvous.records import HeadRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import StoreUnavailable
+from elasticrt.store.protocol import LeaseLost, StoreFull, StoreUnavailable
 from elasticrt.store.session import SessionState
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
+KILLED_S = 5.0
+"""SIGKILL takes milliseconds; a process that is stuck in the kernel is not waited for longer than this."""
+
 PROBE_S = 2.0
 END_GRACE_S = 5.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -84,8 +91,8 @@ class Agent:
         self.probes: ProbeServer | None = None
         self.spec = spec
         self.me: Me
-        self.stale_since: float | None = None
-        self.retry_at = 0.0
+        self.outage = Outage(settings.ride_through_s, self.say)
+        self.drain_until: float | None = None
         self.hurry = False
         self.reason = ""
 
@@ -126,12 +133,18 @@ class Agent:
 
     def _decide(self) -> Decision:
         now = time.monotonic()
-        if self.stale_since is not None and now >= self.retry_at:
+        if self.outage.since is not None and now >= self.outage.retry_at:
             self._read_again(now)
         self.me = self.node.describe(self.me)
-        if self.stale_since is None:
+        if self.drain_until is not None and now >= self.drain_until:
+            self.drain_until = None
+            self.me = replace(self.me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
+        if self.outage.since is not None and self.me.running:
+            others = [seat for seat in self.rendezvous.view.order() if seat.node != self.me.record.node]
+            self.outage.listen(self.prober, others, self.settings.run_id, self.queue.put)
+        if self.outage.since is None:
             decision = decide(self.me, self.rendezvous.view, now)
-        elif now - self.stale_since > self.settings.ride_through_s:
+        elif self.outage.too_long(now):
             decision = Halt(EXIT_STORE, f"etcd has not answered for {self.settings.ride_through_s:g} s")
         else:
             # What is decided on an old view may only concern this node: nothing can be written.
@@ -144,15 +157,23 @@ class Agent:
     def _do(self, decision: Decision) -> float | None:
         """Carry out a decision. Returns until when to wait for events: None for ever, 0 not at all."""
         try:
-            return self._carry_out(decision)
+            until = self._carry_out(decision)
         except StoreUnavailable as error:
-            self._suspend(error)
-            return self.retry_at
+            self.outage.begin(error)
+            return self.outage.retry_at
+        except LeaseLost as error:
+            log.warning("etcd has given this node's lease up: %s", error)
+            self.me = replace(self.me, lease="lost")
+            return 0.0
+        except StoreFull as error:
+            return self.outage.full(error)
+        self.outage.not_full()
+        return until
 
-    def _carry_out(self, decision: Decision) -> float | None:
+    def _carry_out(self, decision: Decision) -> float | None:  # noqa: PLR0912  One case per kind of decision.
         match decision:
             case Wait(until=until):
-                return self.retry_at if self.stale_since is not None else until
+                return self.outage.retry_at if self.outage.since is not None else until
             case Run(generation, seat, _):
                 self.me = replace(self.me, known=generation.number)
                 self.node.run(generation, seat, tuple(seat.node for seat in self.rendezvous.view.order()))
@@ -175,6 +196,16 @@ class Agent:
                 self.rendezvous.evict(decision)
             case Publish():
                 self._publish(decision)
+            case Ask():
+                self.rendezvous.ask(decision)
+            case Withdraw():
+                self.rendezvous.withdraw()
+            case Hold(handover, _):
+                self.node.hold(handover)
+            case Go(step, save, _):
+                self.node.go(step, save=save)
+            case Release():
+                self.node.release()
             case Finish():
                 head = self.rendezvous.view.head
                 self.rendezvous.finish(decision, head.record.step if head else 0)
@@ -182,19 +213,23 @@ class Agent:
 
     def _absorb(self, until: float | None) -> None:
         """Wait for an event (or until a time), fold all that have come, and complete the view."""
+        own = [at for at in (self.node.kill_late(time.monotonic()), self.drain_until, until) if at is not None]
+        until = min(own, default=None)
         timeout = None if until is None else max(0.0, until - time.monotonic())
         try:
             event = self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait()
+            # After a pause of this process nothing may be decided before its lease has been judged anew.
+            self.membership.session.look()
             while True:
                 self._fold(event)
                 event = self.queue.get_nowait()
         except queue.Empty:
             pass
-        if self.stale_since is None:
+        if self.outage.since is None:
             try:
                 self.rendezvous.complete()
             except StoreUnavailable as error:
-                self._suspend(error)
+                self.outage.begin(error)
 
     def _fold(self, event: Any) -> None:
         match event:
@@ -204,9 +239,10 @@ class Agent:
                 self._session_changed(event)
             case (Seat() as seat, Verdict() as verdict):
                 self.rendezvous.view = with_verdict(self.rendezvous.view, seat.incarnation, verdict)
+            case Heard(generation=generation):
+                self.me = replace(self.me, heard=max(self.me.heard, generation))
             case signal.Signals():
-                self.hurry = bool(self.me.leaving)
-                self.me = replace(self.me, leaving=self.me.leaving or f"{event.name} received")
+                self._signalled(event)
             case WorkerSaid(message=Save() | Claim() | Published() | BuildFailed()):
                 self._send_errand(event)
             case HeadRecord():
@@ -225,7 +261,7 @@ class Agent:
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
         address = own_address(settings, endpoints)
-        self.probes = ProbeServer(address, lambda: (self.me.record.incarnation, self.me.started))
+        self.probes = ProbeServer(address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started))
         self.node.bind(address)
         member = Member(
             node=settings.node,
@@ -256,20 +292,23 @@ class Agent:
 
     def _new_life(self, reason: str) -> None:
         """Left out or fenced: the workers go first, then whatever this node was, it is a newcomer."""
-        self.node.kill()
+        self._kill_workers()
         self.say(f"this node comes back as a new member: {reason}")
         record = self.me.record.model_copy(update={"incarnation": secrets.token_hex(8), "generation": 0})
         self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None)
         self.rendezvous.leave(None)
 
-    # Trouble with etcd.
+    def _kill_workers(self) -> None:
+        """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
+        self.node.kill()
+        deadline = time.monotonic() + KILLED_S
+        while self.node.describe(self.me).running and (left := deadline - time.monotonic()) > 0:
+            try:
+                self._fold(self.queue.get(timeout=left))
+            except queue.Empty:
+                log.warning("workers that were killed are still there after %g s", KILLED_S)
 
-    def _suspend(self, error: StoreUnavailable) -> None:
-        now = time.monotonic()
-        if self.stale_since is None:
-            self.stale_since = now
-            self.say(f"etcd does not answer ({error}); workers run on, nothing is committed")
-        self.retry_at = now + RETRY_S
+    # Trouble with etcd.
 
     def _read_again(self, now: float) -> None:
         try:
@@ -277,11 +316,9 @@ class Agent:
                 self._start_over()
             self.rendezvous.refresh()
         except StoreUnavailable as error:
-            self._suspend(error)
+            self.outage.begin(error)
             return
-        if self.stale_since is not None and now - self.stale_since > RETRY_S:
-            self.say(f"etcd answers again after {now - self.stale_since:.1f} s")
-        self.stale_since = None
+        self.outage.end(now)
 
     def _start_over(self) -> None:
         """This machine's own etcd has died. It is not durable: a fresh one, and the newest checkpoint on disk."""
@@ -297,9 +334,7 @@ class Agent:
         self.me = replace(self.me, lease=state.word)
         if state.word != "connected":
             log.warning("lease %s: %s", state.word, state.reason)
-            # Somebody may have decided without us: nothing is written before everything has been read again.
-            self.stale_since = self.stale_since if self.stale_since is not None else time.monotonic()
-            self.retry_at = time.monotonic()
+            self.outage.doubt()
 
     # Leading and serving.
 
@@ -344,14 +379,26 @@ class Agent:
                 self.say(f"leaving: {decision.reason}")
                 try:
                     self.rendezvous.leave(self._farewell())
-                except StoreUnavailable as error:
+                except StoreError as error:
                     log.warning("etcd could not be told: %s; the lease will tell the others", error)
                 self.node.stop(self.settings.stop_timeout_s, self._impatient)
                 return EXIT_TERMINATED
             case Halt():
                 self.node.kill()
                 self.membership.leave()
-                raise _halted(decision, self.settings)
+                raise halted(decision, self.settings.run_id)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        """Told to leave: hand over first if the workers can, but not for ever; a second signal ends the patience."""
+        reason = f"{number.name} received"
+        draining = self.me.record.draining
+        self.hurry = self.hurry or draining or bool(self.me.leaving)
+        if draining or self.me.leaving or self.outage.since is not None or not self.node.can_hand_over():
+            self.me = replace(self.me, leaving=self.me.leaving or reason)
+            return
+        self.say(f"{reason}: handing over")
+        self.drain_until = time.monotonic() + self.settings.drain_timeout_s
+        self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
 
     def _farewell(self) -> Report | None:
         view, record = self.rendezvous.view, self.me.record
@@ -380,13 +427,3 @@ class Agent:
         if self.settings.events_fd < 0:
             sys.stderr.write("".join(f"elasticrt: {line}\n" for line in text.splitlines()))
             sys.stderr.flush()
-
-
-def _halted(decision: Halt, settings: Settings) -> ElasticError:
-    if decision.code == DuplicateError.exit_code:
-        kind: type[ElasticError] = DuplicateError
-        remedy = "Start this node again with the run's options"
-    else:
-        kind = StoreError
-        remedy = "The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
-    return kind(explain("this node cannot go on", f"run {settings.run_id}", got=decision.reason, remedy=remedy))

@@ -47,42 +47,49 @@ class Courier:
     """Carries out errands one after the other. `committed` is told of every new head, from the courier's thread."""
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
-        self._store = store
-        self._keys = keys
-        self._committed = committed
-        self._errands: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
+        self._errands = Errands(store, keys, committed)
+        self._waiting: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
         self._thread.start()
 
     def send(self, errand: Errand) -> None:
         """Queue an errand."""
-        self._errands.put(errand)
+        self._waiting.put(errand)
 
     def close(self, timeout_s: float) -> None:
         """End after the errand under way; those still queued are never carried out (their workers are gone)."""
-        self._errands.put(None)
+        self._waiting.put(None)
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while True:
-            errand = self._errands.get()
+            errand = self._waiting.get()
             if errand is None:
                 return
-            request = errand.request
-            try:
-                reply = self._carry_out(errand, request)
-            except StoreUnavailable as error:
-                reply = Reply(request.request, False, f"etcd does not answer: {error}")
-            except StoreError as error:
-                reply = Reply(request.request, False, str(error))
-            errand.answer(reply)
+            errand.answer(self._errands.carry_out(errand))
 
-    def _carry_out(self, errand: Errand, request: Request) -> Reply:
-        if isinstance(request, Save):
-            return self._save(errand, request)
-        if isinstance(request, Claim):
-            return self._claim(errand, request)
-        return self._settle(errand, request)
+
+class Errands:
+    """What an errand does to the store. No thread and no clock of its own; `committed` is told of every new head."""
+
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
+        self._store = store
+        self._keys = keys
+        self._committed = committed
+
+    def carry_out(self, errand: Errand) -> Reply:
+        """Carry out one errand; the answer, whatever happens."""
+        request = errand.request
+        try:
+            if isinstance(request, Save):
+                return self._save(errand, request)
+            if isinstance(request, Claim):
+                return self._claim(errand, request)
+            return self._settle(errand, request)
+        except StoreUnavailable as error:
+            return Reply(request.request, False, f"etcd does not answer: {error}")
+        except StoreError as error:
+            return Reply(request.request, False, str(error))
 
     def _save(self, errand: Errand, request: Save) -> Reply:
         try:

@@ -111,11 +111,13 @@ class WorkerGroup:
         listen: socket.socket | None,
         base_env: Mapping[str, str],
         directory: str | Path,
+        memory: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:
         """Start the workers of `generation`, one for each of `envs`, in `directory`.
 
         `base_env` is from `worker_environment`. `listen` is the generation's listening socket when global rank 0 is
-        here; it is closed on this side. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
+        here; it is closed on this side. `memory` is, by local rank, further descriptors by name ("copy", "state"),
+        which stay the caller's. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
         failure of kind "start", and in the end `GroupEnded`. The error file and the logs go below `env.run_dir`.
         """
         running = Running(generation, {}, oom_kills(), self._parent)
@@ -125,6 +127,9 @@ class WorkerGroup:
                 worker, start, fds = self._prepare(env, command, base_env, directory)
                 running.workers[env.local_rank] = worker
                 starts.append((start, fds))
+                for name, fd in (memory or {}).get(env.local_rank, {}).items():
+                    start.fd_names.append(name)
+                    fds.append(os.dup(fd))
                 if env.rank == 0 and listen is not None:
                     start.fd_names.append("listen")
                     fds.append(os.dup(listen.fileno()))

@@ -23,7 +23,18 @@ from elasticrt.agent.report import Failure, failure_of
 from elasticrt.agent.warm import ParentEvent, ParentLost, WorkerParent
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import WorkerEnv
-from elasticrt.contract.messages import BuildFailed, Claim, Done, Exited, Message, Published, Save, Started, Step
+from elasticrt.contract.messages import (
+    BuildFailed,
+    Claim,
+    Done,
+    Exited,
+    HandedOver,
+    Message,
+    Published,
+    Save,
+    Started,
+    Step,
+)
 from elasticrt.contract.page import Page
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +64,7 @@ class WorkerSaid:
     generation: int
     rank: int
     local_rank: int
-    message: Step | Save | Claim | Published | BuildFailed | Done
+    message: Step | Save | Claim | Published | BuildFailed | HandedOver | Done
 
 
 @dataclass(frozen=True)
@@ -278,7 +289,7 @@ class Listener:
     def _said(self, running: Running, worker: WorkerState, message: Message, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)  # No message of a worker comes with any.
-        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, Done)):
+        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, HandedOver, Done)):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         if isinstance(message, Step):
             worker.step = message.step

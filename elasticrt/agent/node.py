@@ -26,17 +26,23 @@ from elasticrt.agent.group import (
     worker_environment,
 )
 from elasticrt.agent.logs import LogOptions
+from elasticrt.agent.memory import Memory
 from elasticrt.agent.policy import Ends, LastStep, cost
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.warm import ParentLost, WorkerParent
-from elasticrt.contract.env import WorkerEnv
-from elasticrt.contract.messages import Reply, Step, Warm
+from elasticrt.contract.env import Copy, WorkerEnv
+from elasticrt.contract.messages import HandedOver, Reply, Step, Warm
+from elasticrt.contract.page import Page
 from elasticrt.errors import ConfigError, explain
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 
 log = logging.getLogger(__name__)
 
+EXIT_HOOKS_S = 0.1
+"""What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
+
+HOLD_SEEN_S = 0.002
 PARENT_END_S = 5.0
 PARENT_TRIES = 3
 """A worker parent that dies so often before it is warm will not come: what it imports is broken."""
@@ -69,7 +75,10 @@ class Node:
         self._failed_at: float | None = None
         self._pids: dict[int, int] = {}
         self._last = LastStep()
+        self._kill_at: float | None = None
         self._pause_s = 1.0
+        self._holding = self._going = 0
+        self._memory = Memory()
         self.port = 0
 
     def open(self) -> None:
@@ -120,6 +129,8 @@ class Node:
             report=report,
             failed_at=self._failed_at,
             pause_s=self._pause_s,
+            holding=self._holding,
+            going=self._going,
         )
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
@@ -130,8 +141,54 @@ class Node:
         self._failed_at = None
         if self._running:
             self._remember_step()
-            self._workers.kill(self._running)
+            if len(self._ends.handed) == self._ends.workers:
+                # They are leaving by themselves: their exit hooks get a moment.
+                self._kill_at = time.monotonic() + EXIT_HOOKS_S
+            else:
+                self._workers.kill(self._running)
         self._start_if_possible()
+
+    def kill_late(self, now: float) -> float | None:
+        """Kill workers that have handed over but do not end; until when they have time, None if nobody has."""
+        if self._kill_at is None or not self._running:
+            self._kill_at = None
+        elif now >= self._kill_at:
+            self._kill_at = None
+            self._workers.kill(self._running)
+        return self._kill_at
+
+    def can_hand_over(self) -> bool:
+        """Whether all workers of this node are inside a Loop."""
+        pages = self._pages()
+        return len(pages) == self._ends.workers > 0 and all(page.entered for page in pages)
+
+    def hold(self, handover: int) -> None:
+        """Make all workers hold at the end of their present step, and note how far one of them has been let in."""
+        pages = self._pages()
+        for page in pages:
+            page.go = 0
+            page.stop = 1
+        # A worker that did not see `stop` had written `entered` before it looked; its store buffer needs microseconds.
+        time.sleep(HOLD_SEEN_S)
+        entered = [page.entered for page in pages]
+        self._holding, self._going = handover, 0
+        agreed = max(entered) if len(entered) == self._ends.workers and all(entered) else 0
+        self._ends = replace(self._ends, handover=handover, entered=agreed)
+
+    def go(self, step: int, *, save: bool) -> None:
+        """Tell the workers the step after which they leave."""
+        self._going = step
+        for page in self._pages():
+            page.save = int(save)
+            page.go = step
+
+    def release(self) -> None:
+        """The handover was given up: let the workers go on."""
+        self._holding = self._going = 0
+        self._ends = replace(self._ends, handover=0, entered=0)
+        for page in self._pages():
+            page.stop = 0
+            page.go = 0
 
     def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
         """Take note of an event, and do what follows from it on this node alone."""
@@ -146,6 +203,8 @@ class Node:
                 self._worker_started(event)
             case WorkerSaid(message=Step() as step):
                 self._stepped(event, step)
+            case WorkerSaid(message=HandedOver() as left):
+                self._handed_over(event, left)
             case WorkerEnded():
                 self._worker_ended(event)
             case GroupEnded(generation=generation):
@@ -196,6 +255,7 @@ class Node:
         for bound in self._sockets.values():
             bound.close()
         self._sockets.clear()
+        self._memory.close()
 
     @property
     def _workers(self) -> WorkerGroup:
@@ -213,6 +273,10 @@ class Node:
         self._running = generation.number
         self._ends = Ends(generation.number, seat.workers)
         self._pids = {}
+        self._holding = self._going = 0
+        memory = generation.memory.as_copy() if generation.memory else None
+        state_fd = self._memory.renew(memory if seat.index == 0 else None)
+        fds = {0: {"copy": self._memory.fd, **({"state": state_fd} if state_fd >= 0 else {})}}
         listen = self._listener(generation.master_port) if seat.index == 0 else None
         envs = [self._worker_env(generation, seat, local_rank) for local_rank in range(seat.workers)]
         self._events.write(
@@ -222,7 +286,7 @@ class Node:
             world_size=generation.world_size,
             cause=generation.cause,
             kind=generation.kind,
-            resume_step=generation.resume.step if generation.resume else 0,
+            resume_step=envs[0].resume_step,
             restarts=generation.restarts,
             index=seat.index,
         )
@@ -233,7 +297,9 @@ class Node:
             listen,
             {**self._env, **_network(self._address, self._env)},
             Path.cwd(),
+            fds if self._memory.fd >= 0 else None,
         )
+        self._memory.forget(state_fd)
         if listen is not None:
             self.bind(self._address)
 
@@ -264,6 +330,7 @@ class Node:
             run_dir=str(self._settings.run_dir),
             role=self._settings.role,
             resume=generation.resume.commit() if generation.resume else None,
+            copy=generation.memory.as_copy() if generation.memory else None,
         )
 
     def _worker_started(self, event: WorkerStarted) -> None:
@@ -299,7 +366,7 @@ class Node:
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
-        if event.generation != self._running:
+        if event.generation != self._running or event.local_rank in self._ends.handed:
             return
         if event.failure is not None:
             self._ends = replace(self._ends, failures=(*self._ends.failures, event.failure))
@@ -310,6 +377,26 @@ class Node:
                 self._workers.kill(self._running)
         elif event.code == 0:
             self._ends = replace(self._ends, well=self._ends.well + 1)
+
+    def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
+        if event.generation != self._running or self._started is None:
+            return
+        self._remember_step()
+        memory = self._ends.memory
+        if event.local_rank == 0 and left.size:
+            memory = Copy(left.step, left.epoch, left.size, left.digest, self._started[0].world_size)
+        self._ends = replace(self._ends, handed=self._ends.handed | {event.local_rank}, memory=memory)
+        self._memory.copy = memory
+
+    def _pages(self) -> list[Page]:
+        """The pages of all workers of the running generation."""
+        pages = []
+        for local_rank in range(self._ends.workers if self._running else 0):
+            try:
+                pages.append(self._workers.page(local_rank, self._running))
+            except KeyError:
+                return []
+        return pages
 
     def _remember_step(self) -> None:
         try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from elasticrt.agent.report import Failure, describe, render
-from elasticrt.rendezvous.records import FailureRecord, Report
+from elasticrt.contract.env import Copy
+from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
+from elasticrt.rendezvous.decision import Halt
+from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Report
 
 SUMMARY_MAX = 400
 TEXT_MAX = 5500
@@ -15,12 +18,20 @@ TEXT_MAX = 5500
 
 @dataclass(frozen=True)
 class Ends:
-    """How the workers of one generation on one node have ended so far: well, or with failures, in order of time."""
+    """How the workers of one generation on one node have ended so far: well, or with failures, in order of time.
+
+    `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
+    most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left.
+    """
 
     generation: int
     workers: int
     well: int = 0
     failures: tuple[Failure, ...] = ()
+    handover: int = 0
+    entered: int = 0
+    handed: frozenset[int] = frozenset()
+    memory: Copy | None = None
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -34,6 +45,24 @@ class Ends:
                 incarnation=incarnation,
                 status="failed",
                 failure=failure_record(self.failures),
+            )
+        if len(self.handed) == self.workers:
+            return Report(
+                generation=self.generation,
+                node=node,
+                incarnation=incarnation,
+                status="held",
+                handover=self.handover,
+                memory=CopyRecord(**asdict(self.memory)) if self.memory is not None else None,
+            )
+        if self.handover and not self.well:
+            return Report(
+                generation=self.generation,
+                node=node,
+                incarnation=incarnation,
+                status="holding",
+                handover=self.handover,
+                entered=self.entered,
             )
         if not self.well:
             return None
@@ -84,3 +113,14 @@ def cost(last: LastStep, first_step: int, first_at_ns: int, resumed_from: int) -
     if not last.at_ns or first_at_ns <= last.at_ns:
         return Cost(None, 0)
     return Cost((first_at_ns - last.at_ns) / 1e9, max(0, last.step - resumed_from))
+
+
+def halted(decision: Halt, run_id: str) -> ElasticError:
+    """The error that an agent ends with when going on would not be safe."""
+    if decision.code == DuplicateError.exit_code:
+        kind: type[ElasticError] = DuplicateError
+        remedy = "Start this node again with the run's options"
+    else:
+        kind = StoreError
+        remedy = "The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
+    return kind(explain("this node cannot go on", f"run {run_id}", got=decision.reason, remedy=remedy))

@@ -6,6 +6,9 @@ nothing else: an accepted connection alone is silence (the kernel accepts for a 
 * the right answer: "alive";
 * refused, reset, or another life answers: "dead", at once; the process that held this port is gone;
 * anything else, three times within 1.5 s: "silent". That is no proof; `rendezvous.decide` says what may follow.
+
+The answer also names the generation that the agent has workers of. An agent that cannot reach etcd asks for that: when
+others of its run are in a newer generation, its own is over.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 from elasticrt.rendezvous.records import Seat
 
@@ -35,9 +38,10 @@ Answer = Literal["alive", "dead", "silent"]
 class ProbeServer:
     """Answers probes on `address` until closed. `state` gives (incarnation, generation) from any thread."""
 
-    def __init__(self, address: str, state: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, address: str, run_id: str, state: Callable[[], tuple[str, int]]) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self._run_id = run_id
         self._state = state
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, name="elasticrt-probe", daemon=True)
@@ -58,7 +62,8 @@ class ProbeServer:
                 try:
                     question = json.loads(_read_line(connection))
                     incarnation, generation = self._state()
-                    answer = {"nonce": question["nonce"], "incarnation": incarnation, "generation": generation}
+                    answer = {"nonce": question["nonce"], "run": self._run_id}
+                    answer |= {"incarnation": incarnation, "generation": generation}
                     connection.sendall(json.dumps(answer).encode() + b"\n")
                 except (OSError, ValueError, KeyError, TypeError) as error:
                     log.debug("a probe that was none: %s", error)
@@ -82,6 +87,15 @@ class Prober:
                 self._asking.add(seat.incarnation)
             self._pool.submit(self._ask, seat, time.monotonic())
 
+    def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
+        """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
+        for seat in seats:
+            with self._lock:
+                if seat.incarnation in self._asking:
+                    continue
+                self._asking.add(seat.incarnation)
+            self._pool.submit(self._listen, seat, run_id, heard)
+
     def close(self) -> None:
         """Take no more questions; those under way end by themselves within 1.5 s."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -91,6 +105,12 @@ class Prober:
         with self._lock:
             self._asking.discard(seat.incarnation)
         self._sink(seat, answer, asked_at)
+
+    def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
+        number = generation_of(seat.address, seat.probe_port, run_id)
+        with self._lock:
+            self._asking.discard(seat.incarnation)
+        heard(number)
 
 
 def ask(address: str, port: int, incarnation: str) -> Answer:
@@ -105,7 +125,27 @@ def ask(address: str, port: int, incarnation: str) -> Answer:
     return "silent"
 
 
+def generation_of(address: str, port: int, run_id: str) -> int:
+    """The newest generation that this run's agent there has had workers in; 0 when no agent of this run answers.
+
+    In whatever life: an agent that was left out and came back knows best that the generation has moved on.
+    """
+    answer = _exchange(address, port)
+    if isinstance(answer, str) or answer.get("run") != run_id:
+        return 0
+    number = answer.get("generation")
+    return number if isinstance(number, int) else 0
+
+
 def _ask_once(address: str, port: int, incarnation: str) -> Answer:
+    answer = _exchange(address, port)
+    if isinstance(answer, str):
+        return answer
+    return "alive" if answer.get("incarnation") == incarnation else "dead"
+
+
+def _exchange(address: str, port: int) -> dict[str, Any] | Literal["dead", "silent"]:
+    """One question; an agent's answer, or what its absence means."""
     nonce = secrets.token_hex(8)
     try:
         with socket.create_connection((address, port), timeout=TRY_S) as connection:
@@ -117,7 +157,7 @@ def _ask_once(address: str, port: int, incarnation: str) -> Answer:
         return "silent"
     if not isinstance(answer, dict) or answer.get("nonce") != nonce:
         return "silent"
-    return "alive" if answer.get("incarnation") == incarnation else "dead"
+    return answer
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -23,6 +23,7 @@ class Settings:
         again: start another attempt of a run that has succeeded.
         run_dir: logs and events; shared by all nodes that see the same directory.
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
+        drain_timeout_s: how long this agent tries to hand over before it leaves without.
         stop_timeout_s: grace between SIGTERM and SIGKILL for workers when this agent is told to leave.
         events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
@@ -42,6 +43,7 @@ class Settings:
     run_dir: Path
     max_restarts: int = 3
     stop_timeout_s: float = 10.0
+    drain_timeout_s: float = 15.0
     ride_through_s: float = 900.0
     etcd_linger_s: float = 30.0
     role: str = "default"

@@ -76,6 +76,7 @@ def declare(parser: argparse.ArgumentParser) -> Options:
     add("--lease-ttl", parse=positive_seconds, default=5.0, value="T", text="a silent node is gone after so long")
     add("--settle", parse=seconds, default=0.5, value="T", text="quiet time before the first generation")
     add("--stop-timeout", "--shutdown-timeout", parse=seconds, default=10.0, value="T", text="from SIGTERM to SIGKILL")
+    add("--drain-timeout", parse=seconds, default=15.0, value="T", text="from SIGTERM to leaving without a handover")
     add("--run-dir", "--log-dir", value="DIR", text=f"logs and events (default: {DEFAULT_RUN_DIR}/<run id>)")
     add("--start-method", parse=choice("fork", "spawn"), default="fork", value="HOW", text="fork: from a warm process")
     add("--preload", default="", value="MODULES", text="modules to import in the warm process, with commas")
@@ -143,6 +144,7 @@ def configure(
         max_restarts=spec.max_restarts,
         stop_timeout_s=values["stop_timeout"],
         etcd_linger_s=values["etcd_linger"],
+        drain_timeout_s=values["drain_timeout"],
         role=values["role"],
         events_fd=values["events_fd"],
     )

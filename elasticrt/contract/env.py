@@ -66,12 +66,42 @@ class Commit:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A copy of the training state in a node's memory, taken at a handover: what a generation can resume from.
+
+    `step`, `epoch`: as in Commit; `size`, `digest`: of its bytes; `world_size`: of the generation that took it.
+    """
+
+    step: int
+    epoch: int
+    size: int
+    digest: str
+    world_size: int
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Copy:
+        """The reverse. ValueError when it is none."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
+            raise ValueError(f"a copy needs exactly the fields {sorted(cls.__dataclass_fields__)}")
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
 class WorkerEnv:
     """Everything a worker is told by its agent.
 
+    `resume` is the head that the generation resumes from; with `copy` it resumes from that copy in memory instead,
+    which descends from `resume`.
+
     Descriptors are numbers of inherited file descriptors, -1 where there is none: `channel_fd` (unix stream socket to
     the agent), `page_fd` (status page, a memfd), `listen_fd` (global rank 0 only: a bound, listening TCP socket for
-    the generation's store).
+    the generation's store), `copy_fd` (local rank 0: an empty memfd to hand the state over in), `state_fd` (global rank
+    0 with `copy`: the memfd that holds it).
     """
 
     rank: int
@@ -93,9 +123,17 @@ class WorkerEnv:
     role: str = "default"
     error_file: str = ""
     resume: Commit | None = None
+    copy: Copy | None = None
+    copy_fd: int = -1
+    state_fd: int = -1
     channel_fd: int = -1
     page_fd: int = -1
     listen_fd: int = -1
+
+    @property
+    def resume_step(self) -> int:
+        """The step that this generation's first step follows."""
+        return self.copy.step if self.copy else self.resume.step if self.resume else 0
 
     def to_env(self) -> dict[str, str]:
         """The variables to set, on top of the user's own environment."""
@@ -123,6 +161,9 @@ class WorkerEnv:
             "ELASTICRT_NODE": self.node,
             "ELASTICRT_RUN_DIR": self.run_dir,
             "ELASTICRT_RESUME": self.resume.to_json() if self.resume else "",
+            "ELASTICRT_COPY": self.copy.to_json() if self.copy else "",
+            "ELASTICRT_COPY_FD": self.copy_fd,
+            "ELASTICRT_STATE_FD": self.state_fd,
             "ELASTICRT_CHANNEL_FD": self.channel_fd,
             "ELASTICRT_PAGE_FD": self.page_fd,
             "ELASTICRT_LISTEN_FD": self.listen_fd,
@@ -144,7 +185,7 @@ class WorkerEnv:
             except (KeyError, ValueError):
                 raise ValueError(f"{name}: got {env.get(name)!r}; expected a whole number set by the agent") from None
 
-        resume = env.get("ELASTICRT_RESUME", "")
+        resume, copy = env.get("ELASTICRT_RESUME", ""), env.get("ELASTICRT_COPY", "")
         return cls(
             rank=whole("RANK"),
             local_rank=whole("LOCAL_RANK"),
@@ -165,6 +206,9 @@ class WorkerEnv:
             role=env.get("ROLE_NAME", "default"),
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             resume=Commit.from_json(resume) if resume else None,
+            copy=Copy.from_json(copy) if copy else None,
+            copy_fd=whole("ELASTICRT_COPY_FD") if "ELASTICRT_COPY_FD" in env else -1,
+            state_fd=whole("ELASTICRT_STATE_FD") if "ELASTICRT_STATE_FD" in env else -1,
             channel_fd=whole("ELASTICRT_CHANNEL_FD"),
             page_fd=whole("ELASTICRT_PAGE_FD"),
             listen_fd=whole("ELASTICRT_LISTEN_FD"),

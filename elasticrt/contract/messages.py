@@ -7,7 +7,7 @@ Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Started, Exited.
-* worker -> agent: Step, Save, Claim, Published, BuildFailed, Done.
+* worker -> agent: Step, Save, Claim, Published, BuildFailed, HandedOver, Done.
 * agent -> worker: Reply, Release.
 """
 
@@ -16,6 +16,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+HANDED_OVER_CODE = 79
+"""Exit code of a forked worker that has left its loop to hand over. The message says it; the code only agrees."""
 
 FRAME_MAX_BYTES = 8 * 1024 * 1024
 """A frame holds at most an environment and a command line; the kernel limits both to a few MiB."""
@@ -26,9 +29,10 @@ class Start:
     """Start one worker.
 
     With it travel, in this order, the descriptors named in `fd_names`: "stdout", "stderr" (write ends), "channel",
-    "page", "listen" (only for global rank 0). The worker finds each under the number that its environment states
-    (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the parent's own is added.
-    `keep_stdin` is true for local rank 0 only.
+    "page", "copy" (local rank 0: a memory file for its state), "state" (global rank 0: the copy to resume from, if the
+    generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
+    environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
+    parent's own is added. `keep_stdin` is true for local rank 0 only.
     """
 
     generation: int
@@ -157,6 +161,19 @@ class Done:
 
 
 @dataclass(frozen=True)
+class HandedOver:
+    """The worker has stopped after `step`, as agreed, and leaves its loop.
+
+    Local rank 0 has written its state to the copy descriptor first: `size` bytes with SHA-256 `digest` (else 0 and "").
+    """
+
+    step: int
+    epoch: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Reply:
     """The answer to the request of the same number."""
 
@@ -172,13 +189,27 @@ class Release:
 
 
 Message = (
-    Start | Signal | Warm | Started | Exited | Step | Save | Claim | Published | BuildFailed | Done | Reply | Release
+    Start
+    | Signal
+    | Warm
+    | Started
+    | Exited
+    | Step
+    | Save
+    | Claim
+    | Published
+    | BuildFailed
+    | Done
+    | HandedOver
+    | Reply
+    | Release
 )
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Started, Exited, Step, Save, Claim, Published, BuildFailed, Done, Reply, Release,
+        Start, Signal, Warm, Started, Exited, Step, Save, Claim, Published, BuildFailed, Done, HandedOver, Reply,
+        Release,
     )
 }  # fmt: skip
 

@@ -17,7 +17,9 @@ class Page:
 
     Attributes:
         entered: the step that the worker has entered (it writes s + 1 at the end of step s, before it reads `stop`).
-        stop: written by the agent: hold after this step; 0 for none.
+        stop: written by the agent: not 0: hold at the end of the present step.
+        save: written by the agent before `go`: rank 0 commits a checkpoint before it leaves (1), or not (0).
+        go: written by the agent while workers hold: the step after which all hand over; 0 while it is not known.
         step: the last finished global step.
         step_at_ns: CLOCK_MONOTONIC when it finished.
         epoch: the epoch of that step.
@@ -56,6 +58,24 @@ class Page:
     @stop.setter
     def stop(self, value: int) -> None:
         self._words[1] = value
+
+    @property
+    def save(self) -> int:
+        """See the class."""
+        return self._words[6]
+
+    @save.setter
+    def save(self, value: int) -> None:
+        self._words[6] = value
+
+    @property
+    def go(self) -> int:
+        """See the class."""
+        return self._words[5]
+
+    @go.setter
+    def go(self, value: int) -> None:
+        self._words[5] = value
 
     @property
     def step(self) -> int:

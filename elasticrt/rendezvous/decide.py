@@ -21,11 +21,9 @@ The life of a generation g:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
-from elasticrt.errors import EXIT_DUPLICATE, EXIT_RENDEZVOUS, EXIT_STORE, EXIT_WORKERS
+from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
 from elasticrt.rendezvous.decision import (
     Announce,
     Decision,
@@ -37,14 +35,14 @@ from elasticrt.rendezvous.decision import (
     Leave,
     Me,
     Probe,
-    Publish,
     Register,
     Rejoin,
     Run,
     Wait,
 )
-from elasticrt.rendezvous.records import FailureRecord, Generation, Member, Report, Seat
-from elasticrt.rendezvous.seats import Draft, seat_order, seats_for
+from elasticrt.rendezvous.led import Led, candidates, counted, kept_restarts, list_names, publish, settled_at, too_few
+from elasticrt.rendezvous.planned import handing_over, planned
+from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
 from elasticrt.rendezvous.view import Entry, View
 from elasticrt.spec import RunSpec, difference
 
@@ -52,17 +50,16 @@ COLLATERAL_GRACE_S = 0.25
 """How long to wait for the cause when only collateral failures are reported: a killed worker is reported within
 milliseconds, its peers' failing collectives later, so this is rarely used up."""
 
-JOIN_COST_FACTOR = 20
-"""A planned re-form is allowed when this many times the last one's cost has passed: at most 5 % of the time."""
 
-
-def decide(me: Me, view: View, now: float) -> Decision:
+def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
     """What this member does next. `now` is its monotonic clock, in seconds."""
     name, life = me.record.node, me.record.incarnation
     if view.result is not None:
         return End(view.result, f"the run has ended: {view.result.reason}")
     if me.leaving:
         return Leave(me.leaving)
+    if me.record.draining and _may_leave(me, view):
+        return Leave("drained: the others go on")
     if view.number < me.known:
         return Halt(EXIT_STORE, f"the store knows generation {view.number} but had generation {me.known}: data lost")
     if view.spec is not None and view.spec.record.attempt != me.attempt:
@@ -78,6 +75,8 @@ def decide(me: Me, view: View, now: float) -> Decision:
         return Run(generation, seat, f"generation {generation.number}: {generation.cause}")
 
     if me.lease == "suspended":
+        if me.running and me.heard > me.running:
+            return Rejoin(f"etcd does not answer, but another node is in generation {me.heard} already")
         return Wait("etcd does not answer: workers run on, nothing is committed")
     mine = view.members.get(name)
     if me.lease == "lost" or mine is None or mine.record.incarnation != life:
@@ -86,7 +85,18 @@ def decide(me: Me, view: View, now: float) -> Decision:
         return File(me.report, f"workers of generation {me.report.generation}: {me.report.status}")
     if mine.record != me.record:
         return Announce("this member's state has changed")
+    step = handing_over(me, view)
+    if step is not None:
+        return step
     return _lead(me, view, now) if view.leads else _follow(me, view)
+
+
+def _may_leave(me: Me, view: View) -> bool:
+    """Whether a draining member has nothing left to do: it has no seat, or its workers have saved and left for good."""
+    if view.seat_of(me.record.node, me.record.incarnation) is None:
+        return not me.running or view.number > me.running
+    saved = view.handover is not None and view.handover.record.save
+    return saved and me.report is not None and me.report == me.filed and me.report.status == "held"
 
 
 def _follow(me: Me, view: View) -> Decision:
@@ -104,38 +114,6 @@ def _follow(me: Me, view: View) -> Decision:
     return Wait(f"workers failed; {leader.record.node} leads")
 
 
-@dataclass(frozen=True)
-class _Led:
-    """What the leader's duties look at: the view, taken apart once."""
-
-    me: Me
-    view: View
-    spec: RunSpec
-    generation: Generation
-    since: float
-    seats: list[Seat]
-    reports: dict[str, Entry[Report]]
-    now: float
-
-    def said(self, seat: Seat, status: str) -> bool:
-        """Whether this seat's node, in this life, has reported `status`."""
-        entry = self.reports.get(seat.node)
-        return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
-
-    def key_of(self, seat: Seat) -> Entry[Member] | None:
-        """The member key of this seat's life, if it is there."""
-        entry = self.view.members.get(seat.node)
-        return entry if entry is not None and entry.record.incarnation == seat.incarnation else None
-
-    def has_left(self, seat: Seat) -> bool:
-        """Whether the node said goodbye, or has begun another life."""
-        return self.said(seat, "left") or (self.key_of(seat) is None and seat.node in self.view.members)
-
-    def vanished_at(self, seat: Seat) -> float:
-        """Since when the seat's key has been away; a seat whose key was never seen counts from the generation on."""
-        return self.view.vanished.get(seat.node, self.since)
-
-
 def _lead(me: Me, view: View, now: float) -> Decision:
     """The leader's duties, most urgent first."""
     if view.spec is None or not view.complete:
@@ -146,7 +124,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     if not view.roster_complete:
         return Wait("reading the roster")
 
-    led = _Led(me, view, spec, view.generation.record, view.generation.since, view.order(), view.reports, now)
+    led = Led(me, view, spec, view.generation.record, view.generation.since, view.order(), view.reports, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         return Finish("succeeded", 0, f"all {led.generation.world_size} workers ended with exit code 0")
     for entry in led.reports.values():
@@ -156,7 +134,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
     doubted = tuple(seat for seat in led.seats if seat.node != me.record.node and _doubted(led, seat))
     if doubted:
-        return Probe(doubted, f"{len(doubted)} of {_count(len(led.seats), 'node')} may be gone")
+        return Probe(doubted, f"{len(doubted)} of {counted(len(led.seats), 'node')} may be gone")
     unsure = _fence_or_wait(led)
     if unsure is not None:
         return unsure
@@ -167,34 +145,34 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return _after_loss(led, gone)
     if failed:
         return _after_failure(led, failed)
-    return _join(led)
+    return planned(led)
 
 
 def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float) -> Decision:
     """Nobody of the generation before is left (or there was none): wait for quiet, then begin."""
-    short = _short(view, spec, now)
+    short = too_few(view, spec, now)
     if short is not None:
         return short
-    settled = _settled_at(view, spec)
+    settled = settled_at(view, spec)
     if now < settled:
-        return Wait(f"{_count(len(_ready(view)), 'node')} ready; waiting for quiet", settled)
+        return Wait(f"{counted(len(candidates(view)), 'node')} ready; waiting for quiet", settled)
     cause = "start" if view.number == 0 else "start again with new nodes"
-    return _publish(view, spec, kind, cause, restarts=(0, 0, view.head.record.step if view.head else 0))
+    return publish(view, spec, kind, cause, restarts=(0, 0, view.head.record.step if view.head else 0))
 
 
-def _after_loss(led: _Led, gone: list[Seat]) -> Decision:
+def _after_loss(led: Led, gone: list[Seat]) -> Decision:
     """A node is gone: the others re-form. It costs no restart."""
     if len(gone) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
-    short = _short(led.view, led.spec, led.now)
+    short = too_few(led.view, led.spec, led.now)
     if short is not None:
         return short
     left = all(led.said(seat, "left") for seat in gone)
-    cause = f"{_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
-    return _publish(led.view, led.spec, "lost", cause, restarts=_kept(led.generation))
+    cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
+    return publish(led.view, led.spec, "lost", cause, restarts=kept_restarts(led.generation))
 
 
-def _after_failure(led: _Led, failed: list[Entry[Report]]) -> Decision:
+def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
     first, only_collateral = _first_cause(failed)
     if only_collateral:
@@ -207,68 +185,15 @@ def _after_failure(led: _Led, failed: list[Entry[Report]]) -> Decision:
     restarts, total = (1 if progress else before.restarts + 1), before.restarts_total + 1
     if (restarts if spec.restarts_reset else total) > spec.max_restarts:
         what = "without new committed steps " if spec.restarts_reset else ""
-        reason = f"{first.summary} ({_count(spec.max_restarts, 'restart')} {what}spent)"
+        reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish("failed", EXIT_WORKERS, reason, first.text)
-    short = _short(led.view, spec, led.now)
+    short = too_few(led.view, spec, led.now)
     if short is not None:
         return short
-    return _publish(led.view, spec, "failure", first.summary, restarts=(restarts, total, step))
+    return publish(led.view, spec, "failure", first.summary, restarts=(restarts, total, step))
 
 
-def _join(led: _Led) -> Decision:
-    """All is well: let newcomers in, unless the run is closing, full, or has just re-formed."""
-    spec = led.spec
-    since = {
-        entry.record.node: entry.ready_since
-        for entry in _ready(led.view)
-        if entry.ready_since is not None and led.view.seat_of(entry.record.node, entry.record.incarnation) is None
-    }
-    room = spec.max_nodes - len(led.seats)
-    if not since:
-        return Wait("training")
-    if room <= 0:
-        return Wait(f"training; {_count(len(since), 'standby node')}")
-    if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
-        return Wait("closing: a worker has ended, nobody joins any more")
-    if spec.join == "failure":
-        return Wait("newcomers are let in together with a failure (--join failure)")
-    ready = sorted(since.values())
-    quiet = ready[-1] if len(since) >= room else min(ready[-1] + spec.settle_quiet_s, ready[0] + spec.settle_max_s)
-    paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" else 0.0)
-    if led.now < max(quiet, paid):
-        return Wait(f"{_names(since)} will join", max(quiet, paid))
-    return _publish(led.view, spec, "join", f"{_names(since)} joined", restarts=_kept(led.generation))
-
-
-def _publish(
-    view: View,
-    spec: RunSpec,
-    kind: Literal["start", "failure", "lost", "join"],
-    cause: str,
-    *,
-    restarts: tuple[int, int, int],
-) -> Publish:
-    """The next generation from all ready members. `restarts`: since progress, in all, head step when counted."""
-    assert view.spec is not None
-    chosen = seat_order(_ready(view), view.order(), spec.max_nodes)
-    seats = seats_for(chosen)
-    draft = Draft(
-        number=max([view.number, *(entry.record.seen for entry in chosen)]) + 1,
-        attempt=view.spec.record.attempt,
-        kind=kind,
-        cause=cause,
-        seats=seats,
-        master_address=chosen[0].record.address,
-        master_port=chosen[0].record.port,
-        restarts=restarts[0],
-        restarts_total=restarts[1],
-        restart_step=restarts[2],
-        resume=view.head.record if view.head else None,
-    )
-    return Publish(draft, f"generation {draft.number} with {_count(len(seats), 'node')}: {cause}")
-
-
-def _doubted(led: _Led, seat: Seat) -> bool:
+def _doubted(led: Led, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
     Evidence against all: a failure report. Evidence against one: its member key has gone.
@@ -284,7 +209,7 @@ def _doubted(led: _Led, seat: Seat) -> bool:
     return verdict is None or (verdict.kind != "dead" and verdict.asked_at < min(evidence))
 
 
-def _fence_or_wait(led: _Led) -> Decision | None:
+def _fence_or_wait(led: Led) -> Decision | None:
     """Take out the dead at once, and the silent only while they are fewer than half of the generation.
 
     A leader that hears nothing from half of the others must suspect itself. Of two nodes, one is silent and neither can
@@ -305,18 +230,18 @@ def _fence_or_wait(led: _Led) -> Decision | None:
         if 2 * len(silent) < len(led.seats):
             return Fence(key, f"{seat.node} is silent")
         if led.now < term_over:
-            return Wait(f"{len(silent)} of {_count(len(led.seats), 'node')} silent: the leases will tell", term_over)
+            return Wait(f"{len(silent)} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
         if len(led.seats) == 2:
             return Fence(key, f"{seat.node} has been silent for a whole lease term")
         return Probe(tuple(seat for seat, _, _ in silent), "still silent, still holding leases")
     away = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
     if away:
         until = min(led.vanished_at(seat) for seat in away) + led.spec.lease_ttl_s
-        return Wait(f"{_names(seat.node for seat in away)} answers but has no key; it may register again", until)
+        return Wait(f"{list_names(seat.node for seat in away)} answers but has no key; it may register again", until)
     return None
 
 
-def _gone(led: _Led, seat: Seat) -> bool:
+def _gone(led: Led, seat: Seat) -> bool:
     """Whether a seat's node is out: it said so, lives another life, is dead, or stayed away for a lease term."""
     if led.has_left(seat):
         return True
@@ -337,46 +262,6 @@ def _first_cause(failed: list[Entry[Report]]) -> tuple[FailureRecord, bool]:
     return (causes or failures or [unknown])[0], not causes and bool(failures)
 
 
-def _short(view: View, spec: RunSpec, now: float) -> Decision | None:
-    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike."""
-    ready = len(_ready(view))
-    if ready >= spec.min_nodes:
-        return None
-    if view.short_since is None:
-        return Wait(f"{ready} of {_count(len(view.members), 'node')} ready; {spec.min_nodes} needed")
-    deadline = view.short_since + spec.join_timeout_s
-    if now >= deadline:
-        reason = f"{len(view.members)} of at least {spec.min_nodes} nodes came within {spec.join_timeout_s:g} s"
-        return Finish("failed", EXIT_RENDEZVOUS, reason)
-    return Wait(f"{_count(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
-
-
-def _settled_at(view: View, spec: RunSpec) -> float:
-    """When the first generation may begin: at max-nodes now, else after a quiet time, but not later than a limit.
-
-    Quiet means that all who registered are ready and the last one came some time ago; the limit counts from when
-    min-nodes were ready.
-    """
-    ready = sorted(entry.ready_since for entry in _ready(view) if entry.ready_since is not None)
-    if len(ready) >= spec.max_nodes:
-        return ready[spec.max_nodes - 1]
-    limit = ready[spec.min_nodes - 1] + spec.settle_max_s
-    if len(ready) < len(view.members):
-        return limit
-    return min(limit, max(ready[-1], max(entry.since for entry in view.members.values()) + spec.settle_quiet_s))
-
-
-def _ready(view: View) -> list[Entry[Member]]:
-    """Members that can be seated: warm, not draining, not leaving (that report can be seen before the key goes)."""
-    left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
-    ready = [entry for entry in view.members.values() if entry.ready_since is not None]
-    return [entry for entry in ready if entry.record.incarnation not in left]
-
-
-def _kept(generation: Generation) -> tuple[int, int, int]:
-    return generation.restarts, generation.restarts_total, generation.restart_step
-
-
 def _seat_to_ask(member: Member) -> Seat:
     return Seat(
         node=member.node,
@@ -387,12 +272,3 @@ def _seat_to_ask(member: Member) -> Seat:
         address=member.address,
         probe_port=member.probe_port,
     )
-
-
-def _names(nodes: Iterable[str]) -> str:
-    names = sorted(nodes)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

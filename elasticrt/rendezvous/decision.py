@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticrt.rendezvous.records import Generation, Member, Report, Result, Seat
+from elasticrt.rendezvous.records import Generation, HandoverRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.seats import Draft
 from elasticrt.rendezvous.view import Entry
 from elasticrt.spec import RunSpec
@@ -24,7 +24,10 @@ class Me:
         running: the generation whose workers still live, 0 for none.
         report: what its report for generation `started` should say, if anything.
         filed: the report it last stored.
+        heard: the newest generation that another node has named while etcd did not answer here.
         failed_at: when its workers failed in generation `started`.
+        holding: the create revision of the handover for which its workers were told to hold, 0 for none.
+        going: the step after which they were told to leave, 0 for none.
         leaving: why it leaves ("" if it does not).
         pause_s: how long the last re-form took, as measured here.
     """
@@ -38,7 +41,10 @@ class Me:
     running: int = 0
     report: Report | None = None
     filed: Report | None = None
+    heard: int = 0
     failed_at: float | None = None
+    holding: int = 0
+    going: int = 0
     leaving: str = ""
     pause_s: float = 1.0
 
@@ -139,6 +145,45 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Ask all workers of the generation to hold, or tell them the step after which they leave."""
+
+    handover: HandoverRecord
+    reason: str
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Give a handover up: nobody has left yet, and nobody shall."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Make this node's workers hold for the handover with this create revision, and see how far they have got."""
+
+    handover: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Go:
+    """Tell this node's workers the step after which they leave, and whether rank 0 commits before."""
+
+    step: int
+    save: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let this node's workers go on: the handover was given up."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Wait:
     """Nothing to do until something changes, or until `until` on this member's clock."""
 
@@ -146,4 +191,23 @@ class Wait:
     until: float | None = None
 
 
-Decision = End | Leave | Halt | Rejoin | Run | Register | Announce | File | Probe | Fence | Publish | Finish | Wait
+Decision = (
+    Ask
+    | Withdraw
+    | Hold
+    | Go
+    | Release
+    | End
+    | Leave
+    | Halt
+    | Rejoin
+    | Run
+    | Register
+    | Announce
+    | File
+    | Probe
+    | Fence
+    | Publish
+    | Finish
+    | Wait
+)

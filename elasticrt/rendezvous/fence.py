@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from elasticrt.rendezvous.records import (
     Generation,
+    HandoverRecord,
     HeadRecord,
     Keys,
     Member,
@@ -133,6 +134,7 @@ def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, befor
     if before is not None:
         old = before.record
         cleanup = (Delete(keys.roster(old.nonce), prefix=True), Delete(keys.reports(old.number), prefix=True))
+        cleanup = (*cleanup, Delete(keys.handover))
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),
@@ -143,6 +145,29 @@ def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, befor
         ),
         operations=(Put(keys.generation, generation.encode()), *cleanup),
         why=f"generation {generation.number}: {generation.cause}",
+    )
+
+
+def ask(keys: Keys, guard: Guard, leader: str, handover: HandoverRecord, seen_mod: int) -> Txn:
+    """Ask for a handover of the current generation, or go on with the one that was read at `seen_mod`."""
+    return Txn(
+        compares=(
+            _unchanged(keys.generation, guard.generation),
+            _unchanged(keys.handover, seen_mod),
+            _alive(keys, leader, guard),
+        ),
+        operations=(Put(keys.handover, handover.encode()),),
+        why=f"handover of generation {handover.generation}: "
+        + (f"all leave after step {handover.step}" if handover.step else "hold"),
+    )
+
+
+def withdraw(keys: Keys, guard: Guard, leader: str, seen_mod: int) -> Txn:
+    """Give a handover up."""
+    return Txn(
+        compares=(_unchanged(keys.handover, seen_mod), _alive(keys, leader, guard)),
+        operations=(Delete(keys.handover),),
+        why="the handover is given up",
     )
 
 
@@ -175,6 +200,7 @@ def finish(keys: Keys, guard: Guard, leader: str, result: Result) -> Txn:
             Delete(keys.rosters, prefix=True),
             Delete(keys.all_reports, prefix=True),
             Delete(keys.preparations, prefix=True),
+            Delete(keys.handover),
         ),
         why=f"result: {result.status}",
     )

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous import fence
-from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Publish
+from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
 from elasticrt.rendezvous.records import Keys, Member, Record, Report, Result, SpecRecord, decode
 from elasticrt.rendezvous.view import View, apply, apply_range, followed, wanted_reads, with_oldest
 from elasticrt.spec import RunSpec, difference
@@ -179,6 +179,10 @@ class Rendezvous:
         if mine is not None and mine.record.incarnation == member.incarnation:
             # The key is still there, on the old lease: replace it by one on the new lease.
             return self._write(fence.announce(self.keys, self._guard(), member, lease), member)
+        if mine is not None and _same_process(mine.record, member):
+            # A former life of this very agent. Its farewell did not reach etcd, and its lease may be ours still.
+            self.leave(None)
+            self.refresh()
         return self._write(fence.register_again(self.keys, self._guard(), member, lease), member)
 
     def evict_stale(self, stale: KeyValue) -> None:
@@ -221,6 +225,29 @@ class Rendezvous:
             return False
         self._fold(_put(self.keys.generation, generation, done.revision))
         self._fold_range(self.keys.roster(generation.nonce))
+        return True
+
+    def ask(self, decision: Ask) -> bool:
+        """Ask for a handover, or say after which step it happens."""
+        seen = self.view.handover
+        done = self._commit(
+            fence.ask(self.keys, self._guard(), self.view.node, decision.handover, seen.mod_revision if seen else 0)
+        )
+        if not done.succeeded:
+            self.refresh()
+            return False
+        created = seen.create_revision if seen else done.revision
+        self._fold(_put(self.keys.handover, decision.handover, done.revision, created))
+        return True
+
+    def withdraw(self) -> bool:
+        """Give the handover up."""
+        seen = self.view.handover
+        done = self._commit(fence.withdraw(self.keys, self._guard(), self.view.node, seen.mod_revision if seen else 0))
+        if not done.succeeded:
+            self.refresh()
+            return False
+        self._fold(Event(self.keys.handover, None, done.revision))
         return True
 
     def finish(self, decision: Finish, step: int) -> bool:
@@ -325,6 +352,11 @@ class Rendezvous:
 def _put(key: str, record: Record, revision: int, created: int | None = None) -> Event:
     value = KeyValue(key, record.encode(), created if created is not None else revision, revision, 1)
     return Event(key, value, revision)
+
+
+def _same_process(one: Member, other: Member) -> bool:
+    """Whether two lives are those of one agent: it holds its probe port from its start to its end."""
+    return (one.address, one.probe_port, one.pid) == (other.address, other.probe_port, other.pid)
 
 
 def _other_options(run_id: str, unlike: str) -> str:

@@ -9,6 +9,7 @@ are read: a value of another shape is refused by name, never guessed at, and nev
     roster/<nonce>/<k>    the seats of that generation, 64 or so a chunk        no lease
     reports/<g>/<node>    how this node's workers ended                         no lease
     checkpoint            the head: the newest committed checkpoint             no lease
+    control/handover      that all workers stop together, and after which step  no lease
     prepare/<name>        who builds a data set, or that it is done             while building: the builder's lease
     result/<attempt>      the one final result                                  no lease
 """
@@ -22,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elasticrt.contract.env import Commit
+from elasticrt.contract.env import Commit, Copy
 from elasticrt.errors import StoreError, explain
 from elasticrt.spec import RunSpec
 
@@ -148,11 +149,39 @@ class HeadRecord(Record):
         return Commit(**self.model_dump(exclude={"v"}))
 
 
+class CopyRecord(Record):
+    """A copy of the training state in one node's memory, with the field meanings of `contract.env.Copy`."""
+
+    step: Count
+    epoch: Count
+    size: Annotated[int, Field(ge=1)]
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    world_size: Annotated[int, Field(ge=1)]
+
+    def as_copy(self) -> Copy:
+        """The same as the value that workers know."""
+        return Copy(**self.model_dump(exclude={"v"}))
+
+
+class HandoverRecord(Record):
+    """The leader asks all workers of a generation to stop together.
+
+    `step` 0: hold, and report how far workers have been let in. Otherwise: all leave after that step; with `save`, rank
+    0 commits a checkpoint first, because too few nodes remain to hold the state in memory.
+    """
+
+    generation: Annotated[int, Field(ge=1)]
+    cause: Annotated[str, Field(max_length=400)]
+    step: Count = 0
+    save: bool = False
+
+
 class Generation(Record):
     """One agreed membership. Everything in it is decided by the leader that published it.
 
     `restarts` counts failures since new steps were last committed, `restarts_total` all of this attempt;
-    `restart_step` is the head's step at the last counted failure. `resume` is where its workers start from.
+    `restart_step` is the head's step at the last counted failure. `resume` is where its workers start from, unless
+    there is a `memory` copy: a later step, in the memory of the node with rank 0.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -163,11 +192,12 @@ class Generation(Record):
     master_address: Host
     master_port: Port
     cause: Annotated[str, Field(max_length=400)]
-    kind: Literal["start", "failure", "lost", "join"]
+    kind: Literal["start", "failure", "lost", "join", "drain"]
     restarts: Count = 0
     restarts_total: Count = 0
     restart_step: Count = 0
     resume: HeadRecord | None = None
+    memory: CopyRecord | None = None
     chunks: Annotated[int, Field(ge=1)]
     roster_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -185,17 +215,24 @@ class FailureRecord(BaseModel):
 
 
 class Report(Record):
-    """How a node's workers ended in a generation.
+    """How a node's workers ended in a generation, or how far they are in handing over.
 
     "finishing": a first worker ended well, the others still run; "ok": all ended well; "failed": one did not, and the
     others of this node have been killed; "left": the node has gone on purpose.
+
+    "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
+    let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
+    behind. `handover` is the create revision of the record that asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]
     node: Name
     incarnation: Hex16
-    status: Literal["finishing", "ok", "failed", "left"]
+    status: Literal["holding", "held", "finishing", "ok", "failed", "left"]
     failure: FailureRecord | None = None
+    handover: Count = 0
+    entered: Count = 0
+    memory: CopyRecord | None = None
 
 
 class Result(Record):
@@ -287,6 +324,11 @@ class Keys:
     def preparations(self) -> str:
         """The prefix of all preparations."""
         return self.prefix + "prepare/"
+
+    @property
+    def handover(self) -> str:
+        """See the module."""
+        return self.prefix + "control/handover"
 
     def preparation(self, name: str) -> str:
         """One preparation; any text may be its name, so a digest of it is the key."""

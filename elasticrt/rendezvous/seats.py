@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elasticrt.rendezvous.records import (
+    CopyRecord,
     Generation,
     HeadRecord,
     Member,
@@ -28,7 +29,7 @@ class Draft:
 
     number: int
     attempt: int
-    kind: Literal["start", "failure", "lost", "join"]
+    kind: Literal["start", "failure", "lost", "join", "drain"]
     cause: str
     seats: tuple[Seat, ...]
     master_address: str
@@ -37,6 +38,7 @@ class Draft:
     restarts_total: int
     restart_step: int
     resume: HeadRecord | None
+    memory: CopyRecord | None = None
 
     def seal(self, nonce: str) -> tuple[Generation, tuple[RosterChunk, ...]]:
         """The record to publish and its roster."""
@@ -55,6 +57,7 @@ class Draft:
             restarts_total=self.restarts_total,
             restart_step=self.restart_step,
             resume=self.resume,
+            memory=self.memory,
             chunks=len(chunks),
             roster_digest=roster_digest(chunks),
         )

@@ -19,6 +19,7 @@ from typing import Generic, Literal, TypeVar
 
 from elasticrt.rendezvous.records import (
     Generation,
+    HandoverRecord,
     HeadRecord,
     Keys,
     Member,
@@ -90,6 +91,7 @@ class View:
     roster_complete: bool = False
     filed: Mapping[str, Entry[Report]] = field(default_factory=dict)
     head: Entry[HeadRecord] | None = None
+    handover: Entry[HandoverRecord] | None = None
     latest: Entry[Result] | None = None
     vanished: Mapping[str, float] = field(default_factory=dict)
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -196,9 +198,17 @@ def wanted_reads(view: View, keys: Keys) -> tuple[str, ...]:
 def followed(view: View, keys: Keys) -> tuple[str, ...]:
     """The ranges to follow: O(1) for a member, everything for the leader."""
     if view.leads:
-        return (keys.generation, keys.results, keys.spec, keys.members, keys.all_reports, keys.checkpoint)
+        return (
+            keys.generation,
+            keys.results,
+            keys.spec,
+            keys.handover,
+            keys.members,
+            keys.all_reports,
+            keys.checkpoint,
+        )
     leader = () if view.oldest is None else (keys.member(view.oldest),)
-    return (keys.generation, keys.results, keys.spec, keys.member(view.node), *leader)
+    return (keys.generation, keys.results, keys.spec, keys.handover, keys.member(view.node), *leader)
 
 
 def _known_keys(view: View, keys: Keys) -> list[str]:
@@ -206,6 +216,7 @@ def _known_keys(view: View, keys: Keys) -> list[str]:
     known += list(view.filed)
     singles = ((keys.spec, view.spec), (keys.generation, view.generation), (keys.checkpoint, view.head))
     known += [key for key, entry in singles if entry is not None]
+    known += [keys.handover] if view.handover is not None else []
     if view.latest is not None:
         known.append(keys.result(view.latest.record.attempt))
     return known + list(view.unreadable)
@@ -226,6 +237,8 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
             return _report(view, keys, key, change.value, now)
         if key == keys.checkpoint:
             return replace(view, head=_entry(HeadRecord, key, change.value, view.head, now))
+        if key == keys.handover:
+            return replace(view, handover=_entry(HandoverRecord, key, change.value, view.handover, now))
         if key == keys.spec:
             return replace(view, spec=_entry(SpecRecord, key, change.value, view.spec, now))
         if key.startswith(keys.results):

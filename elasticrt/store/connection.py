@@ -19,7 +19,7 @@ import tenacity
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store import proto
-from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreRefused, StoreUnavailable
+from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreFull, StoreRefused, StoreUnavailable
 from elasticrt.store.quiet import grpc
 from elasticrt.store.verdict import Verdict, judge_error
 
@@ -236,7 +236,8 @@ class _Operation:
             raise _AgainError(f"{details} at {where}") from error
         if verdict is Verdict.LEASE_LOST:
             raise LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details)) from error
-        raise StoreRefused(refused(self._what, where, code, details)) from error
+        kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
+        raise kind(refused(self._what, where, code, details)) from error
 
 
 def status(error: grpc.RpcError) -> tuple[str, str]:

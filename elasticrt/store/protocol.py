@@ -27,6 +27,10 @@ class StoreRefused(StoreError):  # noqa: N818
     """etcd answered and said no: authentication, permission, no space, too large."""
 
 
+class StoreFull(StoreRefused):
+    """etcd has no space for another write. Reads and leases work; it ends when somebody makes space."""
+
+
 class LeaseLost(StoreError):  # noqa: N818
     """The lease does not exist (any more)."""
 

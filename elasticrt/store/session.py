@@ -101,6 +101,12 @@ class Session:
         """Grant a new lease in place of the old one. StoreUnavailable, StoreRefused: the old one stays."""
         return self._grant()
 
+    def look(self) -> None:
+        """Look at the clock now: after a pause of the whole process the caller may be faster than our own threads."""
+        with self._lock:
+            if self._lease is not None and not self._closed:
+                self._judge()
+
     def close(self, revoke: bool, timeout_s: float) -> None:
         """Stop keeping alive; with `revoke` end the lease, so that its keys vanish now instead of after the TTL.
 

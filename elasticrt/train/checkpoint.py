@@ -30,7 +30,7 @@ import torch
 
 from elasticrt.contract.env import Commit
 from elasticrt.errors import CheckpointError, ElasticError, explain
-from elasticrt.train import collective, link
+from elasticrt.train import collective, handover, link
 from elasticrt.train.archive import Archive
 from elasticrt.train.commit import Committer
 from elasticrt.train.files import Unfit
@@ -173,13 +173,13 @@ class Checkpointer:
     def _restore(self, *, claim: bool, fresh: bool) -> State | None:
         collective.require_group("Checkpointer.restore")
         rank, _ = collective.rank_and_world()
-        found: tuple[Manifest, bytearray, dict[str, Any]] | None = None
+        found: tuple[dict[str, Any], bytearray, dict[str, Any]] | None = None
         failure: ElasticError | None = None
         verdict: dict[str, Any] = {}
         if rank == 0:
             try:
                 found = self._find(claim, fresh)
-                verdict = {} if found is None else {"manifest": found[0].to_json().decode()}
+                verdict = {} if found is None else {"manifest": found[0]}
             except ElasticError as error:
                 failure = error
                 verdict = {"error": str(error)}
@@ -190,14 +190,23 @@ class Checkpointer:
             return None
         payload = collective.broadcast_bytes(b"" if found is None else found[1])
         data = _parse(payload) if found is None else found[2]
-        fields = json.loads(verdict["manifest"])
+        fields = verdict["manifest"]
         commit = fields["commit"]
         self._asked_step = commit["step"]
         return State(commit["step"], commit["epoch"], fields["world_size"], fields["run"], data)
 
-    def _find(self, claim: bool, fresh: bool) -> tuple[Manifest, bytearray, dict[str, Any]] | None:
-        """On rank 0: the checkpoint to resume from, verified and parsed. Sets what the next commit replaces."""
+    def _find(  # noqa: PLR0912  The ways to resume, from the surest to none, in one column.
+        self, claim: bool, fresh: bool
+    ) -> tuple[dict[str, Any], bytearray, dict[str, Any]] | None:
+        """On rank 0: what to resume from (described, its bytes, parsed). Sets what the next commit replaces."""
         resume = None if self._worker is None else self._worker.resume
+        if self._worker is not None and self._worker.copy is not None:
+            payload = handover.read(self._worker)
+            if claim:
+                self._archive.open(create=True)
+                self._archive.claim()
+            self._committer.descends_from(resume)
+            return handover.describe(self._worker.copy), payload, _parse(payload)
         if not self._archive.open(create=claim):
             if resume is not None:
                 self._refuse([f"{resume.file}: there is no directory {self._shown}"])
@@ -228,7 +237,7 @@ class Checkpointer:
                 OSError
             ) as error:  # Without the mark it is found through its successors; a reader may lack the right.
                 _log.info("%s could not be marked as committed: %s", manifest.commit.file, error)
-            return manifest, payload, data
+            return json.loads(manifest.to_json()), payload, data
         if resume is not None or history.marked:
             self._refuse(troubles)
         for trouble in troubles:

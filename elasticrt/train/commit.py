@@ -38,6 +38,12 @@ class Committer:
         """The generation record says that `resume` is the head."""
         self._head = resume.nonce
 
+    def descends_from(self, resume: Commit | None) -> None:
+        """The state comes from memory; `resume`, if any, is the head that it descends from."""
+        self.parent = resume
+        if resume is not None:
+            self.resumed(resume)
+
     def went_to(self, commit: Commit) -> None:
         """`commit` is what was restored: make it the head if it is not. Should that fail, the next save does it too."""
         self.parent = commit

@@ -90,6 +90,12 @@ class Link:
         finally:
             self._lock.release()
 
+    def say(self, message: Message) -> None:
+        """Send a message that nobody answers, waiting for room if need be; without an agent it is dropped."""
+        if self.usable:
+            with self._lock:
+                self._send(message)
+
     def close(self) -> None:
         """Let go of the channel. Requests that wait are refused."""
         self._closed = self._closed or "closed"

@@ -19,10 +19,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import collective, leaving, rng, stateful
+from elasticrt.train import collective, handover, leaving, link, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.order import Share
+from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
@@ -81,6 +82,7 @@ class Loop:
         self._steps_max: int | None = None
         self._rank, self._world_size, self._resumed_world_size = 0, 1, 1
         self._reporter: Reporter | None = None
+        self._worker, self._page = link.worker_env(), link.status_page()
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -140,7 +142,7 @@ class Loop:
                 self._check_running("epochs")
                 self._settle()
                 self._position = self._position.closed(cut_short=self._cut_short())
-                self._save_if_due()
+                self._boundary()
             self._save_last()
         finally:
             self._leave()
@@ -243,7 +245,7 @@ class Loop:
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             self._settle(passed=True)
-            self._save_if_due()
+            self._boundary()
 
     def step(self, **scalars: float | torch.Tensor) -> None:
         """Numbers of this step for who watches the run (a tensor is read at most once a second, and kept detached).
@@ -255,7 +257,7 @@ class Loop:
             self._reporter.scalars.keep(scalars)
         if self._share is None:
             self._count()
-            self._save_if_due()
+            self._boundary()
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -296,6 +298,16 @@ class Loop:
         if self._reporter is not None:
             self._reporter.finished(self._position.steps, self._position.epoch)
 
+    def _boundary(self) -> None:
+        """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
+        self._save_if_due()
+        if self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
+            assert self._worker is not None, "who has a page has an agent"
+            if self._page.save:
+                self._save_last()
+            state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
+            handover.leave(self._worker, state, self._position.steps, self._position.epoch)
+
     def _interrupted(self) -> None:
         """An exception left the batch. Its step is not counted; if the optimizer has stepped, the model is ahead."""
         self._weighting.end()
@@ -331,12 +343,17 @@ class Loop:
                 self._save()
             self._checkpointer.wait()
 
-    def _save(self) -> None:
+    def _state(self) -> dict[str, Any]:
+        ours = {**self._about(), "rng": rng.capture(), "vars": self.vars}
+        return {**stateful.collect(self._objects), stateful.OURS: ours}
+
+    def _about(self) -> dict[str, Any]:
         sampler = None if self._sampler is None else self._sampler.state_dict()
-        ours = {"position": self._position.to_dict(), "sampler": sampler, "rng": rng.capture(), "vars": self.vars}
-        about = {"position": self._position.to_dict(), "sampler": sampler}
-        state = {**stateful.collect(self._objects), stateful.OURS: ours}
-        self._checkpointer.save(state, step=self._position.steps, epoch=self._position.epoch, about=about)
+        return {"position": self._position.to_dict(), "sampler": sampler}
+
+    def _save(self) -> None:
+        position = self._position
+        self._checkpointer.save(self._state(), step=position.steps, epoch=position.epoch, about=self._about())
         self._saved = self._position
         self._saved_at = time.monotonic()
 

@@ -22,6 +22,8 @@ import types
 from collections.abc import Mapping, Sequence
 
 from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.messages import HANDED_OVER_CODE
+from elasticrt.errors import Handover
 from elasticrt.worker import ending, store
 
 _LOADED_BY_ANY_PYTHON = frozenset(
@@ -153,6 +155,8 @@ def _run(command: list[str], *, module: bool) -> int:
             _execute_script(command[0], main)
     except SystemExit as request:
         return _exit_code(request.code)
+    except Handover:
+        return HANDED_OVER_CODE  # The agent has been told, and has the state.
     except BaseException as error:  # noqa: BLE001  This is the top of the user's program: everything ends up here.
         failure = error
     else:

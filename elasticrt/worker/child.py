@@ -23,6 +23,7 @@ EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 
 _FD_VARIABLES = {"channel": "ELASTICRT_CHANNEL_FD", "page": "ELASTICRT_PAGE_FD", "listen": "ELASTICRT_LISTEN_FD"}
+_FD_VARIABLES |= {"copy": "ELASTICRT_COPY_FD", "state": "ELASTICRT_STATE_FD"}
 _DEFAULT_IN_PROGRAMS = tuple(
     getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)
 )
@@ -107,7 +108,7 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
         python = env.get("PYTHON_EXEC") or sys.executable
         command = [python, "-u", *(["-m"] if job.start.module else []), *command]
     try:
-        for name in ("channel", "page"):
+        for name in ("channel", "page", "copy", "state"):
             if name in job.fds:
                 os.set_inheritable(job.fds[name], True)
         for number in _DEFAULT_IN_PROGRAMS:

@@ -41,7 +41,7 @@ def main() -> None:
     """Install the hooks and become the script."""
     directory, script = Path(sys.argv[1]), sys.argv[2]
     generation, rank = int(os.environ["ELASTICRT_GENERATION"]), int(os.environ["RANK"])
-    resume = json.loads(os.environ["ELASTICRT_RESUME"] or "{}").get("step", 0)
+    resume = json.loads(os.environ["ELASTICRT_COPY"] or os.environ["ELASTICRT_RESUME"] or "{}").get("step", 0)
     file = os.open(
         directory / f"{generation:04d}-{rank:02d}-{os.environ['ELASTICRT_NODE']}.jsonl",
         os.O_WRONLY | os.O_CREAT | os.O_APPEND,

@@ -36,12 +36,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def _running(tmp_path: Path, data: Path, *, nodes: int = 3, epochs: int = EPOCHS) -> Iterator[Cluster]:
+def _running(
+    tmp_path: Path, data: Path, *, nodes: int = 3, epochs: int = EPOCHS, linger: str = "2s"
+) -> Iterator[Cluster]:
     (tmp_path / "records").mkdir(exist_ok=True)
     options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--settle", "1"]
     script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(epochs)]
     script += ["--data-dir", str(data), "--checkpoint-dir", str(tmp_path / "ckpt"), "--save-every", "20 steps"]
     with Cluster(tmp_path, f"kill-{secrets.token_hex(4)}", options, script) as cluster:
+        cluster.linger = linger
         for index in range(nodes):
             cluster.start(f"node-{index}")
         cluster.wait_for_commits(2)
@@ -121,30 +124,41 @@ def _join(cluster: Cluster) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("disturb", "worlds"),
+    ("disturb", "worlds", "lossless"),
     [
-        pytest.param(_one_worker, (3, 3), id="W02-worker"),
-        pytest.param(_last_node, (3, 2), id="A01-node"),
-        pytest.param(_rank_zero, (3, 2), id="W03-node-with-rank-0"),
-        pytest.param(_first_started, (3, 2), id="A07-first-started-node"),
-        pytest.param(_leave, (3, 2), id="A02-leave-by-SIGTERM"),
-        pytest.param(_join, (3, 4), id="L4-join"),
+        pytest.param(_one_worker, (3, 3), False, id="W02-worker"),
+        pytest.param(_last_node, (3, 2), False, id="A01-node"),
+        pytest.param(_rank_zero, (3, 2), False, id="W03-node-with-rank-0"),
+        pytest.param(_first_started, (3, 2), False, id="A07-first-started-node"),
+        pytest.param(_leave, (3, 2), True, id="A02-leave-by-SIGTERM"),
+        pytest.param(_join, (3, 4), True, id="L4-join"),
     ],
 )
 def test_disturbed(
-    disturb: Callable[[Cluster], dict[str, int]], worlds: tuple[int, int], tmp_path: Path, data: Path
+    disturb: Callable[[Cluster], dict[str, int]],
+    worlds: tuple[int, int],
+    lossless: bool,
+    tmp_path: Path,
+    data: Path,
 ) -> None:
-    """One disturbance in the middle of an epoch costs one generation and no sample (S3, S5, S6)."""
+    """One disturbance in the middle of an epoch costs one generation and no sample (S3, S5, S6).
+
+    A planned one, a join or a leave, hands over: no step is done a second time.
+    """
     with _running(tmp_path, data) as cluster:
         survivors = disturb(cluster)
         history = _check(cluster, tmp_path, survivors=survivors, generations=2)
     found = tuple(int(history.generations[g].starts[0]["env"]["WORLD_SIZE"]) for g in sorted(history.generations))
     assert found == worlds
+    again = {event["redone"] for event in cluster.events("first_step") if event["generation"] == 2}
+    if lossless:
+        assert again == {0}
 
 
 def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path) -> None:
     """A19, K04: every agent is killed; the same command again goes on from the newest checkpoint, numbers go up."""
-    with _running(tmp_path, data) as cluster:
+    # The second submission meets the first one's etcd, so that numbers go on.
+    with _running(tmp_path, data, linger="30s") as cluster:
         first = dict(cluster.agents)
         for agent in first.values():
             kill(agent.pid)
@@ -158,3 +172,25 @@ def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path)
         survivors |= {name: 0 for name in cluster.agents if name not in first}
         history = _check(cluster, tmp_path, survivors=survivors, generations=2)
     assert history.resume(max(history.generations)) >= 40
+
+
+def test_all_nodes_are_told_to_leave(tmp_path: Path, data: Path) -> None:
+    """K01, A20: SIGTERM to every node at once: the present step is saved, and the next submission goes on after it."""
+    # The second submission meets the first one's etcd, so that numbers go on.
+    with _running(tmp_path, data, linger="30s") as cluster:
+        first = dict(cluster.agents)
+        for agent in first.values():
+            agent.process.send_signal(signal.SIGTERM)
+        for agent in first.values():
+            assert agent.process.wait(30) == 143, cluster.story()
+        stopped_at = cluster.events("committed")[-1]["step"]
+        done = max(
+            step for record in History.read(tmp_path / "records").generations.values() for step in record.batches
+        )
+        assert stopped_at == done, "the last step that was trained is the one that was saved"
+        for index in range(3):
+            cluster.start(f"node-{index}")
+        survivors = dict.fromkeys(first, 143)
+        survivors |= {name: 0 for name in cluster.agents if name not in first}
+        history = _check(cluster, tmp_path, survivors=survivors, generations=2)
+    assert history.resume(max(history.generations)) == stopped_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.errors import DuplicateError
-from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
+from elasticrt.rendezvous.decision import Ask, End, Halt, Publish, Rejoin
 from elasticrt.rendezvous.records import Result
 from elasticrt.store.protocol import Delete, Txn
 from tests.virtual.world import VirtualMember, World, spec
@@ -390,3 +390,79 @@ def _leaving(member: VirtualMember) -> object:
     from dataclasses import replace
 
     return replace(member.me, leaving="SIGTERM received")
+
+
+def _enter_steps(world: World, **entered: int) -> None:
+    for name, step in entered.items():
+        world.members[name].entered = step
+
+
+def test_a_join_with_loops_loses_no_step() -> None:
+    """All hold, the furthest step is agreed, all leave after it, and the next generation resumes from a copy of it."""
+    world = _world(2)
+    _enter_steps(world, n0=7, n1=8)
+    world.add("n2")
+    world.pass_time(1.0)
+    _check_ranks(world, 2, ["n0", "n1", "n2"])
+    generation, _ = world.members["n0"].ran[-1]
+    assert generation.memory is not None
+    assert (generation.memory.step, generation.kind) == (8, "join")
+    assert world.members["n0"].rendezvous.view.handover is None
+
+
+def test_a_drained_node_hands_over_and_leaves() -> None:
+    """A draining member gets no seat in the next generation, which resumes from the agreed step; then it leaves."""
+    world = _world(3)
+    _enter_steps(world, n0=4, n1=5, n2=4)
+    _drain(world.members["n0"])  # Rank 0 and the leader.
+    world.settle()
+    _check_ranks(world, 2, ["n1", "n2"])
+    generation, seat = world.members["n1"].ran[-1]
+    assert generation.memory is not None
+    assert (generation.memory.step, generation.kind, seat.rank_offset) == (5, "drain", 0)
+    assert not world.members["n0"].alive
+
+
+def test_the_last_node_saves_before_it_leaves() -> None:
+    """K01: when too few would remain, the agreed step goes to disk, and the draining members leave."""
+    world = _world(2)
+    _enter_steps(world, n0=4, n1=4)
+    for name in ("n0", "n1"):
+        _drain(world.members[name])
+    world.settle()
+    assert [member.alive for member in world.members.values()] == [False, False]
+    asked = [d.handover for m in world.members.values() for d in m.story if isinstance(d, Ask)]
+    assert asked[-1].save
+    assert world.generations() == [1]
+
+
+def test_a_failure_voids_a_handover() -> None:
+    """A worker that fails while others hold: the generation is replaced as after any failure."""
+    world = _world(2)
+    _enter_steps(world, n0=7, n1=7)
+    stubborn = world.members["n1"]
+    newcomer = world.add("n2")
+    newcomer.step()
+    world.now += 1.0
+    stubborn.fail()
+    world.settle()
+    _check_ranks(world, 2, ["n0", "n1", "n2"])
+    assert world.members["n0"].ran[-1][0].kind == "failure"
+
+
+def test_a_node_that_does_not_answer_a_hold_is_not_waited_for_long() -> None:
+    """Two seconds without an answer, and the generation is re-formed from the head."""
+    world = _world(2)
+    _enter_steps(world, n0=7, n1=7)
+    world.members["n1"].silent = True
+    world.add("n2")
+    world.pass_time(2.0)
+    assert world.generations() == [1]
+    world.pass_time(2.0)
+    assert 2 in world.generations()
+
+
+def _drain(member: VirtualMember) -> None:
+    from dataclasses import replace
+
+    member.me = replace(member.me, record=member.me.record.model_copy(update={"draining": True}))

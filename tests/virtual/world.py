@@ -13,23 +13,28 @@ from dataclasses import dataclass, field, replace
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Announce,
+    Ask,
     Decision,
     End,
     Fence,
     File,
     Finish,
+    Go,
     Halt,
+    Hold,
     Leave,
     Me,
     Probe,
     Publish,
     Register,
     Rejoin,
+    Release,
     Run,
     Wait,
+    Withdraw,
 )
 from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
-from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Seat
+from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.memory import MemoryServer, MemoryStore
@@ -47,6 +52,7 @@ class VirtualMember:
     story: list[Decision] = field(default_factory=list)
     alive: bool = True
     silent: bool = False
+    entered: int = 0  # How far its workers have got, for a handover; 0 for scripts without a Loop.
     ran: list[tuple[Generation, Seat]] = field(default_factory=list)
     ended: End | Halt | None = None
 
@@ -78,7 +84,7 @@ class VirtualMember:
         """The worker parent is ready."""
         self.me = replace(self.me, record=self.me.record.model_copy(update={"warm": True}))
 
-    def report(self, status: str, failure: FailureRecord | None = None) -> None:
+    def report(self, status: str, failure: FailureRecord | None = None, **more: object) -> None:
         """This node's workers have ended."""
         self.me = replace(
             self.me,
@@ -88,8 +94,9 @@ class VirtualMember:
                 incarnation=self.me.record.incarnation,
                 status=status,
                 failure=failure,
+                **more,
             ),
-            running=self.me.running if status == "finishing" else 0,
+            running=self.me.running if status in ("finishing", "holding") else 0,
             failed_at=self.world.clock() if status == "failed" else None,
         )
 
@@ -144,6 +151,8 @@ class VirtualMember:
                     known=generation.number,
                     report=None,
                     failed_at=None,
+                    holding=0,
+                    going=0,
                 )
             case Rejoin():
                 self.life += 1
@@ -168,6 +177,19 @@ class VirtualMember:
                 self.rendezvous.publish(decision)
             case Finish():
                 self.rendezvous.finish(decision, 0)
+            case Ask():
+                self.rendezvous.ask(decision)
+            case Withdraw():
+                self.rendezvous.withdraw()
+            case Hold(handover, _):
+                self.me = replace(self.me, holding=handover)
+                self.report("holding", handover=handover, entered=self.entered)
+            case Go(step, _, _):
+                self.me = replace(self.me, going=step)
+                copy = CopyRecord(step=step, epoch=0, size=1, digest="d" * 64, world_size=1)
+                self.report("held", handover=self.me.holding, memory=copy)
+            case Release():
+                self.me = replace(self.me, holding=0, going=0, report=None)
         return True
 
 

@@ -1,9 +1,9 @@
 """A run that steps, commits and writes down what it did, and the history that etcd kept of it.
 
 The script trains a tiny model with `Loop`, one global batch per step, all ranks together. After each step a rank
-appends a mark (step, time) to a file of its own. `History` replays every revision of the run's keys and checks what must
-hold whatever was done to the agents, the network or etcd: one membership per generation number, and commits by the
-current generation only, each a child of the one before (S1, S2).
+appends a mark (step, time) to a file of its own. `History` replays every revision of the run's keys and checks what
+must hold whatever was done to the agents, the network or etcd: one membership per generation number, and commits by
+the current generation only, each a child of the one before (S1, S2).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,11 @@ class Stepping(Cluster):
         """The generations that were started anywhere, each once, in order."""
         return sorted({event["number"] for event in self.events("generation")})
 
+    def wait_for_silence(self, seconds: float) -> None:
+        """Let time pass in which nothing may happen; what must not have happened is checked afterwards."""
+        end = time.monotonic() + seconds
+        self.wait(f"{seconds} s", lambda: time.monotonic() >= end, seconds + 5)
+
     def finish(self) -> None:
         """Let the script end well: all ranks leave in the same step."""
         (self.directory / "finish").touch()
@@ -184,7 +190,7 @@ class History:
         return [generation.number for _, generation in self.generations]
 
     def check(self, marks: Sequence[Mark] = ()) -> None:
-        """S1 and S2 over all revisions; with `marks` also that what was committed is what that generation's ranks did."""
+        """S1 and S2 over all revisions; with `marks` also that what was committed has been done by all ranks."""
         assert self.numbers() == list(range(1, len(self.generations) + 1)), f"S1: {self.numbers()}"
         done = {(mark.generation, mark.rank, mark.step) for mark in marks}
         head: HeadRecord | None = None

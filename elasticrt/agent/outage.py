@@ -1,0 +1,87 @@
+"""etcd does not answer, or takes no writes: since when, when to try again, and whom to ask meanwhile.
+
+Workers run on and nothing is committed. An agent that cannot reach etcd asks its generation's other agents once a
+second which generation they are in: when one is in a newer one, its own is over (`rendezvous.decide` then ends the
+workers). When etcd is full, what has to be written is tried again until somebody has made space.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from elasticrt.agent.probe import Prober
+from elasticrt.rendezvous.records import Seat
+from elasticrt.store.protocol import StoreFull, StoreUnavailable
+
+RETRY_S = 0.5
+LISTEN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Another agent of this run has said which generation it is in."""
+
+    generation: int
+
+
+class Outage:
+    """The state of the way to etcd, as one agent sees it. Used by the agent's thread only.
+
+    Attributes:
+        since: since when what is known of the store may be old; None while it is not.
+        retry_at: when to read everything again.
+    """
+
+    def __init__(self, ride_through_s: float, say: Callable[[str], None]) -> None:
+        self._ride_through_s = ride_through_s
+        self._say = say
+        self._full_since: float | None = None
+        self._listen_at = 0.0
+        self.since: float | None = None
+        self.retry_at = 0.0
+
+    def begin(self, error: StoreUnavailable) -> None:
+        """A call has not been answered."""
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+            self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")
+        self.retry_at = now + RETRY_S
+
+    def doubt(self) -> None:
+        """Somebody may have decided without us: nothing is written before everything has been read again, now."""
+        self.retry_at = time.monotonic()
+        self.since = self.since if self.since is not None else self.retry_at
+
+    def end(self, now: float) -> None:
+        """Everything has been read again."""
+        if self.since is not None and now - self.since > RETRY_S:
+            self._say(f"etcd answers again after {now - self.since:.1f} s")
+        self.since = None
+
+    def too_long(self, now: float) -> bool:
+        """Whether it lasts longer than a run should go on without agreement."""
+        return self.since is not None and now - self.since > self._ride_through_s
+
+    def listen(self, prober: Prober, seats: Iterable[Seat], run_id: str, heard: Callable[[Heard], None]) -> None:
+        """Ask the generation's other agents which generation they are in, at most once a second."""
+        now = time.monotonic()
+        if now >= self._listen_at:
+            self._listen_at = now + LISTEN_S
+            prober.listen(seats, run_id, lambda number: heard(Heard(number)))
+
+    def full(self, error: StoreFull) -> float:
+        """A write was refused for lack of space. Returns when to try again; raises `error` after too long a time."""
+        now = time.monotonic()
+        if self._full_since is None:
+            self._full_since = now
+            self._say(f"{error}; workers run on, nothing can be agreed until then")
+        if now - self._full_since > self._ride_through_s:
+            raise error
+        return now + RETRY_S
+
+    def not_full(self) -> None:
+        """Nothing that has to be written is refused any more."""
+        self._full_since = None

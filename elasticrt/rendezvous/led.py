@@ -1,0 +1,154 @@
+"""What the leader's duties look at, and what they share: candidates, deadlines, the next generation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticrt.errors import EXIT_RENDEZVOUS
+from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
+from elasticrt.rendezvous.records import CopyRecord, Generation, Member, Report, Seat
+from elasticrt.rendezvous.seats import Draft, seat_order, seats_for
+from elasticrt.rendezvous.view import Entry, View
+from elasticrt.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Led:
+    """What the leader's duties look at: the view, taken apart once."""
+
+    me: Me
+    view: View
+    spec: RunSpec
+    generation: Generation
+    since: float
+    seats: list[Seat]
+    reports: dict[str, Entry[Report]]
+    now: float
+
+    def said(self, seat: Seat, status: str) -> bool:
+        """Whether this seat's node, in this life, has reported `status`."""
+        entry = self.reports.get(seat.node)
+        return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
+
+    def key_of(self, seat: Seat) -> Entry[Member] | None:
+        """The member key of this seat's life, if it is there."""
+        entry = self.view.members.get(seat.node)
+        return entry if entry is not None and entry.record.incarnation == seat.incarnation else None
+
+    def has_left(self, seat: Seat) -> bool:
+        """Whether the node said goodbye, or has begun another life."""
+        return self.said(seat, "left") or (self.key_of(seat) is None and seat.node in self.view.members)
+
+    def vanished_at(self, seat: Seat) -> float:
+        """Since when the seat's key has been away; a seat whose key was never seen counts from the generation on."""
+        return self.view.vanished.get(seat.node, self.since)
+
+
+def publish(
+    view: View,
+    spec: RunSpec,
+    kind: Literal["start", "failure", "lost", "join", "drain"],
+    cause: str,
+    *,
+    restarts: tuple[int, int, int],
+) -> Publish:
+    """The next generation from all ready members. `restarts`: since progress, in all, head step when counted."""
+    assert view.spec is not None
+    chosen = seat_order(candidates(view), view.order(), spec.max_nodes)
+    memory, holder = _newest_copy(view, chosen)
+    if holder is not None:
+        chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
+    seats = seats_for(chosen)
+    draft = Draft(
+        number=max([view.number, *(entry.record.seen for entry in chosen)]) + 1,
+        attempt=view.spec.record.attempt,
+        kind=kind,
+        cause=cause,
+        seats=seats,
+        master_address=chosen[0].record.address,
+        master_port=chosen[0].record.port,
+        restarts=restarts[0],
+        restarts_total=restarts[1],
+        restart_step=restarts[2],
+        resume=view.head.record if view.head else None,
+        memory=memory,
+    )
+    return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+
+
+def _newest_copy(view: View, chosen: list[Entry[Member]]) -> tuple[CopyRecord | None, Entry[Member] | None]:
+    """The newest copy that one of these members holds, and who holds it.
+
+    Only copies of the generation that is being replaced count (reports of others are not in the view), and only if they
+    descend from the head: it was committed in that generation, or is what it resumed from.
+    """
+    if view.generation is None:
+        return None, None
+    before, head = view.generation.record, view.head.record if view.head else None
+    known = (before.resume.nonce if before.resume else "", "")
+    if head is not None and head.generation != before.number and head.nonce not in known:
+        return None, None
+    best: tuple[CopyRecord | None, Entry[Member] | None] = (None, None)
+    for entry in chosen:
+        report = view.reports.get(entry.record.node)
+        if report is None or report.record.incarnation != entry.record.incarnation:
+            continue
+        copy = report.record.memory
+        newer = copy is not None and copy.step > (head.step if head else -1)
+        if copy is not None and newer and (best[0] is None or copy.step > best[0].step):
+            best = (copy, entry)
+    return best
+
+
+def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
+    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike."""
+    ready = len(candidates(view))
+    if ready >= spec.min_nodes:
+        return None
+    if view.short_since is None:
+        return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")
+    deadline = view.short_since + spec.join_timeout_s
+    if now >= deadline:
+        reason = f"{len(view.members)} of at least {spec.min_nodes} nodes came within {spec.join_timeout_s:g} s"
+        return Finish("failed", EXIT_RENDEZVOUS, reason)
+    return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
+
+
+def settled_at(view: View, spec: RunSpec) -> float:
+    """When the first generation may begin: at max-nodes now, else after a quiet time, but not later than a limit.
+
+    Quiet means that all who registered are ready and the last one came some time ago; the limit counts from when
+    min-nodes were ready.
+    """
+    ready = sorted(entry.ready_since for entry in candidates(view) if entry.ready_since is not None)
+    if len(ready) >= spec.max_nodes:
+        return ready[spec.max_nodes - 1]
+    limit = ready[spec.min_nodes - 1] + spec.settle_max_s
+    if len(ready) < len(view.members):
+        return limit
+    return min(limit, max(ready[-1], max(entry.since for entry in view.members.values()) + spec.settle_quiet_s))
+
+
+def candidates(view: View) -> list[Entry[Member]]:
+    """Members that can be seated: warm, not draining, not leaving (that report can be seen before the key goes)."""
+    left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
+    ready = [entry for entry in view.members.values() if entry.ready_since is not None]
+    return [entry for entry in ready if entry.record.incarnation not in left]
+
+
+def kept_restarts(generation: Generation) -> tuple[int, int, int]:
+    """The restart counters of a generation, for one that follows it for free."""
+    return generation.restarts, generation.restarts_total, generation.restart_step
+
+
+def list_names(nodes: Iterable[str]) -> str:
+    """Up to five names, and how many more."""
+    names = sorted(nodes)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """`3 nodes`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,60 @@
+"""The same training as `plain_ddp.py`, with elasticrt's sampler and Loop in place of the script's own snapshots.
+
+elasticrt run ... loop_ddp.py DIRECTORY [STEPS_PER_SAVE] [PAUSE_S]
+"""
+
+import os
+import sys
+import time
+
+DIRECTORY = sys.argv[1]
+STEPS_PER_SAVE = int(sys.argv[2]) if len(sys.argv) > 2 else 20
+PAUSE_S = float(sys.argv[3]) if len(sys.argv) > 3 else 0.02
+MARKS = os.open(f"{DIRECTORY}/marks/{os.getppid()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def mark(world, rank, size, step):
+    """As in plain_ddp.py."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    os.write(MARKS, f"{time.monotonic():.6f} {world} {restart} {rank} {size} {step}\n".encode())
+
+
+mark(0, os.environ["RANK"], os.environ["WORLD_SIZE"], -1)
+
+import torch  # noqa: E402  The first line has to be written before this takes its time.
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817  Everybody calls it so.
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+import elasticrt  # noqa: E402
+
+
+def main():
+    """Train until somebody ends it."""
+    ctx = elasticrt.init(backend="gloo")
+    drawn = torch.tensor([int.from_bytes(os.urandom(6), "little") + 1])
+    dist.broadcast(drawn, 0)
+    world = int(drawn)
+
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(4096, 64), torch.randint(10, (4096,)))
+    sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=96)
+    loader = DataLoader(data, batch_sampler=sampler)
+    model = DDP(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    every = f"{STEPS_PER_SAVE} steps"
+    loop = elasticrt.Loop(f"{DIRECTORY}/ckpt", sampler=sampler, every=every, model=model, optimizer=optimizer)
+
+    for _epoch in loop.epochs(1_000_000):
+        for x, y in loop.batches(loader):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mark(world, ctx.rank, ctx.world_size, loop.steps + 1)
+            time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Virtual time: one heap of events, and tasks that run production code as if it had a thread of its own.
+
+A task is a real thread, but only one thing runs at any moment: the engine hands control to a task and gets it back when
+the task waits. So the order of everything follows from the heap alone, and a seed gives the same run every time. All
+times are multiples of 2**-10 s, so that a clock that is ten years off still counts exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+TICKS = 1024
+STORY_TAIL = 60
+SPIN_MAX = 5000
+"""Events in one instant before we call it a livelock."""
+
+
+class Violation(AssertionError):  # noqa: N818  The protocol's word, not ours.
+    """An invariant does not hold. `name` is its row in the table of invariants."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
+        self.name = name
+
+
+class Gone(BaseException):  # noqa: N818  Like GeneratorExit: it ends a task whatever the task is doing.
+    """The process this task belongs to does not exist any more."""
+
+
+class Place(Protocol):
+    """What a task belongs to: something that can be stopped for a while, and that has a clock."""
+
+    gone: bool
+    paused: bool
+    deferred: list[tuple[Task, int]]
+
+    def clock(self) -> float:
+        """This place's monotonic clock."""
+
+
+class Task:
+    """Production code with blocking calls, run in virtual time."""
+
+    def __init__(self, engine: Engine, place: Place, body: Callable[[], None], name: str) -> None:
+        self.place = place
+        self.token = 0
+        self.done = False
+        self._engine = engine
+        self._body = body
+        self._go = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started = False
+        self.error: BaseException | None = None
+
+    def resume(self, token: int) -> None:
+        """Go on, if this is still what the task waits for. Called by the engine."""
+        if self.done or token != self.token:
+            return
+        if self.place.paused and not self.place.gone:
+            self.place.deferred.append((self, token))
+            return
+        self.token += 1
+        self._engine.task = self
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        else:
+            self._go.release()
+        self._engine.back.acquire()
+        self._engine.task = None
+        if self.done:
+            self._thread.join()
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def end(self) -> None:
+        """The place is gone: unwind."""
+        if not self._started:
+            self.done = True
+        while not self.done:
+            self.resume(self.token)
+
+    def park(self) -> None:
+        """Wait for `resume`. Called by the task. Raises Gone."""
+        self._engine.back.release()
+        self._go.acquire()
+        if self.place.gone:
+            raise Gone
+
+    def _run(self) -> None:
+        try:
+            if not self.place.gone:
+                self._body()
+        except Gone:
+            pass  # This is how it ends.
+        except BaseException as error:  # noqa: BLE001  Raised again by the engine, where somebody can see it.
+            self.error = error
+        self.done = True
+        self._engine.back.release()
+
+
+class Engine:
+    """The heap, the story and whose code is running."""
+
+    def __init__(self) -> None:
+        self.now = 64.0
+        self.events = 0
+        self.story: list[str] = []
+        self.check: Callable[[], None] = lambda: None
+        self.task: Task | None = None
+        self.place: Place | None = None
+        self.back = threading.Semaphore(0)
+        self.tasks: list[Task] = []
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self._spin = 0
+
+    def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
+        """Do something at a time (rounded up), after everything that was asked for that time before."""
+        self._count += 1
+        when = max(self.now, math.ceil(when * TICKS) / TICKS)
+        heapq.heappush(self._heap, (when, self._count, action, args))
+
+    def after(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        """Do something after a delay in seconds."""
+        self.at(self.now + delay, action, *args)
+
+    def start(self, place: Place, body: Callable[[], None], name: str) -> Task:
+        """A new task; it begins with the next event."""
+        task = Task(self, place, body, name)
+        self.tasks = [other for other in self.tasks if not other.done] + [task]
+        self.after(0.0, task.resume, task.token)
+        return task
+
+    def end(self, place: Place) -> None:
+        """The place is gone: none of its tasks goes on."""
+        place.gone = True
+        for task in [task for task in self.tasks if task.place is place]:
+            task.end()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass for the running task."""
+        task = self.task
+        assert task is not None, "only a task can sleep"
+        if task.place.gone:
+            raise Gone
+        self.after(seconds, task.resume, task.token)
+        task.park()
+
+    def clock(self) -> float:
+        """The clock of whoever is running now."""
+        place = self.task.place if self.task is not None else self.place
+        return place.clock() if place is not None else self.now
+
+    def on(self, place: Place, action: Callable[..., None], *args: Any) -> None:
+        """Run a short piece of `place`'s code that does not wait."""
+        before, self.place = self.place, place
+        try:
+            action(*args)
+        finally:
+            self.place = before
+
+    def say(self, who: str, text: str) -> None:
+        """One line of the story."""
+        self.story.append(f"{self.now:10.3f}  {who:<7} {text}")
+
+    def run(self, until: float) -> None:
+        """Let everything happen up to a time."""
+        while self._heap and self._heap[0][0] <= until:
+            when, _, action, args = heapq.heappop(self._heap)
+            self._spin = self._spin + 1 if when == self.now else 0
+            self.now = when
+            self.events += 1
+            action(*args)
+            self.check()
+            if self._spin > SPIN_MAX:
+                raise Violation("L8", f"{SPIN_MAX} events and no time has passed")
+        self.now = max(self.now, until)
+
+
+class VirtualQueue:
+    """`queue.SimpleQueue` in virtual time, for one reading task."""
+
+    Empty: type[Exception]
+
+    def __init__(self, engine: Engine, rate: Callable[[], float]) -> None:
+        self._engine = engine
+        self._rate = rate
+        self._items: deque[Any] = deque()
+        self._reader: Task | None = None
+
+    def put(self, item: Any) -> None:
+        """Add an item; a reader that waits goes on in this instant."""
+        self._items.append(item)
+        if self._reader is not None:
+            self._engine.after(0.0, self._reader.resume, self._reader.token)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next item. Raises queue.Empty."""
+        task = self._engine.task
+        assert task is not None, "only a task can wait"
+        until = None if timeout is None else self._engine.now + timeout / self._rate()
+        while not self._items:
+            if until is not None and self._engine.now >= until:
+                raise self.Empty
+            self._reader = task
+            if until is not None:
+                self._engine.at(until, task.resume, task.token)
+            task.park()
+            self._reader = None
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        """The next item. Raises queue.Empty."""
+        if not self._items:
+            raise self.Empty
+        return self._items.popleft()
+
+    def empty(self) -> bool:
+        """Whether there is nothing."""
+        return not self._items

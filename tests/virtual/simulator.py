@@ -1,0 +1,291 @@
+"""One run of the whole protocol in virtual time: drawn from a seed, hurt by faults, watched by invariants.
+
+First the safety phase: faults happen, and nothing wrong may. Then the liveness phase: faults stop, some nodes stay dead
+for good, enough are left; work must go on (L1), come to an end everywhere (L2), and not spin (L8).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
+from elasticrt.rendezvous.records import Keys
+from elasticrt.store.memory import MemoryServer
+from elasticrt.store.protocol import Changes, Delete, Resync, StoreRefused, Txn, TxnResult
+from tests.virtual.engine import STORY_TAIL, Engine, Task, Violation
+from tests.virtual.faults import Faults
+from tests.virtual.invariants import Invariants, require
+from tests.virtual.plan import Plan
+from tests.virtual.process import Process, virtual
+from tests.virtual.training import Group, Training
+
+RECOVER_S = 60.0
+FINISH_S = 60.0
+GENERATIONS_MAX = 12
+"""L8: more generations than this while nothing goes wrong any more are a livelock."""
+
+
+class Failed(AssertionError):  # noqa: N818  The word for a run.
+    """A run in which an invariant did not hold, told in full."""
+
+    def __init__(self, violation: Violation, plan: Plan, story: list[str]) -> None:
+        tail = "\n".join(story[-STORY_TAIL:])
+        super().__init__(f"{violation}\n\n{plan}\n\nThe last of the story:\n{tail}")
+        self.name = violation.name
+        self.summary = str(violation)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run was like."""
+
+    plan: Plan
+    story: tuple[str, ...]
+    events: int
+    fired: Counter[str]
+    generations: int
+    steps: int
+    status: str
+
+    @property
+    def log(self) -> str:
+        """The whole of it, as text."""
+        return f"{self.plan}\n" + "\n".join(self.story) + "\n"
+
+
+class Simulator:
+    """The virtual world."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.engine = Engine()
+        self.net = random.Random(f"net {plan.seed}")
+        self.fired: Counter[str] = Counter()
+        self.calm = False
+        self.running = True
+        self.last_step: int | None = None
+        self.slack = plan.rates.late_s * (plan.rates.late > 0) * 3 + 4 * plan.timeout_s + 40 * plan.latency_s
+        self.began = self.engine.now
+        self.frozen_s = 0.0
+        self.frozen_since: float | None = None
+        self.server = MemoryServer(self.server_clock)
+        self.invariants = Invariants(self)
+        self.processes: dict[str, Process] = {}
+        self.lives: Counter[str] = Counter()
+        self.disk: dict[str, tuple[int, ...]] = {}
+        self.trainings: dict[str, Training] = {}
+        self.down_until = 0.0
+        self.cut_etcd: dict[str, float] = {}
+        self.cut_peers: dict[str, float] = {}
+        self.faults = Faults(self)
+        self._ports = 10_000
+        self.server.watch("/elasticrt/run/", self._recorded, from_revision=1)
+        self.engine.check = self.invariants.after_event
+
+    # What others ask of it.
+
+    def say(self, process: Process, text: str) -> None:
+        """A line of the story about a process."""
+        self.engine.say(f"{process.name}.{process.life}", text)
+
+    def port(self) -> int:
+        """A number that nobody has had."""
+        self._ports += 1
+        return self._ports
+
+    def chance(self, kind: str, share: float) -> bool:
+        """Whether a fault of that share happens now; counted."""
+        if self.calm or not share or self.net.random() >= share:
+            return False
+        self.fired[kind] += 1
+        return True
+
+    def server_clock(self) -> float:
+        """etcd's clock; while it restarts, it stands still (its leases are extended by that much)."""
+        now = self.frozen_since if self.frozen_since is not None else self.engine.now
+        return now - self.frozen_s
+
+    def unreachable(self, process: Process) -> bool:
+        """Whether a process cannot talk to etcd."""
+        now = self.engine.now
+        return self.down_until > now or self.cut_etcd.get(process.name, 0.0) > now
+
+    def linked(self, one: Process, other: Process) -> bool:
+        """Whether two machines can talk to each other."""
+        now = self.engine.now
+        return one is other or (self.cut_peers.get(one.name, 0.0) <= now and self.cut_peers.get(other.name, 0.0) <= now)
+
+    def commit(self, process: Process, txn: Txn) -> TxnResult:
+        """A transaction arrives at etcd."""
+        return self.server.commit(txn)
+
+    def training(self, group: Group) -> Training:
+        """The process group of a generation."""
+        if group.nonce not in self.trainings:
+            self.trainings[group.nonce] = Training(self, group)
+        return self.trainings[group.nonce]
+
+    def probe(self, asker: Process, address: str, port: int, incarnation: str) -> str:
+        """What asking an agent finds; takes time."""
+        name = f"n{int(address.rpartition('.')[2]) - 1}"
+        for _ in range(3):
+            self.engine.sleep(self.plan.latency_s)
+            target = self.processes[name]
+            if self.linked(asker, target) and not (target.gone and target.silent_death):
+                if target.gone or target.probe_port != port:
+                    return "dead"
+                if not target.paused:
+                    me = getattr(target.agent, "me", None)
+                    return "alive" if me is not None and me.record.incarnation == incarnation else "dead"
+            self.engine.sleep(0.5)
+        return "silent"
+
+    def newest(self, asker: Process, address: str, port: int) -> int:
+        """Which generation an agent says it has had workers in; 0 when it says nothing."""
+        self.engine.sleep(self.plan.latency_s)
+        target = self.processes[f"n{int(address.rpartition('.')[2]) - 1}"]
+        heard = self.linked(asker, target) and not target.gone and not target.paused and target.probe_port == port
+        me = getattr(target.agent, "me", None)
+        return me.started if heard and me is not None else 0
+
+    def leader(self) -> str | None:
+        """Who holds the oldest member key."""
+        found = self.server.read(Keys("run").members, limit=1, by_create=True).keys
+        return found[0].key.rpartition("/")[2] if found else None
+
+    # Lives.
+
+    def spawn(self, name: str) -> None:
+        """Start an agent, unless there is one or the run has ended."""
+        old = self.processes.get(name)
+        if (old is not None and not old.gone) or self.invariants.result_at is not None:
+            return
+        self.lives[name] += 1
+        if self.lives[name] > 1:
+            self.fired["restart"] += 1
+        self.engine.say(f"{name}.{self.lives[name]}", "! agent starts")
+        Process(self, name, self.lives[name])
+
+    def kill(self, process: Process, how: str) -> None:
+        """SIGKILL, or worse."""
+        if process.gone:
+            return
+        self.say(process, f"! {how}")
+        self.engine.end(process)
+        delay = 0.0 if process.silent_death else self.net.uniform(0.0, 1.0)
+        self.engine.after(delay, process.group.vanish, how)
+        process.wire.close()
+
+    def bury(self, process: Process, how: str) -> None:
+        """An agent has ended by itself."""
+        if process.gone:
+            return
+        self.say(process, f"{how} with code {process.code}")
+        codes = {result.code for result in self.invariants.results.values()}
+        allowed = process.code == EXIT_TERMINATED or process.code in codes
+        if not hasattr(process.agent, "me") or process.agent.me.known == 0:
+            # It could not get in (etcd is away, or its own former life seems to live): somebody starts it again.
+            allowed = allowed or process.code in (EXIT_STORE, EXIT_DUPLICATE)
+            self.engine.after(2.0, self.spawn, process.name)
+        require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
+        self.engine.end(process)
+        process.group.vanish(how)
+        process.wire.close()
+
+    def pause(self, process: Process, for_s: float, *, whole: bool = True) -> None:
+        """SIGSTOP for a while; `whole`: the workers as well."""
+        if process.gone or process.paused:
+            return
+        process.paused, process.whole_node = True, whole
+        process.frozen_until = self.engine.now + for_s
+        self.engine.after(for_s, self.unpause, process)
+
+    def unpause(self, process: Process) -> None:
+        """SIGCONT: whatever was waiting goes on, in any order."""
+        if process.gone or not process.paused:
+            return
+        process.paused = False
+        process.awake_at = self.engine.now
+        deferred, process.deferred = process.deferred, []
+        self.net.shuffle(deferred)
+        for task, token in deferred:
+            self.engine.after(0.0, task.resume, token)
+        self.say(process, "! goes on after a pause")
+
+    def _recorded(self, item: Changes | Resync) -> None:
+        assert isinstance(item, Changes)
+        self.invariants.follow(item)
+
+    # The run.
+
+    def run(self) -> Outcome:
+        """Both phases. Raises Failed, or whatever exception a bug raises."""
+        with virtual(self):
+            try:
+                for index in range(self.plan.nodes):
+                    self.engine.after(self.plan.arrivals[index], self.spawn, f"n{index}")
+                self.faults.schedule()
+                self.engine.run(self.began + self.plan.safety_s)
+                self._live()
+            except Violation as violation:
+                raise Failed(violation, self.plan, self.engine.story) from violation
+            finally:
+                self.running = False
+                self._close()
+        results = self.invariants.results.values()
+        return Outcome(
+            self.plan,
+            tuple(self.engine.story),
+            self.engine.events,
+            self.fired,
+            len(self.invariants.generations),
+            self.invariants.heads[-1].step if self.invariants.heads else 0,
+            next((result.status for result in results), "none"),
+        )
+
+    def _live(self) -> None:
+        self.faults.stop()
+        began, before = self.engine.now, len(self.invariants.generations)
+        self._until(began + RECOVER_S, lambda: self.invariants.head_at > began + 0.5, "L1", "no commit")
+        published = len(self.invariants.generations) - before
+        require(published <= GENERATIONS_MAX, "L8", f"{published} generations while nothing went wrong")
+        self.last_step = max(training.step for training in self.trainings.values()) + 3 if self.trainings else 3
+        self._until(self.engine.now + FINISH_S, lambda: False, "L1", "no result")
+        ended_at = self.engine.now
+        while any(not process.gone for process in self.processes.values()):
+            self.engine.run(self.engine.now + 0.5)
+            self._dismiss()
+            late = [process.name for process in self.processes.values() if not process.gone]
+            require(self.engine.now < ended_at + 30.0, "L2", f"{late} have not ended 30 s after the result")
+        for process in self.processes.values():
+            require(not process.group.living, "L2", f"workers of {process.name} live on after its agent")
+
+    def _dismiss(self) -> None:
+        """Agents that had not got in before the result are sent home: they would begin another attempt."""
+        for process in list(self.processes.values()):
+            if not process.gone and not hasattr(process.agent, "me"):
+                self.kill(process, "is sent home")
+            elif not process.gone and process.agent.me.known == 0 and not process.agent.rendezvous.view.members:
+                self.kill(process, "is sent home")
+
+    def _until(self, deadline: float, done: object, name: str, text: str) -> None:
+        began = self.engine.now
+        while self.invariants.result_at is None and not done():  # type: ignore[operator]  A function of nothing.
+            require(self.engine.now < deadline, name, f"{text} in {self.engine.now - began:.0f} s without faults")
+            self.engine.run(self.engine.now + 0.5)
+
+    def _close(self) -> None:
+        for task in list(self.engine.tasks):
+            task.place.gone = True
+        for task in list(self.engine.tasks):
+            task.end()
+
+
+def simulate(plan: Plan) -> Outcome:
+    """Run a plan. Raises Failed when an invariant does not hold."""
+    return Simulator(plan).run()
+
+
+__all__ = ["Delete", "Failed", "Outcome", "Simulator", "StoreRefused", "Task", "simulate"]

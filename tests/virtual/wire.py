@@ -1,0 +1,170 @@
+"""The way to etcd, with everything that can go wrong on it: a `Store` for one process over the shared memory server.
+
+A request takes time, finds etcd unreachable, loses its answer, takes effect after its sender has given up, or its
+sender is stopped in the middle of it. Every watch is a channel of its own, with its own delay: order is kept within
+one, not between two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from elasticrt.errors import StoreError
+from elasticrt.store.memory import MemoryWatch
+from elasticrt.store.protocol import (
+    Broken,
+    Changes,
+    Lease,
+    Resync,
+    Snapshot,
+    StoreUnavailable,
+    Txn,
+    TxnResult,
+    WatchSink,
+)
+
+if TYPE_CHECKING:
+    from tests.virtual.process import Process
+    from tests.virtual.simulator import Simulator
+
+T = TypeVar("T")
+
+
+class Channel:
+    """The deliveries of one watch to one process."""
+
+    def __init__(self, sim: Simulator, process: Process, sink: WatchSink, what: str) -> None:
+        self.active = True
+        self.watch: MemoryWatch | None = None
+        self._sim = sim
+        self._process = process
+        self._sink = sink
+        self._what = what
+        self._items: deque[Changes | Resync | Broken] = deque()
+        self._due = 0.0
+        rates = sim.plan.rates
+        self._late_s = sim.net.uniform(0.0, rates.late_s) if sim.chance("late", rates.late) else 0.0
+
+    def receive(self, item: Changes | Resync | Broken) -> None:
+        """From the server, at the moment of the change."""
+        if not self.active:
+            return
+        delay = self._sim.plan.latency_s * self._sim.net.uniform(0.3, 1.5)
+        if self._late_s:
+            delay += self._sim.net.uniform(0.0, self._late_s) * (0.0 if self._sim.calm else 1.0)
+        self._due = max(self._due, self._sim.engine.now + delay)
+        self._items.append(item)
+        self._sim.engine.at(self._due, self._deliver)
+
+    def _deliver(self) -> None:
+        if not self.active or self._process.gone or not self._items:
+            return
+        if self._sim.unreachable(self._process):
+            self._sim.engine.after(0.25, self._deliver)
+            return
+        item = self._items.popleft()
+        if isinstance(item, Changes) and self._sim.chance("resync", self._sim.plan.rates.resync):
+            self.cancel()
+            self._sink(Resync("compacted"))
+            return
+        self._sink(item)
+        if isinstance(item, Changes) and self._sim.chance("doubled", self._sim.plan.rates.doubled):
+            self._sink(item)
+
+    def cancel(self) -> None:
+        """See `protocol.Watch`."""
+        self.active = False
+        self._items.clear()
+        if self.watch is not None:
+            self.watch.cancel()
+
+
+class Wire:
+    """One process's client; implements `protocol.Store`."""
+
+    def __init__(self, sim: Simulator, process: Process) -> None:
+        self.process = process
+        self._sim = sim
+        self._channels: list[Channel] = []
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """See `protocol.Store`."""
+        return ("virtual",)
+
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+        """See `protocol.Store`."""
+        server = self._sim.server
+        return self._ask(lambda: server.read(prefix, exact=exact, limit=limit, by_create=by_create))
+
+    def commit(self, txn: Txn) -> TxnResult:
+        """See `protocol.Store`."""
+        return self._ask(lambda: self._sim.commit(self.process, txn), txn)
+
+    def grant(self, ttl_s: float) -> Lease:
+        """See `protocol.Store`."""
+        return self._ask(lambda: self._sim.server.grant(ttl_s))
+
+    def keep_alive(self, lease_id: int) -> float:
+        """See `protocol.Store`."""
+        return self._ask(lambda: self._sim.server.keep_alive(lease_id))
+
+    def revoke(self, lease_id: int) -> None:
+        """See `protocol.Store`."""
+        self._ask(lambda: self._sim.server.revoke(lease_id))
+
+    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> Channel:
+        """See `protocol.Store`."""
+        channel = Channel(self._sim, self.process, sink, prefix)
+        channel.watch = self._sim.server.watch(prefix, channel.receive, from_revision=from_revision, exact=exact)
+        self._channels = [other for other in self._channels if other.active] + [channel]
+        return channel
+
+    def close(self) -> None:
+        """See `protocol.Store`."""
+        for channel in self._channels:
+            channel.cancel()
+
+    def _ask(self, act: Callable[[], T], txn: Txn | None = None) -> T:
+        sim, plan = self._sim, self._sim.plan
+        sim.engine.sleep(plan.latency_s * sim.net.uniform(0.2, 1.0))
+        if sim.unreachable(self.process):
+            sim.engine.sleep(plan.timeout_s)
+            raise StoreUnavailable("no answer (etcd cannot be reached)")
+        if txn is not None:
+            self._maybe_freeze("before", txn)
+            if sim.chance("unsent", plan.rates.unsent):
+                self._unheard(txn, "never arrived")
+            if sim.chance("belated", plan.rates.belated):
+                sim.engine.after(plan.timeout_s + sim.net.uniform(0.0, 4.0), self._belated, txn)
+                self._unheard(txn, "will arrive late")
+        result = act()
+        if txn is not None:
+            if sim.chance("unheard", plan.rates.unheard):
+                self._unheard(txn, "answer lost")
+            self._maybe_freeze("after", txn)
+        sim.engine.sleep(plan.latency_s * sim.net.uniform(0.1, 0.5))
+        return result
+
+    def _unheard(self, txn: Txn, how: str) -> None:
+        self._sim.say(self.process, f"no answer to: {txn.why} ({how})")
+        self._sim.engine.sleep(self._sim.plan.timeout_s)
+        raise StoreUnavailable("no answer within the deadline")
+
+    def _belated(self, txn: Txn) -> None:
+        try:
+            done = self._sim.commit(self.process, txn)
+        except StoreError as error:
+            self._sim.say(self.process, f"arrived late: {txn.why}: {error}")
+            return
+        self._sim.say(self.process, f"arrived late: {txn.why}: {'done' if done.succeeded else 'refused'}")
+
+    def _maybe_freeze(self, when: str, txn: Txn) -> None:
+        rates = self._sim.plan.rates
+        if self._sim.chance("frozen", rates.frozen):
+            for_s = self._sim.net.uniform(0.5, rates.frozen_s)
+            self._sim.say(self.process, f"stops {when}: {txn.why} (for {for_s:.1f} s)")
+            self._sim.pause(self.process, for_s)
+            self._sim.engine.sleep(0.0)
