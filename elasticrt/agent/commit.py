@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 
 Request = Save | Claim | Published | BuildFailed
 
-UNKNOWN_TRIES = 3
+ASK_AGAIN_S = 0.5
+"""Between two questions about a commit whose outcome is unknown. They go on until the outcome is known: a worker that
+took a commit for refused that did happen would have all its later ones refused."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Courier:
     """Carries out errands one after the other. `committed` is told of every new head, from the courier's thread."""
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
-        self._errands = Errands(store, keys, committed)
+        self._closing = threading.Event()
+        self._errands = Errands(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
         self._waiting: queue.SimpleQueue[Errand | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
         self._thread.start()
@@ -58,6 +61,7 @@ class Courier:
 
     def close(self, timeout_s: float) -> None:
         """End after the errand under way; those still queued are never carried out (their workers are gone)."""
+        self._closing.set()
         self._waiting.put(None)
         self._thread.join(timeout_s)
 
@@ -70,9 +74,15 @@ class Courier:
 
 
 class Errands:
-    """What an errand does to the store. No thread and no clock of its own; `committed` is told of every new head."""
+    """What an errand does to the store. No thread and no clock of its own.
 
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
+    `committed` is told of every new head; `pause` waits a little while, and says whether to go on asking.
+    """
+
+    def __init__(
+        self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None], pause: Callable[[], bool]
+    ) -> None:
+        self._pause = pause
         self._store = store
         self._keys = keys
         self._committed = committed
@@ -96,23 +106,35 @@ class Errands:
             head = HeadRecord.of(Commit.from_fields(request.commit))
         except (ValueError, ValidationError) as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        for _ in range(UNKNOWN_TRIES):
-            current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
-            known = decode(HeadRecord, current.key, current.value) if current is not None else None
-            if known is not None and known.nonce == head.nonce:
-                return self._accepted(request, head)  # An earlier try whose answer was lost.
-            if (known.nonce if known is not None else "") != request.replaces:
-                return Reply(request.request, False, "another checkpoint has become the head")
-            head_mod = current.mod_revision if current is not None else 0
-            txn = fence.commit(self._keys, errand.generation_mod, head_mod, errand.attempt, head)
+        sent = False
+        while True:
             try:
-                if not self._store.commit(txn).succeeded:
-                    return Reply(request.request, False, f"generation {errand.generation} is over")
+                current, known = self._head()
+                if known is not None and known.nonce == head.nonce:
+                    return self._accepted(request, head)  # An earlier try whose answer was lost.
+                if (known.nonce if known is not None else "") != request.replaces:
+                    return Reply(request.request, False, "another checkpoint has become the head")
+                head_mod = current.mod_revision if current is not None else 0
+                txn = fence.commit(self._keys, errand.generation_mod, head_mod, errand.attempt, head)
+                again, sent = sent, True
+                if self._store.commit(txn).succeeded:
+                    return self._accepted(request, head)
+                if again:
+                    # What made this try fail can be an earlier one that took effect in the meantime.
+                    _, known = self._head()
+                    if known is not None and known.nonce == head.nonce:
+                        return self._accepted(request, head)
+                return Reply(request.request, False, f"generation {errand.generation} is over")
             except StoreUnavailable as error:
+                if not sent:
+                    raise
                 log.warning("commit of step %d: outcome unknown, reading back (%s)", head.step, error)
-                continue
-            return self._accepted(request, head)
-        return Reply(request.request, False, "etcd does not answer: the outcome of the commit is unknown")
+            if not self._pause():
+                return Reply(request.request, False, "etcd does not answer: the outcome of the commit is unknown")
+
+    def _head(self) -> tuple[KeyValue | None, HeadRecord | None]:
+        current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
+        return current, decode(HeadRecord, current.key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: HeadRecord) -> Reply:
         self._committed(head)

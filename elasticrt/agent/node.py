@@ -39,6 +39,12 @@ from elasticrt.rendezvous.records import Generation, Seat
 
 log = logging.getLogger(__name__)
 
+START_S_MAX = 60.0
+"""Newcomers wait for a generation's first step so long, in a script that is known to have a Loop ..."""
+
+START_UNKNOWN_S = 3.0
+"""... and so long in a script of which nothing is known."""
+
 EXIT_HOOKS_S = 0.1
 """What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
 
@@ -75,7 +81,9 @@ class Node:
         self._failed_at: float | None = None
         self._pids: dict[int, int] = {}
         self._last = LastStep()
-        self._kill_at: float | None = None
+        self._kill_late: tuple[int, float] | None = None
+        self._has_loop = False
+        self._started_at = 0.0
         self._pause_s = 1.0
         self._holding = self._going = 0
         self._memory = Memory()
@@ -126,9 +134,11 @@ class Node:
             record=record,
             started=self._newest,
             running=self._running,
+            seated=self._started[0].number if self._started and self._seated_as(record.incarnation) else 0,
             report=report,
             failed_at=self._failed_at,
             pause_s=self._pause_s,
+            starting=self.starting(time.monotonic()),
             holding=self._holding,
             going=self._going,
         )
@@ -143,19 +153,33 @@ class Node:
             self._remember_step()
             if len(self._ends.handed) == self._ends.workers:
                 # They are leaving by themselves: their exit hooks get a moment.
-                self._kill_at = time.monotonic() + EXIT_HOOKS_S
+                self._kill_late = (self._running, time.monotonic() + EXIT_HOOKS_S)
             else:
                 self._workers.kill(self._running)
         self._start_if_possible()
 
     def kill_late(self, now: float) -> float | None:
         """Kill workers that have handed over but do not end; until when they have time, None if nobody has."""
-        if self._kill_at is None or not self._running:
-            self._kill_at = None
-        elif now >= self._kill_at:
-            self._kill_at = None
-            self._workers.kill(self._running)
-        return self._kill_at
+        if self._kill_late is None:
+            return None
+        generation, at = self._kill_late
+        if generation == self._running and now < at:
+            return at
+        self._kill_late = None
+        if generation == self._running:  # Not the next one's, which may have started meanwhile.
+            self._workers.kill(generation)
+        return None
+
+    def starting(self, now: float) -> bool:
+        """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.
+
+        Whether the script has a Loop at all is known from an earlier generation, else taken to be so for a while.
+        """
+        pages = self._pages()
+        self._has_loop = self._has_loop or any(page.entered for page in pages)
+        if not pages or all(page.step_at_ns for page in pages):
+            return False
+        return now < self._started_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
 
     def can_hand_over(self) -> bool:
         """Whether all workers of this node are inside a Loop."""
@@ -272,6 +296,7 @@ class Node:
         self._wanted, self._started = None, (generation, seat)
         self._running = generation.number
         self._ends = Ends(generation.number, seat.workers)
+        self._started_at = time.monotonic()
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None

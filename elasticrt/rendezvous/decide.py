@@ -21,6 +21,7 @@ The life of a generation g:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
@@ -40,7 +41,17 @@ from elasticrt.rendezvous.decision import (
     Run,
     Wait,
 )
-from elasticrt.rendezvous.led import Led, candidates, counted, kept_restarts, list_names, publish, settled_at, too_few
+from elasticrt.rendezvous.led import (
+    Led,
+    candidates,
+    counted,
+    kept_restarts,
+    list_names,
+    out_of_reach,
+    publish,
+    settled_at,
+    too_few,
+)
 from elasticrt.rendezvous.planned import handing_over, planned
 from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
 from elasticrt.rendezvous.view import Entry, View
@@ -67,9 +78,12 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if view.spec is not None and view.spec.record.spec != me.spec:
         return Halt(EXIT_DUPLICATE, f"the run has other options now: {difference(me.spec, view.spec.record.spec)}")
 
+    if not view.roster_known:
+        return Wait(f"reading the roster of generation {view.number}")
     seat = view.seat_of(name, life)
     generation = view.generation.record if view.generation else None
-    if me.running and generation is not None and generation.number > me.running and seat is None:
+    bound = max(me.running, me.seated)
+    if bound and generation is not None and generation.number > bound and seat is None:
         return Rejoin(f"generation {generation.number} goes on without this node")
     if seat is not None and generation is not None and me.started < generation.number:
         return Run(generation, seat, f"generation {generation.number}: {generation.cause}")
@@ -138,6 +152,9 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     unsure = _fence_or_wait(led)
     if unsure is not None:
         return unsure
+    strangers = _strangers(led)
+    if strangers:
+        return Probe(strangers, f"can {list_names(seat.node for seat in strangers)} be reached?")
 
     gone = [seat for seat in led.seats if _gone(led, seat)]
     failed = [entry for entry in led.reports.values() if entry.record.status == "failed"]
@@ -145,7 +162,27 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return _after_loss(led, gone)
     if failed:
         return _after_failure(led, failed)
-    return planned(led)
+    return _undisturbed(led)
+
+
+def _undisturbed(led: Led) -> Decision:
+    """All is well: changes that are planned. Newcomers that were out of reach are asked again once a lease term."""
+    decision, view = planned(led), led.view
+    away = out_of_reach(view)
+    if away and isinstance(decision, Wait):
+        again = min(view.verdicts[entry.record.incarnation].asked_at for entry in away) + led.spec.lease_ttl_s
+        if led.now >= again:
+            return Probe(tuple(_seat_to_ask(entry.record) for entry in away), "can they be reached by now?")
+        return replace(decision, until=again if decision.until is None else min(again, decision.until))
+    return decision
+
+
+def _strangers(led: Led) -> tuple[Seat, ...]:
+    """Newcomers that have not been asked: who registers in etcd need not be in reach of the others."""
+    view = led.view
+    new = [entry.record for entry in candidates(view) if entry.record.node != led.me.record.node]
+    new = [member for member in new if view.seat_of(member.node, member.incarnation) is None]
+    return tuple(_seat_to_ask(member) for member in new if member.incarnation not in view.verdicts)
 
 
 def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float) -> Decision:
@@ -222,7 +259,10 @@ def _fence_or_wait(led: Led) -> Decision | None:
         if key is not None and verdict is not None and verdict.kind == "dead":
             return Fence(key, f"{seat.node} does not exist any more")
     silent = [
-        (seat, key, verdict.asked_at) for seat, key, verdict in here if key and verdict and verdict.kind == "silent"
+        (seat, key, verdict.asked_at)
+        for seat, key, verdict in here
+        # A key that is younger than the silence: its node was fenced, and has come back since.
+        if key and verdict and verdict.kind == "silent" and verdict.asked_at >= key.since
     ]
     if silent:
         seat, key, asked_at = silent[0]
@@ -233,7 +273,8 @@ def _fence_or_wait(led: Led) -> Decision | None:
             return Wait(f"{len(silent)} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
         if len(led.seats) == 2:
             return Fence(key, f"{seat.node} has been silent for a whole lease term")
-        return Probe(tuple(seat for seat, _, _ in silent), "still silent, still holding leases")
+        # As etcd sees them they live, and most of a run is not cut off from one node: this node is cut off from them.
+        return Rejoin(f"{len(silent)} of {counted(len(led.seats), 'node')} are silent and keep their leases")
     away = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
     if away:
         until = min(led.vanished_at(seat) for seat in away) + led.spec.lease_ttl_s

@@ -22,10 +22,12 @@ class Me:
         lease: whether its lease is known to live ("connected"), overdue ("suspended"), or gone ("lost").
         started: the newest generation whose workers it has started, 0 for none.
         running: the generation whose workers still live, 0 for none.
+        seated: the generation that this life has started workers in, 0 for none: who leaves it out has fenced it.
         report: what its report for generation `started` should say, if anything.
         filed: the report it last stored.
         heard: the newest generation that another node has named while etcd did not answer here.
         failed_at: when its workers failed in generation `started`.
+        starting: its workers have not come to their first step yet, and probably will.
         holding: the create revision of the handover for which its workers were told to hold, 0 for none.
         going: the step after which they were told to leave, 0 for none.
         leaving: why it leaves ("" if it does not).
@@ -39,10 +41,12 @@ class Me:
     lease: Literal["connected", "suspended", "lost"] = "connected"
     started: int = 0
     running: int = 0
+    seated: int = 0
     report: Report | None = None
     filed: Report | None = None
     heard: int = 0
     failed_at: float | None = None
+    starting: bool = False
     holding: int = 0
     going: int = 0
     leaving: str = ""

@@ -97,12 +97,12 @@ class Rendezvous:
                 break
             for range_ in wanted:
                 if range_ == self.keys.members and not self.view.complete:
-                    oldest = self._read(range_, limit=1, by_create=True)
-                    self.view = with_oldest(self.view, self.keys, next(iter(oldest.keys), None), self._now())
-                    if not oldest.keys:
-                        return  # Nobody is registered, not even we: there is nothing to be complete about.
+                    found = self._read(range_, limit=1, by_create=True)
+                    self.view = with_oldest(self.view, self.keys, next(iter(found.keys), None), self._now())
                 else:
-                    self._fold_range(range_)
+                    found = self._fold_range(range_)
+            if wanted == (self.keys.members,) and not found.keys:
+                return  # Nobody is registered, not even we: there is nothing to be complete about.
         else:
             raise StoreError(f"the view of {self.keys.prefix} does not settle after {READS_MAX} reads")
         self._warn_of_unreadable()

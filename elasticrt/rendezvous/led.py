@@ -10,7 +10,7 @@ from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import CopyRecord, Generation, Member, Report, Seat
 from elasticrt.rendezvous.seats import Draft, seat_order, seats_for
-from elasticrt.rendezvous.view import Entry, View
+from elasticrt.rendezvous.view import Entry, Verdict, View
 from elasticrt.spec import RunSpec
 
 
@@ -132,10 +132,24 @@ def settled_at(view: View, spec: RunSpec) -> float:
 
 
 def candidates(view: View) -> list[Entry[Member]]:
-    """Members that can be seated: warm, not draining, not leaving (that report can be seen before the key goes)."""
+    """Members that can be seated: warm, not draining, in reach, not leaving (that is reported before the key goes)."""
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
     ready = [entry for entry in view.members.values() if entry.ready_since is not None]
-    return [entry for entry in ready if entry.record.incarnation not in left]
+    away = {entry.record.incarnation for entry in out_of_reach(view)}
+    return [entry for entry in ready if entry.record.incarnation not in left | away]
+
+
+def out_of_reach(view: View) -> list[Entry[Member]]:
+    """Members that did not answer the leader, with whom the next generation could only fail: newcomers and returned."""
+    asked = [(entry, view.verdicts.get(entry.record.incarnation)) for entry in view.members.values()]
+    silent = [(entry, verdict) for entry, verdict in asked if verdict is not None and verdict.kind != "alive"]
+    seated = {seat.incarnation for seat in view.seats.values()}
+    return [entry for entry, said in silent if entry.record.incarnation not in seated or returned(entry, said)]
+
+
+def returned(entry: Entry[Member], verdict: Verdict) -> bool:
+    """Whether a member has registered (again) since it was asked: fenced, it may not know why, and comes back."""
+    return entry.since > verdict.asked_at
 
 
 def kept_restarts(generation: Generation) -> tuple[int, int, int]:

@@ -26,6 +26,9 @@ from elasticrt.rendezvous.view import View
 JOIN_COST_FACTOR = 20
 """A planned re-form is allowed when this many times the last one's cost has passed: at most 5 % of the time."""
 
+LOOK_AGAIN_S = 0.1
+"""A first step is no event in the store: a leader with newcomers at the door looks for it."""
+
 HOLD_S_MAX = 2.0
 """Agents answer a "hold" at once, whatever their workers do."""
 
@@ -130,6 +133,8 @@ def _newcomers(led: Led) -> Change | Wait:
         return Wait("training")
     if room <= 0:
         return Wait(f"training; {counted(len(since), 'standby node')}")
+    if led.me.starting:
+        return Wait("the generation is starting", led.now + LOOK_AGAIN_S)
     if spec.join == "failure":
         return Wait("newcomers are let in together with a failure (--join failure)")
     ready = sorted(since.values())

@@ -122,6 +122,11 @@ class View:
             return None
         return self.latest.record
 
+    @property
+    def roster_known(self) -> bool:
+        """Whether `seats` is of the current generation: when a new one is seen, its roster is still to be read."""
+        return self.generation is None or self.roster_nonce == self.generation.record.nonce
+
     def order(self) -> list[Seat]:
         """The known seats in rank order."""
         return sorted(self.seats.values(), key=lambda seat: seat.index)
@@ -274,7 +279,10 @@ def _member(view: View, key: str, node: str, value: KeyValue | None, now: float)
     ready = entry.record.warm and not entry.record.draining
     was_ready = old.ready_since if old is not None and old.create_revision == entry.create_revision else None
     members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
-    return replace(view, members=members, vanished=vanished)
+    # A key that was created again between two looks has lost its seniority, although nobody saw it go.
+    again = old is not None and old.create_revision != entry.create_revision
+    oldest = None if again and view.oldest == node else view.oldest
+    return replace(view, members=members, vanished=vanished, oldest=oldest)
 
 
 def _generation(view: View, key: str, value: KeyValue | None, now: float) -> View:

@@ -23,7 +23,7 @@ import elasticrt.agent.node as node_module
 import elasticrt.agent.outage as outage_module
 import elasticrt.rendezvous.handler as handler_module
 from elasticrt.agent.agent import Agent
-from elasticrt.agent.commit import Errand, Errands
+from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
 from elasticrt.agent.group import Command
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.node import Node
@@ -172,6 +172,23 @@ class VirtualNode(Node):
         return None
 
 
+class VirtualMemory:
+    """No memory for states: virtual scripts have no Loop, so that nothing is handed over."""
+
+    fd = -1
+    copy = None
+
+    def renew(self, wanted: object) -> int:
+        """See `Memory`."""
+        return -1
+
+    def forget(self, fd: int) -> None:
+        """See `Memory`."""
+
+    def close(self) -> None:
+        """See `Memory`."""
+
+
 class VirtualProber:
     """Asks agents over the virtual network."""
 
@@ -258,9 +275,10 @@ class VirtualCourier:
 
     def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
         process = store.process
-        self._errands = Errands(store, keys, committed)
+        self._errands = Errands(store, keys, committed, self._pause)
         self._sim = process.sim
         self._process = process
+        self._closing = False
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
         process.tasks.append(process.sim.engine.start(process, self._work, "courier"))
 
@@ -270,7 +288,12 @@ class VirtualCourier:
 
     def close(self, timeout_s: float) -> None:
         """See `Courier`."""
+        self._closing = True
         self._waiting.put(None)
+
+    def _pause(self) -> bool:
+        self._process.sleep(ASK_AGAIN_S)
+        return not self._closing
 
     def _work(self) -> None:
         while (errand := self._waiting.get()) is not None:
@@ -348,6 +371,7 @@ def virtual(sim: Simulator) -> Iterator[None]:
         (agent_module, "own_address", lambda settings, endpoints: settings.address),
         (agent_module, "how_to_join", lambda settings, spec, meeting: []),
         (node_module, "time", clock),
+        (node_module, "Memory", VirtualMemory),
         (outage_module, "time", clock),
         (membership_module, "time", clock),
         (membership_module, "secrets", secrets),

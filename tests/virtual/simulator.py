@@ -190,6 +190,8 @@ class Simulator:
             allowed = allowed or process.code in (EXIT_STORE, EXIT_DUPLICATE)
             self.engine.after(2.0, self.spawn, process.name)
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
+        if self.calm and process.name not in self.plan.doomed:
+            self.engine.after(2.0, self.spawn, process.name)
         self.engine.end(process)
         process.group.vanish(how)
         process.wire.close()

@@ -1,8 +1,8 @@
 """The handover's agreement on a step, in all orders of events of small worlds.
 
 The model is the algorithm of `train/handover.py` (workers) and `agent/node.py`, `rendezvous/planned.py` (agents),
-reduced to what can be interleaved: a worker's two accesses at the end of a step (write `entered`, then read `stop`), and the
-agents' (for each worker write `stop`, then read `entered`; when all are read, write `go`).
+reduced to what can be interleaved: a worker's two accesses at the end of a step (write `entered`, then read `stop`), and
+the agents' (for each worker write `stop`, then read `entered`; when all are read, write `go`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Worker:
-    """`step`: steps done. `place`: "train" (in step + 1), "wrote" (entered written, stop not read), "hold", "left"."""
+    """`place`: "train" (in step + 1), "wrote" (entered is written, stop not read), "hold" or "left" after `step`."""
 
     step: int = 0
     place: str = "train"
@@ -24,7 +24,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class World:
-    """`stopped`: workers whose `stop` is set; `seen`: `entered` as the agents read it, per worker; `go`: 0 or the step."""
+    """`stopped`: workers whose `stop` is set; `seen`: `entered` as read, per worker; `go`: 0 or the agreed step."""
 
     workers: tuple[Worker, ...]
     stopped: int = 0

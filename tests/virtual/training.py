@@ -159,7 +159,7 @@ class VirtualGroup:
 
     def start(
         self, generation: int, envs: Sequence[WorkerEnv], command: object, listen: object, base: Mapping[str, str],
-        directory: object,
+        directory: object, *_: object,
     ) -> None:  # fmt: skip
         """See `WorkerGroup`."""
         group = self.groups[generation] = Group(self, envs)

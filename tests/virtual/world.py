@@ -148,6 +148,7 @@ class VirtualMember:
                     record=record,
                     started=generation.number,
                     running=generation.number,
+                    seated=generation.number,
                     known=generation.number,
                     report=None,
                     failed_at=None,
@@ -156,7 +157,8 @@ class VirtualMember:
                 )
             case Rejoin():
                 self.life += 1
-                self.me = replace(self.me, record=self._record().model_copy(update={"warm": True}), running=0)
+                record = self._record().model_copy(update={"warm": True})
+                self.me = replace(self.me, record=record, running=0, seated=0, report=None, failed_at=None)
                 self.rendezvous.leave(None)
             case Register():
                 self.lease = self.store.grant(self.world.spec.lease_ttl_s)
@@ -169,7 +171,7 @@ class VirtualMember:
                     self.me = replace(self.me, filed=report)
             case Probe(seats, _):
                 for seat in seats:
-                    verdict = Verdict(self.world.probe(seat), self.world.clock())
+                    verdict = Verdict(self.world.probe(seat, self.name), self.world.clock())
                     self.rendezvous.view = with_verdict(self.rendezvous.view, seat.incarnation, verdict)
             case Fence():
                 self.rendezvous.evict(decision)
@@ -201,6 +203,7 @@ class World:
         self.now = 100.0
         self.server = MemoryServer(self.clock)
         self.members: dict[str, VirtualMember] = {}
+        self.cuts: list[set[str]] = []  # Pairs that do not hear each other; etcd hears all.
 
     def clock(self) -> float:
         """The only clock."""
@@ -214,9 +217,11 @@ class World:
             member.warm()
         return member
 
-    def probe(self, seat: Seat) -> str:
+    def probe(self, seat: Seat, asker: str = "") -> str:
         """What asking the agent at this seat would find."""
         for member in self.members.values():
+            if member.me.record.probe_port == seat.probe_port and {asker, member.name} in self.cuts:
+                return "silent"
             if member.me.record.probe_port == seat.probe_port and member.alive:
                 if member.silent:
                     return "silent"

@@ -218,8 +218,8 @@ class History:
             generation = by_number[number]
             mine = [mark for mark in marks if mark.generation == number]
             assert len({mark.pid for mark in mine}) == len({mark.rank for mark in mine}) <= generation.world_size
-            resume = generation.resume.step if generation.resume is not None else 0
-            assert min(mark.step for mark in mine) == resume + 1
+            start = generation.memory or generation.resume
+            assert min(mark.step for mark in mine) == (start.step if start is not None else 0) + 1
 
     def lives(self, node: str) -> list[str]:
         """The incarnations that this node has had a key for, in order."""

@@ -1,0 +1,286 @@
+"""Many agents in one process, for `tests/bench/rendezvous.py`: the production rendezvous without workers.
+
+Each virtual agent has its own lease, member key, watches, view and decisions (`Rendezvous`, `decide`), and a port that
+answers probes. What they share is what a machine of its own would give each of them: the connections to etcd, the
+thread that runs their loops one after the other, the thread that keeps their leases alive, and the one that answers.
+
+Started as `python -m tests.bench.crowd JSON`; commands come as lines on stdin, events go as JSON lines to stdout.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import queue
+import resource
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from elasticrt.agent.probe import ask
+from elasticrt.rendezvous.decide import decide
+from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
+from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
+from elasticrt.rendezvous.records import FailureRecord, Keys, Member, Report
+from elasticrt.rendezvous.view import Verdict, with_verdict
+from elasticrt.spec import RunSpec
+from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.protocol import Address
+
+REGISTER_AT_ONCE = 8
+ASK_AT_ONCE = 32
+
+
+class Answers:
+    """Answers probes for many agents, from one thread: port by port the incarnation that lives there."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listeners: dict[int, socket.socket] = {}
+        self.incarnations: dict[int, str] = {}
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def open(self, incarnation: str) -> int:
+        """A new port that answers for this life."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        port = int(listener.getsockname()[1])
+        self._listeners[port], self.incarnations[port] = listener, incarnation
+        self._selector.register(listener, selectors.EVENT_READ, port)
+        return port
+
+    def close(self, port: int) -> None:
+        """The agent is gone: its port refuses."""
+        listener = self._listeners.pop(port)
+        self._selector.unregister(listener)
+        listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(0.2):
+                try:
+                    connection, _ = self._listeners[key.data].accept()
+                    with connection:
+                        question = json.loads(connection.recv(512))
+                        answer = {"nonce": question["nonce"], "incarnation": self.incarnations[key.data]}
+                        connection.sendall(json.dumps(answer).encode() + b"\n")
+                except (OSError, KeyError):
+                    continue  # Closed in between.
+
+
+class VirtualAgent:
+    """One agent's own state."""
+
+    def __init__(self, crowd: Crowd, index: int, store: EtcdStore) -> None:
+        self.index, self._crowd, self.store = index, crowd, store
+        self.node = f"node-{index:05d}"
+        incarnation = secrets.token_hex(8)
+        self.port = crowd.answers.open(incarnation)
+        record = Member(
+            node=self.node,
+            incarnation=incarnation,
+            address="127.0.0.1",
+            pid=index + 1,
+            workers=1,
+            probe_port=self.port,
+            port=self.port,
+            warm=True,
+        )
+        self.me = Me(record=record, spec=crowd.spec)
+        self.rendezvous = Rendezvous(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
+        self.lease = 0
+        self.lost = False
+
+    def register(self) -> float:
+        """Become a member; when the key was there."""
+        self.lease = self.store.grant(self._crowd.ttl_s).lease_id
+        while not isinstance(
+            answer := self.rendezvous.enter(self._crowd.spec, self.me.record, self.lease, again=False), Entered
+        ):
+            time.sleep(0.01)
+        at = time.monotonic()
+        self.rendezvous.refresh()
+        number = self.rendezvous.view.number
+        self.me = replace(self.me, attempt=answer.attempt, known=number)
+        return at
+
+    def fold(self, event: Any) -> None:
+        """As `Agent._fold`."""
+        match event:
+            case Notice():
+                self.rendezvous.absorb(event)
+            case (incarnation, Verdict() as verdict):
+                self.rendezvous.view = with_verdict(self.rendezvous.view, incarnation, verdict)
+            case "fail":
+                failure = FailureRecord(rank=0, code=1, collateral=True, summary="the connection was reset")
+                record = self.me.record
+                report = Report(
+                    generation=self.me.started,
+                    node=record.node,
+                    incarnation=record.incarnation,
+                    status="failed",
+                    failure=failure,
+                )
+                self.me = replace(self.me, report=report, failed_at=time.monotonic(), running=0)
+
+    def live(self) -> float | None:
+        """As `Agent._loop`, until there is nothing to do; until when."""
+        self.rendezvous.complete()
+        while True:
+            decision = decide(self.me, self.rendezvous.view, time.monotonic())
+            match decision:
+                case Wait(until=until):
+                    return until
+                case Run(generation, seat, _):
+                    number = generation.number
+                    record = self.me.record.model_copy(update={"generation": number, "seen": number})
+                    self.me = replace(
+                        self.me,
+                        record=record,
+                        known=number,
+                        started=number,
+                        running=number,
+                        report=None,
+                        failed_at=None,
+                    )
+                    self._crowd.seated(number, seat.index)
+                case Register():
+                    self.rendezvous.register_again(self.me.record, self.lease)
+                case Announce():
+                    self.rendezvous.announce(decision, self.me, self.lease)
+                case File(report=report):
+                    if self.rendezvous.file(decision):
+                        self.me = replace(self.me, filed=report)
+                case Probe(seats=seats):
+                    self._crowd.ask(self, seats)
+                    return time.monotonic() + 2.0
+                case Fence():
+                    self.rendezvous.evict(decision)
+                case Publish():
+                    self.rendezvous.publish(decision)
+                case Finish():
+                    raise SystemExit(f"the run ended: {decision.reason}")
+                case _:
+                    raise SystemExit(f"unexpected in this benchmark: {decision}")
+
+
+class Crowd:
+    """The agents of one process."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.keys = Keys(order["run_id"])
+        total = order["total"]
+        self.ttl_s = order["ttl_s"]
+        self.spec = RunSpec(
+            min_nodes=max(1, total - 2), max_nodes=total, command=("bench",), join="now", lease_ttl_s=self.ttl_s
+        )
+        self.queue: queue.SimpleQueue[tuple[VirtualAgent | None, Any]] = queue.SimpleQueue()
+        self.answers = Answers()
+        address = Address("http", "127.0.0.1", order["port"])
+        stores = [EtcdStore((address,), timeout_s=10.0) for _ in range(order["connections"])]
+        self.agents = [
+            VirtualAgent(self, index, stores[index % len(stores)]) for index in range(order["first"], order["last"])
+        ]
+        self._asking: set[tuple[int, str]] = set()
+        self._pool = ThreadPoolExecutor(ASK_AT_ONCE)
+        self._seats: dict[int, int] = {}
+        self._alarms: list[tuple[float, int, VirtualAgent]] = []
+
+    def seated(self, number: int, index: int) -> None:
+        """An agent has read its seat; the last one of this process in this generation is told."""
+        self._seats[number] = self._seats.get(number, 0) + 1
+        if self._seats[number] == sum(not agent.lost for agent in self.agents):
+            say("seated", generation=number, at=time.monotonic())
+
+    def ask(self, agent: VirtualAgent, seats: Any) -> None:
+        """Probe, as `Prober` does; each question of an agent once at a time."""
+        for seat in seats:
+            if (agent.index, seat.incarnation) not in self._asking:
+                self._asking.add((agent.index, seat.incarnation))
+                self._pool.submit(self._ask, agent, seat, time.monotonic())
+
+    def _ask(self, agent: VirtualAgent, seat: Any, asked_at: float) -> None:
+        verdict = Verdict(ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
+        self._asking.discard((agent.index, seat.incarnation))
+        self.queue.put((agent, (seat.incarnation, verdict)))
+
+    def run(self) -> None:
+        """Obey until "quit"."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        say("ready")
+        while True:
+            timeout = max(0.0, self._alarms[0][0] - time.monotonic()) if self._alarms else None
+            events = []
+            try:
+                events.append(self.queue.get(timeout=timeout))
+                while True:
+                    events.append(self.queue.get_nowait())
+            except queue.Empty:
+                pass
+            touched: dict[int, VirtualAgent] = {}
+            while self._alarms and self._alarms[0][0] <= time.monotonic():
+                agent = heapq.heappop(self._alarms)[2]
+                touched[agent.index] = agent
+            for agent, event in events:
+                if agent is None:
+                    self._obey(event)
+                elif not agent.lost:
+                    agent.fold(event)
+                    touched[agent.index] = agent
+            for agent in touched.values():
+                until = None if agent.lost else agent.live()
+                if until is not None:
+                    heapq.heappush(self._alarms, (until, agent.index, agent))
+
+    def _obey(self, words: list[str]) -> None:
+        match words:
+            case ["register"]:
+                with ThreadPoolExecutor(REGISTER_AT_ONCE) as pool:
+                    ats = list(pool.map(VirtualAgent.register, self.agents))
+                say("registered", at=max(ats), first=min(ats))
+                threading.Thread(target=self._keep_alive, daemon=True).start()
+                for agent in self.agents:
+                    self.queue.put((agent, None))
+            case ["lose", number]:
+                for agent in self.agents:
+                    if agent.index == int(number):
+                        agent.lost = True
+                        agent.rendezvous.close()
+                        self.answers.close(agent.port)
+            case ["fail", count]:
+                at = time.monotonic()
+                for agent in [agent for agent in self.agents if not agent.lost][: int(count)]:
+                    self.queue.put((agent, "fail"))
+                say("failed", at=at)
+            case ["quit"]:
+                raise SystemExit(0)
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self.queue.put((None, line.split()))
+        self.queue.put((None, ["quit"]))
+
+    def _keep_alive(self) -> None:
+        while True:
+            began = time.monotonic()
+            for index, agent in enumerate(self.agents):
+                if not agent.lost:
+                    agent.store.keep_alive(agent.lease)
+                due = began + (index + 1) * self.ttl_s / 3 / len(self.agents)
+                time.sleep(max(0.0, due - time.monotonic()))
+
+
+def say(event: str, **fields: Any) -> None:
+    """One JSON line."""
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    Crowd(json.loads(sys.argv[1])).run()
