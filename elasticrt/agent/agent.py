@@ -13,31 +13,23 @@ import os
 import queue
 import secrets
 import signal
-import sys
 import time
 from dataclasses import replace
 from typing import Any
 
 from elasticrt.agent.commit import Errand
-from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-from elasticrt.agent.meeting import how_to_join, own_address
+from elasticrt.agent.meeting import own_address
 from elasticrt.agent.membership import LOOK_AGAIN_S, Membership
 from elasticrt.agent.node import Node
 from elasticrt.agent.outage import Heard, Outage
 from elasticrt.agent.policy import halted
 from elasticrt.agent.probe import Prober, ProbeServer
 from elasticrt.agent.settings import Settings
+from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
 from elasticrt.contract.messages import BuildFailed, Claim, Published, Save, Warm
-from elasticrt.errors import (
-    EXIT_BUG,
-    EXIT_OK,
-    EXIT_STORE,
-    EXIT_TERMINATED,
-    ElasticError,
-    StoreError,
-)
+from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_STORE, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Announce,
@@ -84,14 +76,14 @@ class Agent:
     def __init__(self, settings: Settings, spec: RunSpec) -> None:
         self.settings = settings
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.events = EventLog(settings.node, settings.run_dir, settings.events_fd)
-        self.node = Node(settings, self.queue.put, self.events, self.say)
+        self.voice = Voice(settings)
+        self.node = Node(settings, self.queue.put, self.voice.events, self.voice.say)
         self.prober = Prober(lambda seat, answer, at: self.queue.put((seat, Verdict(answer, at))))
         self.membership: Membership
         self.probes: ProbeServer | None = None
         self.spec = spec
         self.me: Me
-        self.outage = Outage(settings.ride_through_s, self.say)
+        self.outage = Outage(settings.ride_through_s, self.voice.say)
         self.drain_until: float | None = None
         self.hurry = False
         self.reason = ""
@@ -109,8 +101,8 @@ class Agent:
             raise
         finally:
             self.node.close()
-            self.events.write("agent_stopped", code=code)
-            self.events.close()
+            self.voice.events.write("agent_stopped", code=code)
+            self.voice.events.close()
         return code
 
     def _take_part(self) -> int:
@@ -246,7 +238,7 @@ class Agent:
             case WorkerSaid(message=Save() | Claim() | Published() | BuildFailed()):
                 self._send_errand(event)
             case HeadRecord():
-                self.events.write("committed", step=event.step, generation=event.generation)
+                self.voice.events.write("committed", step=event.step, generation=event.generation)
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
 
@@ -262,7 +254,7 @@ class Agent:
         settings, endpoints = self.settings, self.membership.meeting.endpoints
         address = own_address(settings, endpoints)
         self.probes = ProbeServer(address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started))
-        self.node.bind(address)
+        self.node.ports.bind(address)
         member = Member(
             node=settings.node,
             incarnation=secrets.token_hex(8),
@@ -270,30 +262,21 @@ class Agent:
             pid=os.getpid(),
             workers=settings.workers,
             probe_port=self.probes.port,
-            port=self.node.port,
+            port=self.node.ports.port,
         )
         self.me = Me(record=member, spec=self.spec)
         joined = self.membership.open(self.me)
         if isinstance(joined, Result):
-            self.say(f"run {settings.run_id} has succeeded already ({joined.reason}); --again runs it once more")
+            self.voice.nothing_to_do(joined)
             return False
         self.me = joined
-        etcd, name = ",".join(map(str, endpoints)), joined.record.node
-        self.events.rename(name)
-        self.events.write(
-            "agent_started", pid=os.getpid(), run_id=settings.run_id, etcd=etcd, run_dir=str(settings.run_dir)
-        )
-        self.events.write("registered", incarnation=joined.record.incarnation, attempt=joined.attempt)
-        self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
-        if self.spec.max_nodes > 1:
-            for line in how_to_join(settings, self.spec, self.membership.meeting):
-                self.say(line)
+        self.voice.joined(joined, self.membership.meeting)
         return True
 
     def _new_life(self, reason: str) -> None:
         """Left out or fenced: the workers go first, then whatever this node was, it is a newcomer."""
         self._kill_workers()
-        self.say(f"this node comes back as a new member: {reason}")
+        self.voice.say(f"this node comes back as a new member: {reason}")
         record = self.me.record.model_copy(update={"incarnation": secrets.token_hex(8), "generation": 0})
         self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None)
         self.rendezvous.leave(None)
@@ -322,7 +305,9 @@ class Agent:
 
     def _start_over(self) -> None:
         """This machine's own etcd has died. It is not durable: a fresh one, and the newest checkpoint on disk."""
-        self.say("this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint")
+        self.voice.say(
+            "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
+        )
         self.node.kill()
         joined = self.membership.open_fresh(self.me)
         if isinstance(joined, Me):
@@ -340,13 +325,8 @@ class Agent:
 
     def _publish(self, decision: Publish) -> None:
         before = {seat.node: seat.incarnation for seat in self.rendezvous.view.order()}
-        if not self.rendezvous.publish(decision):
-            return
-        after = {seat.node: seat.incarnation for seat in decision.draft.seats}
-        if decision.draft.kind == "lost":
-            for name in sorted(name for name in before if after.get(name) != before[name]):
-                self.events.write("member_lost", lost=name, how=decision.draft.cause)
-        self.say(decision.reason)
+        if self.rendezvous.publish(decision):
+            self.voice.published(decision, before)
 
     def _send_errand(self, said: WorkerSaid) -> None:
         view, request = self.rendezvous.view, said.message
@@ -372,11 +352,11 @@ class Agent:
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S)
-                self._tell_result(result)
+                self.voice.ended(result, leads=self.rendezvous.view.leads)
                 self.membership.leave()
                 return result.code
             case Leave():
-                self.say(f"leaving: {decision.reason}")
+                self.voice.say(f"leaving: {decision.reason}")
                 try:
                     self.rendezvous.leave(self._farewell())
                 except StoreError as error:
@@ -396,7 +376,7 @@ class Agent:
         if draining or self.me.leaving or self.outage.since is not None or not self.node.can_hand_over():
             self.me = replace(self.me, leaving=self.me.leaving or reason)
             return
-        self.say(f"{reason}: handing over")
+        self.voice.say(f"{reason}: handing over")
         self.drain_until = time.monotonic() + self.settings.drain_timeout_s
         self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
 
@@ -414,16 +394,3 @@ class Agent:
             if isinstance(event, WorkerEnded | GroupEnded):
                 self.node.fold(event)
         return self.hurry
-
-    def _tell_result(self, result: Result) -> None:
-        if result.text and self.rendezvous.view.leads:
-            self.events.write("failure", text=result.text)
-            self.say(result.text)
-        self.events.write("result", status=result.status, code=result.code, reason=result.reason)
-        self.say(f"run {self.settings.run_id} {result.status}: {result.reason}")
-
-    def say(self, text: str) -> None:
-        """Tell people, on stderr, unless somebody reads the events instead."""
-        if self.settings.events_fd < 0:
-            sys.stderr.write("".join(f"elasticrt: {line}\n" for line in text.splitlines()))
-            sys.stderr.flush()

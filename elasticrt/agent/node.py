@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elasticrt.agent import pages
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import (
     GroupEnded,
@@ -27,10 +27,11 @@ from elasticrt.agent.group import (
 )
 from elasticrt.agent.logs import LogOptions
 from elasticrt.agent.memory import Memory
-from elasticrt.agent.policy import Ends, LastStep, cost
+from elasticrt.agent.policy import Ends, LastStep, cost, worker_env
+from elasticrt.agent.ports import Ports
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.warm import ParentLost, WorkerParent
-from elasticrt.contract.env import Copy, WorkerEnv
+from elasticrt.contract.env import Copy
 from elasticrt.contract.messages import HandedOver, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.errors import ConfigError, explain
@@ -48,7 +49,6 @@ START_UNKNOWN_S = 3.0
 EXIT_HOOKS_S = 0.1
 """What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
 
-HOLD_SEEN_S = 0.002
 PARENT_END_S = 5.0
 PARENT_TRIES = 3
 """A worker parent that dies so often before it is warm will not come: what it imports is broken."""
@@ -68,8 +68,7 @@ class Node:
         self._parent: WorkerParent | None = None
         self._group: WorkerGroup | None = None
         self._parent_deaths = 0
-        self._sockets: dict[int, socket.socket] = {}
-        self._address = ""
+        self.ports = Ports()
         self._warm = False
         self._method = ""
         self._wanted: tuple[Generation, Seat] | None = None  # To be started as soon as it can be.
@@ -87,7 +86,6 @@ class Node:
         self._pause_s = 1.0
         self._holding = self._going = 0
         self._memory = Memory()
-        self.port = 0
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -107,25 +105,16 @@ class Node:
         else:
             self._group.use(self._parent)
 
-    def bind(self, address: str) -> None:
-        """Hold a socket for the next generation's store, in case this node gets rank 0 in it.
-
-        The one of the last generation is kept as well: should a leader choose again before it has heard of the new
-        one, the old port still works (what is stored there has the generation's nonce in its name).
-        """
-        self._address = address
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        bound = socket.create_server((address, 0), family=family, backlog=1024)
-        for port in list(self._sockets)[:-1]:
-            self._sockets.pop(port).close()
-        self.port = bound.getsockname()[1]
-        self._sockets[self.port] = bound
-
     def describe(self, me: Me) -> Me:
         """The member's own state as of now: what its key and its report should say."""
         record = me.record
         generation = self._started[0].number if self._started and self._running else 0
-        wanted = {"warm": self._warm, "port": self.port, "generation": generation, "seen": max(record.seen, me.known)}
+        wanted = {
+            "warm": self._warm,
+            "port": self.ports.port,
+            "generation": generation,
+            "seen": max(record.seen, me.known),
+        }
         if any(getattr(record, name) != value for name, value in wanted.items()):
             record = record.model_copy(update=wanted)
         report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
@@ -175,44 +164,31 @@ class Node:
 
         Whether the script has a Loop at all is known from an earlier generation, else taken to be so for a while.
         """
-        pages = self._pages()
-        self._has_loop = self._has_loop or any(page.entered for page in pages)
-        if not pages or all(page.step_at_ns for page in pages):
+        own = self._pages()
+        self._has_loop = self._has_loop or any(page.entered for page in own)
+        if not own or pages.have_stepped(own):
             return False
         return now < self._started_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
 
     def can_hand_over(self) -> bool:
         """Whether all workers of this node are inside a Loop."""
-        pages = self._pages()
-        return len(pages) == self._ends.workers > 0 and all(page.entered for page in pages)
+        return pages.in_loop(self._pages())
 
     def hold(self, handover: int) -> None:
         """Make all workers hold at the end of their present step, and note how far one of them has been let in."""
-        pages = self._pages()
-        for page in pages:
-            page.go = 0
-            page.stop = 1
-        # A worker that did not see `stop` had written `entered` before it looked; its store buffer needs microseconds.
-        time.sleep(HOLD_SEEN_S)
-        entered = [page.entered for page in pages]
         self._holding, self._going = handover, 0
-        agreed = max(entered) if len(entered) == self._ends.workers and all(entered) else 0
-        self._ends = replace(self._ends, handover=handover, entered=agreed)
+        self._ends = replace(self._ends, handover=handover, entered=pages.hold(self._pages()))
 
     def go(self, step: int, *, save: bool) -> None:
         """Tell the workers the step after which they leave."""
         self._going = step
-        for page in self._pages():
-            page.save = int(save)
-            page.go = step
+        pages.go(self._pages(), step, save=save)
 
     def release(self) -> None:
         """The handover was given up: let the workers go on."""
         self._holding = self._going = 0
         self._ends = replace(self._ends, handover=0, entered=0)
-        for page in self._pages():
-            page.stop = 0
-            page.go = 0
+        pages.release(self._pages())
 
     def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
         """Take note of an event, and do what follows from it on this node alone."""
@@ -276,9 +252,7 @@ class Node:
             self._parent.close(PARENT_END_S if self._warm else 0.0)
         if self._group is not None:
             self._group.close()
-        for bound in self._sockets.values():
-            bound.close()
-        self._sockets.clear()
+        self.ports.close()
         self._memory.close()
 
     @property
@@ -302,8 +276,8 @@ class Node:
         memory = generation.memory.as_copy() if generation.memory else None
         state_fd = self._memory.renew(memory if seat.index == 0 else None)
         fds = {0: {"copy": self._memory.fd, **({"state": state_fd} if state_fd >= 0 else {})}}
-        listen = self._listener(generation.master_port) if seat.index == 0 else None
-        envs = [self._worker_env(generation, seat, local_rank) for local_rank in range(seat.workers)]
+        listen = self.ports.take(generation.master_port, shared=self._method == "fork") if seat.index == 0 else None
+        envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
         self._events.write(
             "generation",
             number=generation.number,
@@ -320,43 +294,13 @@ class Node:
             envs,
             self._settings.command,
             listen,
-            {**self._env, **_network(self._address, self._env)},
+            {**self._env, **_network(self.ports.address, self._env)},
             Path.cwd(),
             fds if self._memory.fd >= 0 else None,
         )
         self._memory.forget(state_fd)
         if listen is not None:
-            self.bind(self._address)
-
-    def _listener(self, port: int) -> socket.socket | None:
-        """The held socket of that port, to be given away. Forked workers share it; any other has to bind it anew."""
-        held = self._sockets.get(port)
-        if held is None or self._method == "fork":
-            return held.dup() if held is not None else None
-        return self._sockets.pop(port)
-
-    def _worker_env(self, generation: Generation, seat: Seat, local_rank: int) -> WorkerEnv:
-        return WorkerEnv(
-            rank=seat.rank_offset + local_rank,
-            local_rank=local_rank,
-            world_size=generation.world_size,
-            local_world_size=seat.workers,
-            group_rank=seat.index,
-            group_world_size=generation.nodes,
-            master_addr=generation.master_address,
-            master_port=generation.master_port,
-            restart_count=generation.restarts_total,
-            max_restarts=self._settings.max_restarts,
-            run_id=self._settings.run_id,
-            attempt=generation.attempt,
-            generation=generation.number,
-            nonce=generation.nonce,
-            node=seat.node,
-            run_dir=str(self._settings.run_dir),
-            role=self._settings.role,
-            resume=generation.resume.commit() if generation.resume else None,
-            copy=generation.memory.as_copy() if generation.memory else None,
-        )
+            self.ports.bind(self.ports.address)
 
     def _worker_started(self, event: WorkerStarted) -> None:
         self._pids[event.rank] = event.pid
@@ -414,14 +358,13 @@ class Node:
         self._memory.copy = memory
 
     def _pages(self) -> list[Page]:
-        """The pages of all workers of the running generation."""
-        pages = []
-        for local_rank in range(self._ends.workers if self._running else 0):
-            try:
-                pages.append(self._workers.page(local_rank, self._running))
-            except KeyError:
-                return []
-        return pages
+        """The pages of all workers of the running generation; none when one has gone already."""
+        try:
+            return [
+                self._workers.page(rank, self._running) for rank in range(self._ends.workers if self._running else 0)
+            ]
+        except KeyError:
+            return []
 
     def _remember_step(self) -> None:
         try:

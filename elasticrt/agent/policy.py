@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from elasticrt.agent.report import Failure, describe, render
-from elasticrt.contract.env import Copy
+from elasticrt.agent.settings import Settings
+from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
 from elasticrt.rendezvous.decision import Halt
-from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Report
+from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Report, Seat
 
 SUMMARY_MAX = 400
 TEXT_MAX = 5500
@@ -124,3 +125,28 @@ def halted(decision: Halt, run_id: str) -> ElasticError:
         kind = StoreError
         remedy = "The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
     return kind(explain("this node cannot go on", f"run {run_id}", got=decision.reason, remedy=remedy))
+
+
+def worker_env(settings: Settings, generation: Generation, seat: Seat, local_rank: int) -> WorkerEnv:
+    """What one worker of this seat is told."""
+    return WorkerEnv(
+        rank=seat.rank_offset + local_rank,
+        local_rank=local_rank,
+        world_size=generation.world_size,
+        local_world_size=seat.workers,
+        group_rank=seat.index,
+        group_world_size=generation.nodes,
+        master_addr=generation.master_address,
+        master_port=generation.master_port,
+        restart_count=generation.restarts_total,
+        max_restarts=settings.max_restarts,
+        run_id=settings.run_id,
+        attempt=generation.attempt,
+        generation=generation.number,
+        nonce=generation.nonce,
+        node=seat.node,
+        run_dir=str(settings.run_dir),
+        role=settings.role,
+        resume=generation.resume.commit() if generation.resume else None,
+        copy=generation.memory.as_copy() if generation.memory else None,
+    )

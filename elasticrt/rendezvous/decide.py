@@ -159,15 +159,15 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     gone = [seat for seat in led.seats if _gone(led, seat)]
     failed = [entry for entry in led.reports.values() if entry.record.status == "failed"]
     if gone:
-        return _after_loss(led, gone)
+        return _asking_again(led, _after_loss(led, gone))
     if failed:
-        return _after_failure(led, failed)
-    return _undisturbed(led)
+        return _asking_again(led, _after_failure(led, failed))
+    return _asking_again(led, planned(led))
 
 
-def _undisturbed(led: Led) -> Decision:
-    """All is well: changes that are planned. Newcomers that were out of reach are asked again once a lease term."""
-    decision, view = planned(led), led.view
+def _asking_again(led: Led, decision: Decision) -> Decision:
+    """Whatever is waited for: members that were out of reach are asked again once a lease term, they may be needed."""
+    view = led.view
     away = out_of_reach(view)
     if away and isinstance(decision, Wait):
         again = min(view.verdicts[entry.record.incarnation].asked_at for entry in away) + led.spec.lease_ttl_s
@@ -237,7 +237,7 @@ def _doubted(led: Led, seat: Seat) -> bool:
     """
     if led.has_left(seat):
         return False
-    evidence = [entry.since for entry in led.reports.values() if entry.record.status == "failed"]
+    evidence = [] if led.failed_since is None else [led.failed_since]
     if led.key_of(seat) is None:
         evidence.append(led.vanished_at(seat))
     if not evidence:

@@ -85,7 +85,8 @@ class Rendezvous:
     def refresh(self) -> None:
         """Read everything that is followed, then whatever the view still lacks. Raises StoreUnavailable."""
         for range_ in followed(self.view, self.keys):
-            self._fold_range(range_)
+            if range_ in self._watches:  # Any other is read when `complete` begins to follow it.
+                self._fold_range(range_)
         self.complete()
 
     def complete(self) -> None:

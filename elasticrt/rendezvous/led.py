@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from elasticrt.errors import EXIT_RENDEZVOUS
@@ -26,6 +27,11 @@ class Led:
     seats: list[Seat]
     reports: dict[str, Entry[Report]]
     now: float
+
+    @cached_property
+    def failed_since(self) -> float | None:
+        """Since when a failure has been reported. Looked for once: every seat is judged by it."""
+        return min((entry.since for entry in self.reports.values() if entry.record.status == "failed"), default=None)
 
     def said(self, seat: Seat, status: str) -> bool:
         """Whether this seat's node, in this life, has reported `status`."""
@@ -91,8 +97,9 @@ def _newest_copy(view: View, chosen: list[Entry[Member]]) -> tuple[CopyRecord | 
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
     best: tuple[CopyRecord | None, Entry[Member] | None] = (None, None)
+    reports = view.reports
     for entry in chosen:
-        report = view.reports.get(entry.record.node)
+        report = reports.get(entry.record.node)
         if report is None or report.record.incarnation != entry.record.incarnation:
             continue
         copy = report.record.memory

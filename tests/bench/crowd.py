@@ -2,7 +2,7 @@
 
 Each virtual agent has its own lease, member key, watches, view and decisions (`Rendezvous`, `decide`), and a port that
 answers probes. What they share is what a machine of its own would give each of them: the connections to etcd, the
-thread that runs their loops one after the other, the thread that keeps their leases alive, and the one that answers.
+threads that run their loops in turn, the thread that keeps their leases alive, and the one that answers.
 
 Started as `python -m tests.bench.crowd JSON`; commands come as lines on stdin, events go as JSON lines to stdout.
 """
@@ -35,6 +35,8 @@ from elasticrt.store.protocol import Address
 
 REGISTER_AT_ONCE = 8
 ASK_AT_ONCE = 32
+LIVE_AT_ONCE = 4
+"""Loops that run at the same time in one process: while one waits for etcd, another computes."""
 
 
 class Answers:
@@ -136,7 +138,7 @@ class VirtualAgent:
             match decision:
                 case Wait(until=until):
                     return until
-                case Run(generation, seat, _):
+                case Run(generation=generation):
                     number = generation.number
                     record = self.me.record.model_copy(update={"generation": number, "seen": number})
                     self.me = replace(
@@ -148,7 +150,11 @@ class VirtualAgent:
                         report=None,
                         failed_at=None,
                     )
-                    self._crowd.seated(number, seat.index)
+                    self._crowd.seated(number)
+                    # What follows is written when all agents of this process have read their seats: on machines of
+                    # their own they would not wait for each other.
+                    self._crowd.queue.put((self, None))
+                    return None
                 case Register():
                     self.rendezvous.register_again(self.me.record, self.lease)
                 case Announce():
@@ -188,14 +194,18 @@ class Crowd:
         ]
         self._asking: set[tuple[int, str]] = set()
         self._pool = ThreadPoolExecutor(ASK_AT_ONCE)
+        self._lives = ThreadPoolExecutor(LIVE_AT_ONCE)
+        self._lock = threading.Lock()
+        self._alive = len(self.agents)
         self._seats: dict[int, int] = {}
         self._alarms: list[tuple[float, int, VirtualAgent]] = []
 
-    def seated(self, number: int, index: int) -> None:
+    def seated(self, number: int) -> None:
         """An agent has read its seat; the last one of this process in this generation is told."""
-        self._seats[number] = self._seats.get(number, 0) + 1
-        if self._seats[number] == sum(not agent.lost for agent in self.agents):
-            say("seated", generation=number, at=time.monotonic())
+        with self._lock:
+            self._seats[number] = self._seats.get(number, 0) + 1
+            if self._seats[number] == self._alive:
+                say("seated", generation=number, at=time.monotonic())
 
     def ask(self, agent: VirtualAgent, seats: Any) -> None:
         """Probe, as `Prober` does; each question of an agent once at a time."""
@@ -232,8 +242,8 @@ class Crowd:
                 elif not agent.lost:
                     agent.fold(event)
                     touched[agent.index] = agent
-            for agent in touched.values():
-                until = None if agent.lost else agent.live()
+            living = [agent for agent in touched.values() if not agent.lost]
+            for agent, until in zip(living, self._lives.map(VirtualAgent.live, living), strict=True):
                 if until is not None:
                     heapq.heappush(self._alarms, (until, agent.index, agent))
 
@@ -250,6 +260,7 @@ class Crowd:
                 for agent in self.agents:
                     if agent.index == int(number):
                         agent.lost = True
+                        self._alive -= 1
                         agent.rendezvous.close()
                         self.answers.close(agent.port)
             case ["fail", count]:

@@ -60,6 +60,8 @@ class Faults:
         if fault.who and (process is None or process.gone):
             return
         if process is not None:
+            if fault.kind != "key_deleted":
+                process.trouble_at = self.sim.engine.now + fault.for_s
             self.sim.say(process, f"! {fault.kind}" + (f" for {fault.for_s:g} s" if fault.for_s else ""))
         else:
             self.sim.engine.say("etcd", f"! {fault.kind}" + (f" for {fault.for_s:g} s" if fault.for_s else ""))
@@ -141,6 +143,7 @@ class Faults:
 
     def outage(self, process: None, fault: Fault) -> None:
         """Nobody reaches etcd; its leases run on."""
+        self.sim.trouble_at = self.sim.engine.now + fault.for_s
         self.sim.down_until = max(self.sim.down_until, self.sim.engine.now + fault.for_s)
 
     def etcd_restart(self, process: None, fault: Fault) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.agent.commit import Errand
 from elasticrt.contract.messages import Reply, Save
-from elasticrt.rendezvous.decision import Decision, End, Publish
+from elasticrt.rendezvous.decision import Decision, End, Fence, Publish
 from elasticrt.rendezvous.records import (
     Generation,
     HeadRecord,
@@ -67,6 +67,7 @@ class Invariants:
         self.well: dict[str, set[int]] = {}
         self.told_step: dict[str, int] = {}
         self.superseded_at: dict[int, float] = {}
+        self.fenced: dict[tuple[int, str, int], set[str]] = {}
 
     # The store's history.
 
@@ -134,6 +135,7 @@ class Invariants:
             new.resume == head, "S6", f"generation {new.number} resumes from {_step(new.resume)}, head {_step(head)}"
         )
         self.seats[new.nonce] = {seat.node: seat for seat in seats}
+        self._l7_nobody_lost(new)
         self.superseded_at[self._number()] = self.sim.engine.now
         self.generations.append(new)
         self.published_at[new.number] = self.sim.engine.now
@@ -302,7 +304,8 @@ class Invariants:
             if reply.ok:
                 require(there, "S8", f"{process.name} was told that a commit is done, and it is not")
             elif "unknown" not in reply.reason and "does not answer" not in reply.reason:
-                require(not there, "S8", f"{process.name} was told '{reply.reason}' of a commit that is done")
+                # Once its generation is over nobody is left to be misled.
+                require(not there or errand.generation < self._number(), "S8", f"{process.name} was told '{reply.reason}' of a commit that is done")
 
     def told(self, node: str, step: int) -> None:
         """S10: the steps that a node reports as committed only grow."""
@@ -317,6 +320,8 @@ class Invariants:
         """What no agent that follows the rules decides."""
         if isinstance(decision, End):
             require(decision.result in self.results.values(), "S12", f"{process.name} ends by a result that is none")
+        if isinstance(decision, Fence):
+            self._fences(process, decision.member.record.node)
         if isinstance(decision, Publish):
             view = process.agent.rendezvous.view
             for seat in decision.draft.seats:
@@ -325,8 +330,32 @@ class Invariants:
                 same = report is not None and report.record.incarnation == seat.incarnation
                 require(not (left and same), "L6", f"{process.name} seats {seat.node}, and knows that it has left")
 
-    def silence(self, process: Process, victim: str) -> None:
-        """Nobody is fenced for silence by a leader that hears less than half."""
+    def _fences(self, process: Process, node: str) -> None:
+        """L4: whoever is cut off from its peers, with etcd in reach, does not take the healthy half out of the run."""
+        victim, seats = self.sim.processes[node], self.seats[self.generations[-1].nonce] if self.generations else {}
+        healthy = not (victim.gone or victim.paused or self.sim.unreachable(victim))
+        if not healthy or node not in seats or len(seats) <= 2:
+            return
+        if victim.agent.me.record.incarnation != seats[node].incarnation:
+            return
+        fenced = self.fenced.setdefault((self._number(), process.name, process.life), set())
+        fenced.add(node)
+        require(2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes")
+
+    def _l7_nobody_lost(self, new: Generation) -> None:
+        """L7: a node whose key or lease went, and which has had no other trouble for long, is not lost."""
+        if new.kind != "lost" or self.sim.plan.rates.late or not self.generations:
+            return
+        calm_s = 2 * self.sim.plan.spec.lease_ttl_s + self.sim.slack
+        for node, seat in self.seats[self.generations[-1].nonce].items():
+            process = self.sim.processes[node]
+            same = not process.gone and not process.paused and process.agent.me.record.incarnation == seat.incarnation
+            calm = self.sim.engine.now - max(process.trouble_at, self.sim.trouble_at) > calm_s
+            out = all(one.incarnation != seat.incarnation for one in self.seats[new.nonce].values())
+            report = self.reports.get((self._number(), node))
+            left = report is not None and report.status == "left"
+            room = len(self.seats[new.nonce]) < self.sim.plan.spec.max_nodes
+            require(not (same and calm and out and room and not left), "L7", f"{node} lives, and {new.cause}")
 
     def after_event(self) -> None:
         """S16: workers of a replaced generation end soon, on every node that can know."""

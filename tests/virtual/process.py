@@ -8,6 +8,7 @@ probes, the worker parent and the workers.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import queue
 import signal
@@ -17,11 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import elasticrt.agent.agent as agent_module
-import elasticrt.agent.membership as membership_module
-import elasticrt.agent.node as node_module
-import elasticrt.agent.outage as outage_module
-import elasticrt.rendezvous.handler as handler_module
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
 from elasticrt.agent.group import Command
@@ -63,6 +59,7 @@ class Process:
         self.whole_node = False
         self.silent_death = False
         self.reached_at = self.awake_at = sim.engine.now
+        self.trouble_at = sim.engine.now
         self.wire = Wire(sim, self)
         self.tasks: list[Task] = []
         self.probe_port = sim.port()
@@ -159,17 +156,9 @@ class VirtualNode(Node):
         sim = process.sim
         sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s, 0))
 
-    def bind(self, address: str) -> None:
-        """Hold a port."""
-        self._address = address
-        self.port = process_of(self._settings).sim.port()
-
     def close(self) -> None:
         """End everything that this node has started."""
         self.group.vanish("the agent ends")
-
-    def _listener(self, port: int) -> None:
-        return None
 
 
 class VirtualMemory:
@@ -187,6 +176,24 @@ class VirtualMemory:
 
     def close(self) -> None:
         """See `Memory`."""
+
+
+class VirtualPorts:
+    """Ports are numbers."""
+
+    def __init__(self, *_: object) -> None:
+        self.port = 0
+        self.address = ""
+
+    def bind(self, address: str) -> None:
+        """See `Ports`."""
+        self.address, self.port = address, CURRENT[0].port()
+
+    def take(self, port: int, *, shared: bool) -> None:
+        """See `Ports`."""
+
+    def close(self) -> None:
+        """See `Ports`."""
 
 
 class VirtualProber:
@@ -302,6 +309,12 @@ class VirtualCourier:
             errand.answer(reply)
 
 
+PRODUCTION = [
+    importlib.import_module(f"elasticrt.{name}")
+    for name in ("agent.agent", "agent.membership", "agent.node", "agent.outage", "agent.voice", "rendezvous.handler")
+]
+"""Where edges are replaced: modules that name a clock, a queue, a thread or a process."""
+
 CURRENT: list[Any] = []
 """The simulator that is running: what replaces module globals has to find it."""
 
@@ -330,6 +343,7 @@ def _settings(process: Process) -> Settings:
         run_dir=Path("/virtual"),
         max_restarts=process.sim.plan.spec.max_restarts,
         stop_timeout_s=2.0,
+        events_fd=0,  # Nothing is narrated.
     )
 
 
@@ -359,30 +373,32 @@ def virtual(sim: Simulator) -> Iterator[None]:
     def rendezvous(store: Wire, keys: Any, node: str, emit: Callable[[Any], None]) -> Rendezvous:
         return Rendezvous(store, keys, node, emit, store.process.clock)
 
-    replaced: list[tuple[Any, str, Any]] = [
-        (agent_module, "time", clock),
-        (agent_module, "secrets", secrets),
-        (agent_module, "queue", queues),
-        (agent_module, "EventLog", VirtualEvents),
-        (agent_module, "Node", VirtualNode),
-        (agent_module, "Prober", VirtualProber),
-        (agent_module, "Membership", VirtualMembership),
-        (agent_module, "ProbeServer", lambda *_: SimpleNamespace(port=here().probe_port, close=lambda: None)),
-        (agent_module, "own_address", lambda settings, endpoints: settings.address),
-        (agent_module, "how_to_join", lambda settings, spec, meeting: []),
-        (node_module, "time", clock),
-        (node_module, "Memory", VirtualMemory),
-        (outage_module, "time", clock),
-        (membership_module, "time", clock),
-        (membership_module, "secrets", secrets),
-        (membership_module, "Session", VirtualSession),
-        (membership_module, "Courier", VirtualCourier),
-        (membership_module, "Rendezvous", rendezvous),
-        (membership_module, "ask", lambda *seat: sim.probe(here(), *seat)),
-        (membership_module, "meet", lambda settings: SimpleNamespace(store=here().wire, endpoints=(), served=None)),
-        (handler_module, "secrets", secrets),
+    replacing: dict[str, Any] = {
+        "time": clock,
+        "secrets": secrets,
+        "queue": queues,
+        "EventLog": VirtualEvents,
+        "Node": VirtualNode,
+        "Memory": VirtualMemory,
+        "Ports": VirtualPorts,
+        "Prober": VirtualProber,
+        "Membership": VirtualMembership,
+        "ProbeServer": lambda *_: SimpleNamespace(port=here().probe_port, close=lambda: None),
+        "own_address": lambda settings, endpoints: settings.address,
+        "how_to_join": lambda settings, spec, meeting: [],
+        "Session": VirtualSession,
+        "Courier": VirtualCourier,
+        "Rendezvous": rendezvous,
+        "ask": lambda *seat: sim.probe(here(), *seat),
+        "meet": lambda settings: SimpleNamespace(store=here().wire, endpoints=(), served=None),
+    }
+    before = [
+        (module, name, vars(module)[name])
+        for module in PRODUCTION
+        for name in replacing
+        if name in vars(module) and not (isinstance(vars(module)[name], type) and vars(module)[name].__module__ == module.__name__)
     ]
-    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    replaced = [(module, name, replacing[name]) for module, name, _ in before]
     CURRENT.append(sim)
     logger = logging.getLogger("elasticrt")
     level = logger.level

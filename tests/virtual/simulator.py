@@ -77,6 +77,7 @@ class Simulator:
         self.disk: dict[str, tuple[int, ...]] = {}
         self.trainings: dict[str, Training] = {}
         self.down_until = 0.0
+        self.trouble_at = 0.0
         self.cut_etcd: dict[str, float] = {}
         self.cut_peers: dict[str, float] = {}
         self.faults = Faults(self)
@@ -201,7 +202,7 @@ class Simulator:
         if process.gone or process.paused:
             return
         process.paused, process.whole_node = True, whole
-        process.frozen_until = self.engine.now + for_s
+        process.frozen_until = process.trouble_at = self.engine.now + for_s
         self.engine.after(for_s, self.unpause, process)
 
     def unpause(self, process: Process) -> None:

@@ -1,0 +1,63 @@
+"""What an agent says: events for machines, lines on stderr for people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from elasticrt.agent.events import EventLog
+from elasticrt.agent.meeting import Meeting, how_to_join
+from elasticrt.agent.settings import Settings
+from elasticrt.rendezvous.decision import Me, Publish
+from elasticrt.rendezvous.records import Result
+
+
+class Voice:
+    """One agent's. Lines are left out when somebody reads the events instead."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.events = EventLog(settings.node, settings.run_dir, settings.events_fd)
+
+    def say(self, text: str) -> None:
+        """Tell people."""
+        if self._settings.events_fd < 0:
+            sys.stderr.write("".join(f"elasticrt: {line}\n" for line in text.splitlines()))
+            sys.stderr.flush()
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Tell machines."""
+        self.events.write(name, **fields)
+
+    def joined(self, me: Me, meeting: Meeting) -> None:
+        """This agent is a member; how others become one."""
+        settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
+        self.events.rename(name)
+        self.event("agent_started", pid=os.getpid(), run_id=settings.run_id, etcd=etcd, run_dir=str(settings.run_dir))
+        self.event("registered", incarnation=me.record.incarnation, attempt=me.attempt)
+        self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
+        if me.spec.max_nodes > 1:
+            for line in how_to_join(settings, me.spec, meeting):
+                self.say(line)
+
+    def nothing_to_do(self, result: Result) -> None:
+        """The run has succeeded before."""
+        self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
+
+    def published(self, decision: Publish, before: Mapping[str, str]) -> None:
+        """A generation was published; `before`: incarnations by node of the one that it replaces."""
+        after = {seat.node: seat.incarnation for seat in decision.draft.seats}
+        if decision.draft.kind == "lost":
+            for name in sorted(name for name in before if after.get(name) != before[name]):
+                self.event("member_lost", lost=name, how=decision.draft.cause)
+        self.say(decision.reason)
+
+    def ended(self, result: Result, *, leads: bool) -> None:
+        """The run has its result; the leader shows the report."""
+        if result.text and leads:
+            self.event("failure", text=result.text)
+            self.say(result.text)
+        self.event("result", status=result.status, code=result.code, reason=result.reason)
+        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")

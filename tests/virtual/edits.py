@@ -1,0 +1,82 @@
+"""The mutants made by hand: (module, function, a piece of it, what stands there instead)."""
+
+from __future__ import annotations
+
+_R, _A = "elasticrt.rendezvous.", "elasticrt.agent."
+_DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "led", _R + "seats"
+_FENCE, _HANDLER, _COMMIT = _R + "fence", _R + "handler", _A + "commit"
+_READ_BACK = "known is not None and known.nonce == head.nonce"
+_SAID = "all(led.said(seat, "
+
+Edit = tuple[str, str, str, str]
+
+EDITS: dict[str, tuple[Edit, ...]] = {
+    "no compare-and-swap": ((_FENCE, "publish", "_unchanged(keys.generation, guard.generation),", ""),),
+    "lease as permission to publish": (
+        (_FENCE, "publish", "_unchanged(keys.generation, guard.generation),", ""),
+        (_FENCE, "publish", "_unchanged(keys.checkpoint, guard.checkpoint),", ""),
+    ),
+    "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == incarnation", ""),),
+    "no fence on commit": ((_FENCE, "commit", "_unchanged(keys.generation, generation_mod),", ""),),
+    "commit by whatever generation is current": (
+        (_A + "agent", "Agent._send_errand", "if view.generation and current else -1", "if view.generation else -1"),
+    ),
+    "no nonce read-back": ((_COMMIT, "Errands._save", _READ_BACK, "False"),),
+    "a head that another wrote is overwritten": (
+        (_COMMIT, "Errands._save", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
+    ),
+    "resume where the last generation did": (
+        (_LED, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
+    ),
+    "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
+    "the youngest leads": ((_HANDLER, "Rendezvous.complete", "found = self._read(range_, limit=1, by_create=True)", "found = self._read(range_)"),),
+    "silence fences a majority": (
+        (_DECIDE, "_fence_or_wait", "if 2 * len(silent) < len(led.seats):", "if True:"),
+    ),
+    "a key that is gone is a death": ((_DECIDE, "_gone", "if verdict is not None and verdict.kind != \"alive\":", "if True:"),),
+    "a lost key is never a death": (
+        (_DECIDE, "_gone", "return led.now >= led.vanished_at(seat) + led.spec.lease_ttl_s", "return False"),
+        (_DECIDE, "_gone", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
+    ),
+    "reports of an older generation count": (
+        (_VIEW, "View.reports", "if entry.record.generation == self.number", ""),
+        (_VIEW, "_generation", "if report.record.generation >= entry.record.number", ""),
+        (_VIEW, "_report", "if e.record.generation >= view.number", ""),
+    ),
+    "members that left are seated": ((_LED, "candidates", "left | away", "away"),),
+    "cold members are seated": ((_VIEW, "_member", "ready = entry.record.warm and not entry.record.draining", "ready = True"),),
+    "old deliveries replace newer reads": (
+        (_VIEW, "apply", "if change.mod_revision > known:", "if True:"),
+        (_VIEW, "_entry", "old.mod_revision >= value.mod_revision", "False"),
+    ),
+    "a key made anew keeps its seniority": ((_VIEW, "_member", "oldest = None if again and view.oldest == node else view.oldest", "oldest = view.oldest"),),
+    "a seat from the last generation's roster": ((_VIEW, "View.roster_known", "self.generation is None or self.roster_nonce == self.generation.record.nonce", "True"),),
+    "silence is for ever": ((_DECIDE, "_fence_or_wait", "and verdict.asked_at >= key.since", ""),),
+    "numbers skip": ((_LED, "publish", "for entry in chosen)]) + 1", "for entry in chosen)]) + 2"),),
+    "ranks count nodes": ((_SEATS, "seats_for", "offset += member.workers", "offset += 1"),),
+    "max-nodes is not looked at": ((_SEATS, "seat_order", "[:most]", ""),),
+    "min-nodes is not looked at": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),),
+    "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
+    "failures are not counted": ((_DECIDE, "_after_failure", "before.restarts_total + 1", "before.restarts_total"),),
+    "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
+    "the budget is one less": ((_DECIDE, "_after_failure", "> spec.max_restarts:", ">= spec.max_restarts:"),),
+    "a lost node costs a restart": (
+        (_LED, "kept_restarts", "return generation.restarts, generation.restarts_total,", "return generation.restarts, generation.restarts_total + 1,"),
+    ),
+    "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
+    "a failed publish is tried again unread": ((_HANDLER, "Rendezvous.publish", "self.refresh()", "pass"),),
+    "a failed report is tried again unread": ((_HANDLER, "Rendezvous._done", "self.refresh()", "pass"),),
+    "the leader does not follow reports": ((_VIEW, "followed", "keys.all_reports,", ""),),
+    "a resync is taken for the end": ((_HANDLER, "Rendezvous.absorb", "self._unfollow(notice.range)", "pass"),),
+    "workers of the last generation live on": (
+        (_A + "node", "Node.run", "self._workers.kill(self._running)", "pass"),
+    ),
+    "a node that was left out keeps its workers": ((_A + "agent", "Agent._new_life", "self._kill_workers()", "pass"),),
+    "a lease that is gone ends the agent": ((_A + "agent", "Agent._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
+    "who has not the claim publishes": (
+        (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
+    ),
+    "two build": (
+        (_COMMIT, "Errands._claim", 'if record.state == "building":\n            return Reply(request.request, False, f"wait: {record.node}")', "if False:\n            pass"),
+    ),
+}  # fmt: skip
