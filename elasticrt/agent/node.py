@@ -219,7 +219,8 @@ class Node:
         self._workers.reply(said.local_rank, reply, said.generation)
 
     def kill(self) -> None:
-        """End the workers at once; nothing of theirs is reported."""
+        """End the workers at once; nothing of theirs is reported, and what they left in memory is thrown away."""
+        self._memory.close()
         self._wanted, self._started = None, None
         if self._running:
             self._remember_step()
@@ -274,8 +275,8 @@ class Node:
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
-        state_fd = self._memory.renew(memory if seat.index == 0 else None)
-        fds = {0: {"copy": self._memory.fd, **({"state": state_fd} if state_fd >= 0 else {})}}
+        self._memory.renew(memory)
+        self._ends = replace(self._ends, kept=self._memory.kept)
         listen = self.ports.take(generation.master_port, shared=self._method == "fork") if seat.index == 0 else None
         envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
         self._events.write(
@@ -296,9 +297,8 @@ class Node:
             listen,
             {**self._env, **_network(self.ports.address, self._env)},
             Path.cwd(),
-            fds if self._memory.fd >= 0 else None,
+            {0: self._memory.descriptors(memory if seat.index == 0 else None)},
         )
-        self._memory.forget(state_fd)
         if listen is not None:
             self.ports.bind(self.ports.address)
 
@@ -355,7 +355,7 @@ class Node:
         if event.local_rank == 0 and left.size:
             memory = Copy(left.step, left.epoch, left.size, left.digest, self._started[0].world_size)
         self._ends = replace(self._ends, handed=self._ends.handed | {event.local_rank}, memory=memory)
-        self._memory.copy = memory
+        self._memory.left = memory
 
     def _pages(self) -> list[Page]:
         """The pages of all workers of the running generation; none when one has gone already."""

@@ -22,7 +22,8 @@ class Ends:
     """How the workers of one generation on one node have ended so far: well, or with failures, in order of time.
 
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
-    most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left.
+    most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: a copy
+    of the step that the generation resumed from.
     """
 
     generation: int
@@ -33,6 +34,7 @@ class Ends:
     entered: int = 0
     handed: frozenset[int] = frozenset()
     memory: Copy | None = None
+    kept: Copy | None = None
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -46,6 +48,7 @@ class Ends:
                 incarnation=incarnation,
                 status="failed",
                 failure=failure_record(self.failures),
+                memory=_record(self.kept),
             )
         if len(self.handed) == self.workers:
             return Report(
@@ -54,7 +57,7 @@ class Ends:
                 incarnation=incarnation,
                 status="held",
                 handover=self.handover,
-                memory=CopyRecord(**asdict(self.memory)) if self.memory is not None else None,
+                memory=_record(self.memory),
             )
         if self.handover and not self.well:
             return Report(
@@ -73,6 +76,10 @@ class Ends:
             incarnation=incarnation,
             status="ok" if self.well == self.workers else "finishing",
         )
+
+
+def _record(copy: Copy | None) -> CopyRecord | None:
+    return CopyRecord(**asdict(copy)) if copy is not None else None
 
 
 def failure_record(failures: Sequence[Failure]) -> FailureRecord:

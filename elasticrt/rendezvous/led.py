@@ -87,8 +87,9 @@ def publish(
 def _newest_copy(view: View, chosen: list[Entry[Member]]) -> tuple[CopyRecord | None, Entry[Member] | None]:
     """The newest copy that one of these members holds, and who holds it.
 
-    Only copies of the generation that is being replaced count (reports of others are not in the view), and only if they
-    descend from the head: it was committed in that generation, or is what it resumed from.
+    Only what is reported about the generation that is being replaced counts: a copy that its workers left, or one of
+    the very step that it resumed from. It must descend from the head, which was committed in that generation or is what
+    it resumed from, and be newer.
     """
     if view.generation is None:
         return None, None

@@ -222,7 +222,8 @@ class Report(Record):
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
-    behind. `handover` is the create revision of the record that asked for it.
+    behind (with "failed": the copy that the generation resumed from, if this node keeps one). `handover` is the create
+    revision of the record that asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]

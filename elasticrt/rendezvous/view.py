@@ -170,6 +170,10 @@ def apply_range(view: View, keys: Keys, range_: str, found: Snapshot, now: float
         if view.roster_nonce != nonce:
             view = replace(view, seats={}, roster_nonce=nonce)
         view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
+    if view.complete and view.roster_complete:
+        # A seat without a key has been away since somebody could see it: a new leader gives it its whole lease term.
+        away = {node: view.vanished.get(node, now) for node in view.seats if node not in view.members}
+        view = replace(view, vanished=away)
     return _count(replace(view, read_at={**view.read_at, range_: found.revision}), now)
 
 

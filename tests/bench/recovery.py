@@ -44,12 +44,14 @@ POLL_S = 0.02
 AFTERWARDS_S = 1.5
 """How long a recovered job is watched for a second world."""
 
-DEFAULT_REPS = {"elasticrt": 3, "loop": 2, "tuned": 1, "fresh": 1, "default": 1, "plugin": 1}
+DEFAULT_REPS = {"elasticrt": 3, "loop": 2, "tuned": 1, "fresh": 1, "default": 1, "plugin": 1, "torchft": 1}
 """torchrun's waits are constants of 15 and 30 s: repeating them tells little and takes long."""
 
 DEFAULT_RIVALS = ("elasticrt", "loop", "tuned", "fresh", "default")
 LEFT_OUT = {("default", "rank0"), ("default", "store"), ("default", "leave"), ("loop", "start"), ("loop", "store")}
-"""Not measured unless --events names them: the same, by torchrun's code, as with a fresh store; and as without Loop."""
+LEFT_OUT |= {("torchft", "store")}
+"""Not measured unless --events names them: the same, by torchrun's code, as with a fresh store; as without Loop; and
+torchft's lighthouse is on none of the nodes."""
 
 SLOW = ("fresh", "default")
 
@@ -65,10 +67,19 @@ class Outcome:
 class Disturbed:
     """One job, one event."""
 
-    def __init__(self, rival: Rival, event: str, nodes: int, timeout_s: float, keep: Path | None) -> None:
+    def __init__(
+        self,
+        rival: Rival,
+        event: str,
+        nodes: int,
+        timeout_s: float,
+        *,
+        keep: Path | None = None,
+        torchft: Path | None = None,
+    ) -> None:
         self.event, self.count, self.timeout_s = event, nodes, timeout_s
         room = nodes + 1 if event == "start" else nodes
-        self.job = Job(rival, room, STEPS_PER_SAVE, PAUSE_S, keep)
+        self.job = Job(rival, room, STEPS_PER_SAVE, PAUSE_S, keep, torchft)
 
     def run(self, random_step: int) -> Outcome:
         """From the first process to the outcome."""
@@ -99,7 +110,8 @@ class Disturbed:
         victim = self._victim(holder)
         match self.event:
             case "worker":
-                return kill_all([pid for pid in holder.values() if pid in victim.processes()]), count
+                left = count - 1 if job.rival.shrinks else count
+                return kill_all([pid for pid in holder.values() if pid in victim.processes()]), left
             case "leave":
                 at = time.monotonic()
                 victim.process.send_signal(signal.SIGTERM)
@@ -158,7 +170,10 @@ def measure(arguments: argparse.Namespace) -> list[Cell]:
         outcomes = []
         for index, step in enumerate(steps):
             where = None if keep is None else keep / f"{event}-{name}-{index}"
-            outcomes.append(Disturbed(RIVALS[name], event, arguments.nodes, arguments.timeout, where).run(step))
+            disturbed = Disturbed(
+                RIVALS[name], event, arguments.nodes, arguments.timeout, keep=where, torchft=arguments.torchft
+            )
+            outcomes.append(disturbed.run(step))
         cell = Cell(event, RIVALS[name].text, tuple(o.cost for o in outcomes), tuple(o.note for o in outcomes))
         print(cell.line(), flush=True)
         return cell
@@ -192,10 +207,13 @@ def main() -> None:
     add("--nodes", type=int, default=3, help="nodes of the full job, at least 3 (default: 3)")
     add("--timeout", type=float, default=80.0, help="seconds until an event counts as never recovered (default: 80)")
     add("--together", type=int, default=3, help="slow cells at the same time (default: 3)")
+    add("--torchft", type=Path, help="bin directory of an environment with torchft, for the rival torchft")
     add("--seed", type=int, default=1)
     add("--keep-logs", type=Path, help="directory for the nodes' output")
     add("--output", type=Path, default=RESULTS, help="directory for recovery.txt and recovery.svg")
     arguments = parser.parse_args()
+    if arguments.torchft is not None and arguments.rivals is DEFAULT_RIVALS:
+        arguments.rivals = (*DEFAULT_RIVALS, "torchft")
     began = time.monotonic()
     cells = measure(arguments)
     import torch

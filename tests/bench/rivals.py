@@ -32,7 +32,8 @@ TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 class Rival:
     """One way to launch the script. `rendezvous` is added to torchrun's --rdzv-conf, `env` to its environment.
 
-    With `plug_in` torchrun's agents meet in an etcd by our rendezvous.
+    With `plug_in` torchrun's agents meet in an etcd by our rendezvous. With `shrinks` (torchft) the others go on without
+    a dead worker, which comes back later; every node is a torchrun of its own.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Rival:
     script: str = "plain_ddp.py"
     ours: bool = False
     plug_in: bool = False
+    shrinks: bool = False
     rendezvous: str = ""
     env: tuple[tuple[str, str], ...] = ()
 
@@ -54,6 +56,7 @@ RIVALS = {
         Rival("fresh", "torchrun, fresh store", env=_FRESH_STORE),
         Rival("default", "torchrun"),
         Rival("plugin", "torchrun, elasticrt's rendezvous", plug_in=True),
+        Rival("torchft", "torchft, script of its own (survivors)", script="torchft_ddp.py", shrinks=True),
     )
 }
 
@@ -79,6 +82,7 @@ class Job:
     steps_per_save: int
     pause_s: float
     keep: Path | None = None
+    torchft: Path | None = None  # The directory of its programs, in an environment that has torchft.
     nodes: list[Node] = field(default_factory=list)
 
     def __enter__(self) -> Job:
@@ -92,6 +96,11 @@ class Job:
         self._etcd = EtcdServer(wheel_binary(), self.directory / "etcd") if self.rival.plug_in else None
         if self._etcd is not None:
             self._etcd.start()
+        if self.rival.shrinks:
+            assert self.torchft is not None, "--torchft"
+            quorum = ["--min_replicas", "1", "--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "20"]
+            where = [f"{self.torchft}/torchft_lighthouse", "--bind", f"127.0.0.1:{self.port}"]
+            self._popen([*where, *quorum, "--join_timeout_ms", "500"], "lighthouse.log")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,20 +124,28 @@ class Job:
     def start_node(self) -> Node:
         """Start one more node."""
         index = len(self.nodes)
-        command = self._elasticrt(index) if self.rival.ours else self._torchrun(index)
+        command = self._command(index)
         script = [str(HERE / self.rival.script), str(self.directory), str(self.steps_per_save), str(self.pause_s)]
+        process = self._popen([*command, *script], f"node-{index}.log", REPLICA=str(index))
+        self.nodes.append(Node(f"node-{index}", process))
+        return self.nodes[-1]
+
+    def _popen(self, command: list[str], log_name: str, **more: str) -> subprocess.Popen[bytes]:
         env = {
             **os.environ,
             **dict(self.rival.env),
+            **more,
             MARK: self._mark,
+            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
+            "RUST_LOG": "error",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TMPDIR": str(self.directory / "tmp"),
             "XDG_RUNTIME_DIR": str(self.directory / "run"),
         }
-        with (self.directory / f"node-{index}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [*command, *script],
+        with (self.directory / log_name).open("wb") as log:
+            return subprocess.Popen(
+                command,
                 cwd=self.directory,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -136,8 +153,12 @@ class Job:
                 stderr=log,
                 start_new_session=True,
             )
-        self.nodes.append(Node(f"node-{index}", process))
-        return self.nodes[-1]
+
+    def _command(self, index: int) -> list[str]:
+        if self.rival.shrinks:
+            torchrun = [f"{self.torchft}/python", "-m", "torch.distributed.run", "--standalone"]
+            return [*torchrun, "--nproc-per-node", "1", "--max-restarts", "100"]
+        return self._elasticrt(index) if self.rival.ours else self._torchrun(index)
 
     def _elasticrt(self, index: int) -> list[str]:
         command = [sys.executable, "-m", "elasticrt", "run", "--run-id", self.id, "--node", f"node-{index}"]

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 TICKS = 1024
 STORY_TAIL = 60
-SPIN_MAX = 5000
+EVENTS_MAX = 30_000
+SPIN_MAX = 3000
 """Events in one instant before we call it a livelock."""
 
 
@@ -179,6 +180,8 @@ class Engine:
             self.events += 1
             action(*args)
             self.check()
+            if self.events > EVENTS_MAX:
+                raise Violation("L8", f"{EVENTS_MAX} events, where a run takes a few thousand")
             if self._spin > SPIN_MAX:
                 raise Violation("L8", f"{SPIN_MAX} events and no time has passed")
         self.now = max(self.now, until)

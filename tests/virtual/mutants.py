@@ -17,7 +17,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,7 +197,7 @@ def main() -> int:
     with ProcessPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(hunt, name, options.first, options.seeds) for name in todo]
         found = {}
-        for job in jobs:
+        for job in as_completed(jobs):
             name, what, seed = job.result()
             found[name] = (what, seed)
             print(f"{name:<78} {what or '-':<9} {seed if seed >= 0 else HARMLESS.get(name, 'not caught')}", flush=True)

@@ -22,6 +22,7 @@ from elasticrt.agent.agent import Agent
 from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
 from elasticrt.agent.group import Command
 from elasticrt.agent.membership import Membership
+from elasticrt.agent.memory import Memory
 from elasticrt.agent.node import Node
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.messages import Warm
@@ -161,21 +162,12 @@ class VirtualNode(Node):
         self.group.vanish("the agent ends")
 
 
-class VirtualMemory:
+class VirtualMemory(Memory):
     """No memory for states: virtual scripts have no Loop, so that nothing is handed over."""
 
-    fd = -1
-    copy = None
-
-    def renew(self, wanted: object) -> int:
+    def renew(self, *_: object, **__: object) -> int:
         """See `Memory`."""
         return -1
-
-    def forget(self, fd: int) -> None:
-        """See `Memory`."""
-
-    def close(self) -> None:
-        """See `Memory`."""
 
 
 class VirtualPorts:

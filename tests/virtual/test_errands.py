@@ -1,0 +1,69 @@
+"""Commits whose answers are lost: what a worker is told is what has happened (S8)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from elasticrt.agent.commit import Errand, Errands
+from elasticrt.contract.env import Commit
+from elasticrt.contract.messages import Reply, Save
+from elasticrt.rendezvous.records import Keys
+from elasticrt.store.memory import MemoryServer, MemoryStore
+from elasticrt.store.protocol import StoreUnavailable, Txn, TxnResult
+
+
+class LossyStore(MemoryStore):
+    """Loses the answers of the first transactions; those take effect now, never, or just before the next one."""
+
+    def __init__(self, server: MemoryServer, script: list[str]) -> None:
+        super().__init__(server)
+        self.script = script
+        self.belated: list[Txn] = []
+
+    def commit(self, txn: Txn) -> TxnResult:
+        """See `protocol.Store`."""
+        for late in self.belated:
+            super().commit(late)
+        self.belated = []
+        how = self.script.pop(0) if self.script else "heard"
+        if how == "late":
+            self.belated.append(txn)
+        if how in ("heard", "unheard"):
+            done = super().commit(txn)
+            if how == "heard":
+                return done
+        raise StoreUnavailable("no answer")
+
+
+def _save(script: list[str], pauses: int = 100) -> tuple[Reply, int]:
+    server = MemoryServer(lambda: 0.0)
+    left = iter(range(pauses))
+    heads: list[object] = []
+    errands = Errands(LossyStore(server, script), Keys("run"), heads.append, lambda: next(left, None) is not None)
+    commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
+    request = Save(1, asdict(commit), "")
+    reply = errands.carry_out(Errand(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    assert len(heads) == int(reply.ok)
+    return reply, len(server.read(Keys("run").checkpoint, exact=True).keys)
+
+
+def test_a_commit_that_happened_unheard_is_found() -> None:
+    """The answer is lost, the effect is there: reading back says so."""
+    assert _save(["unheard"]) == (Reply(1, True), 1)
+
+
+def test_a_commit_that_took_effect_between_reading_and_trying_again_is_found() -> None:
+    """The first try arrives late and makes the second one fail: that is no refusal."""
+    assert _save(["late"]) == (Reply(1, True), 1)
+
+
+def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
+    """More lost answers than anybody would count: a worker that was told "refused" could never commit again."""
+    assert _save(["never"] * 40) == (Reply(1, True), 1)
+
+
+def test_a_closing_agent_says_that_it_does_not_know() -> None:
+    """Who has to end before the outcome is known says exactly that."""
+    reply, there = _save(["never"] * 40, pauses=2)
+    assert (reply.ok, there) == (False, 0)
+    assert "unknown" in reply.reason
