@@ -117,6 +117,7 @@ class ElasticrtHandler(RendezvousHandler):
             settle_max_s=max(3.0, float(options["settle"])),
         )
         self._participant: Participant | None = None
+        self._closed = False
         self._number = 0
         self._servers: list[TCPStore] = []
 
@@ -135,6 +136,8 @@ class ElasticrtHandler(RendezvousHandler):
         `rank` and `world_size` count agents. To be called again when the workers of the last one have been stopped;
         when nothing else has ended that generation, this node's workers have, and the others are told so.
         """
+        if self._closed:
+            raise RendezvousClosedError(f"run {self._run_id} has been closed here")
         try:
             participant = self._participant or self._open()
             while True:
@@ -158,7 +161,7 @@ class ElasticrtHandler(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """See the base class."""
-        return self._participant is not None and bool(self._participant.ended)
+        return self._closed or (self._participant is not None and bool(self._participant.ended))
 
     def set_closed(self) -> None:
         """End the run for all nodes."""
@@ -198,6 +201,7 @@ class ElasticrtHandler(RendezvousHandler):
         return participant
 
     def _leave(self, *, run_too: bool) -> None:
+        self._closed = True
         participant, self._participant = self._participant, None
         if participant is not None:
             participant.close(run_too=run_too)

@@ -250,10 +250,10 @@ class Crowd:
     def _obey(self, words: list[str]) -> None:
         match words:
             case ["register"]:
+                threading.Thread(target=self._keep_alive, daemon=True).start()  # Thousands take longer than a lease.
                 with ThreadPoolExecutor(REGISTER_AT_ONCE) as pool:
                     ats = list(pool.map(VirtualAgent.register, self.agents))
                 say("registered", at=max(ats), first=min(ats))
-                threading.Thread(target=self._keep_alive, daemon=True).start()
                 for agent in self.agents:
                     self.queue.put((agent, None))
             case ["lose", number]:
@@ -280,7 +280,7 @@ class Crowd:
         while True:
             began = time.monotonic()
             for index, agent in enumerate(self.agents):
-                if not agent.lost:
+                if agent.lease and not agent.lost:
                     agent.store.keep_alive(agent.lease)
                 due = began + (index + 1) * self.ttl_s / 3 / len(self.agents)
                 time.sleep(max(0.0, due - time.monotonic()))

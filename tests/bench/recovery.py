@@ -48,8 +48,8 @@ DEFAULT_REPS = {"elasticrt": 3, "loop": 2, "tuned": 1, "fresh": 1, "default": 1,
 """torchrun's waits are constants of 15 and 30 s: repeating them tells little and takes long."""
 
 DEFAULT_RIVALS = ("elasticrt", "loop", "tuned", "fresh", "default")
-LEFT_OUT = {("default", "rank0"), ("default", "store"), ("default", "leave"), ("loop", "start"), ("loop", "store")}
-LEFT_OUT |= {("torchft", "store")}
+LEFT_OUT = {("default", "rank0"), ("default", "store"), ("default", "leave")}
+LEFT_OUT |= {("loop", "start"), ("loop", "store"), ("torchft", "store")}
 """Not measured unless --events names them: the same, by torchrun's code, as with a fresh store; as without Loop; and
 torchft's lighthouse is on none of the nodes."""
 

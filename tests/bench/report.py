@@ -96,7 +96,7 @@ def table(cells: list[Cell], head: str) -> str:
     return "\n".join(lines)
 
 
-COLOURS = ("#0b7a75", "#4fb3a9", "#c9a227", "#c8553d", "#6d3b47")
+COLOURS = ("#0b7a75", "#4fb3a9", "#c9a227", "#c8553d", "#6d3b47", "#5b7db1", "#8a8a8a")
 LEFT, WIDTH, BAR, GAP, TOP = 190, 560, 13, 14, 64
 
 

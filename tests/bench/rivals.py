@@ -32,8 +32,8 @@ TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 class Rival:
     """One way to launch the script. `rendezvous` is added to torchrun's --rdzv-conf, `env` to its environment.
 
-    With `plug_in` torchrun's agents meet in an etcd by our rendezvous. With `shrinks` (torchft) the others go on without
-    a dead worker, which comes back later; every node is a torchrun of its own.
+    With `plug_in` torchrun's agents meet in an etcd by our rendezvous. With `shrinks` (torchft) the others go on
+    without a dead worker, which comes back later; every node is a torchrun of its own.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
     TORCHFT_LIGHTHOUSE=http://HOST:PORT torchrun --nnodes 1 --nproc-per-node 1 ... torchft_ddp.py DIRECTORY
 
-Marks as in plain_ddp.py; `world` is the quorum's number plus 1, rank and size are those of the replicas taking part.
+Marks as in plain_ddp.py; rank and size are those of the replicas taking part, `world` is made of the quorum's number
+and that size, because a quorum's first step is taken without a replica that has yet to be sent the state.
 Nothing is saved: a replica that comes back is sent the state of another.
 """
 
@@ -54,9 +55,9 @@ def main():
         x, y = torch.randn(32, 64), torch.randint(10, (32,))
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        rank = manager.participating_rank()
-        if rank is not None:
-            mark(manager._quorum_id + 1, rank, manager.num_participants(), manager.current_step())
+        rank, size = manager.participating_rank(), manager.num_participants()
+        if rank is not None:  # None while it is being sent the state.
+            mark(manager._quorum_id * 1000 + size, rank, size, manager.current_step())
         time.sleep(PAUSE_S)
 
 

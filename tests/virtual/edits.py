@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# ruff: noqa: E501  Pieces of code, one mutant a line.
+
 _R, _A = "elasticrt.rendezvous.", "elasticrt.agent."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "led", _R + "seats"
 _FENCE, _HANDLER, _COMMIT = _R + "fence", _R + "handler", _A + "commit"
@@ -55,7 +57,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "numbers skip": ((_LED, "publish", "for entry in chosen)]) + 1", "for entry in chosen)]) + 2"),),
     "ranks count nodes": ((_SEATS, "seats_for", "offset += member.workers", "offset += 1"),),
     "max-nodes is not looked at": ((_SEATS, "seat_order", "[:most]", ""),),
-    "min-nodes is not looked at": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),),
+    "min-nodes is not looked at": (
+        (_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),
+        (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
+    ),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_DECIDE, "_after_failure", "before.restarts_total + 1", "before.restarts_total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
@@ -77,6 +82,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
     ),
     "two build": (
-        (_COMMIT, "Errands._claim", 'if record.state == "building":\n            return Reply(request.request, False, f"wait: {record.node}")', "if False:\n            pass"),
+        (_COMMIT, "Errands._claim", 'if record.state == "building":', "if False:"),
+        (_COMMIT, "Errands._claim", "if record.generation == errand.generation:", 'if record.state == "failed":'),
     ),
 }  # fmt: skip

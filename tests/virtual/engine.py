@@ -29,7 +29,7 @@ class Violation(AssertionError):  # noqa: N818  The protocol's word, not ours.
         self.name = name
 
 
-class Gone(BaseException):  # noqa: N818  Like GeneratorExit: it ends a task whatever the task is doing.
+class Gone(BaseException):
     """The process this task belongs to does not exist any more."""
 
 

@@ -1,7 +1,7 @@
 """What must hold, as small functions over the store's revision history and the workers' records.
 
 `Invariants` is told of every revision in the moment it happens, of what workers do and of what agents say to them; the
-names are the rows of the table of invariants. Each check looks only at what is new, so that all of them run all the time.
+names are the rows of the table of invariants. Each check looks only at what is new: all of them run all the time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from tests.virtual.process import Process
     from tests.virtual.simulator import Simulator
     from tests.virtual.training import Group, Training
+
+LEAVE_S = 8.0
+"""L2: an agent that was told to leave has ended by then."""
 
 STOP_S = 6.0
 """S16: so long may workers of a replaced generation live on a node that is awake and reaches etcd."""
@@ -305,7 +308,11 @@ class Invariants:
                 require(there, "S8", f"{process.name} was told that a commit is done, and it is not")
             elif "unknown" not in reply.reason and "does not answer" not in reply.reason:
                 # Once its generation is over nobody is left to be misled.
-                require(not there or errand.generation < self._number(), "S8", f"{process.name} was told '{reply.reason}' of a commit that is done")
+                require(
+                    not there or errand.generation < self._number(),
+                    "S8",
+                    f"{process.name} was told '{reply.reason}' of a commit that is done",
+                )
 
     def told(self, node: str, step: int) -> None:
         """S10: the steps that a node reports as committed only grow."""
@@ -340,7 +347,9 @@ class Invariants:
             return
         fenced = self.fenced.setdefault((self._number(), process.name, process.life), set())
         fenced.add(node)
-        require(2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes")
+        require(
+            2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes"
+        )
 
     def _l7_nobody_lost(self, new: Generation) -> None:
         """L7: a node whose key or lease went, and which has had no other trouble for long, is not lost."""
@@ -367,6 +376,9 @@ class Invariants:
                 continue
             if now - process.awake_at < STOP_S:
                 continue
+            if process.told_at is not None:
+                waited = now - max(process.told_at, process.awake_at)
+                require(waited < LEAVE_S + self.sim.slack, "L2", f"{process.name} was told to leave {waited:.0f} s ago")
             for group in process.group.living:
                 if group.generation < current:
                     since = max(self.superseded_at.get(group.generation, now), process.awake_at)

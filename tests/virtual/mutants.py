@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--known", action="store_true", help="start with the seeds in catches.py; hunt for the rest")
     options = parser.parse_args()
-    from tests.virtual.catches import CATCHES, HARMLESS
+    from tests.virtual.catches import CATCHES, UNCAUGHT
 
     names = [name for name in mutants() if options.only in name]
     kept = {name: CATCHES[name] for name in names if name in CATCHES} if options.known else {}
@@ -200,21 +200,21 @@ def main() -> int:
         for job in as_completed(jobs):
             name, what, seed = job.result()
             found[name] = (what, seed)
-            print(f"{name:<78} {what or '-':<9} {seed if seed >= 0 else HARMLESS.get(name, 'not caught')}", flush=True)
+            print(f"{name:<78} {what or '-':<9} {seed if seed >= 0 else UNCAUGHT.get(name, 'not caught')}", flush=True)
     catches = {**kept, **{name: pair for name, pair in found.items() if pair[1] >= 0}}
     missed = [name for name in names if name not in catches]
-    print(f"{len(names)} mutants, {len(catches)} caught, {len(missed)} not: {[n for n in missed if n not in HARMLESS]}")
+    print(f"{len(names)} mutants, {len(catches)} caught, {len(missed)} not: {[n for n in missed if n not in UNCAUGHT]}")
     if options.write:
-        _write({name: catches[name] for name in names if name in catches}, HARMLESS)
-    return 1 if any(name not in HARMLESS for name in missed) else 0
+        _write({name: catches[name] for name in names if name in catches}, UNCAUGHT)
+    return 1 if any(name not in UNCAUGHT for name in missed) else 0
 
 
-def _write(catches: dict[str, tuple[str, int]], harmless: dict[str, str]) -> None:
-    lines = ['"""Which invariant catches which mutant in which seed; written by `python -m tests.virtual.mutants --write`."""']
+def _write(catches: dict[str, tuple[str, int]], uncaught: dict[str, str]) -> None:
+    lines = ['"""Which invariant catches which mutant in which seed. `python -m tests.virtual.mutants --write`."""']
     lines += ["", "# ruff: noqa: E501  A table.", "CATCHES: dict[str, tuple[str, int]] = {"]
     lines += [f"    {name!r}: {pair!r}," for name, pair in catches.items()]
-    lines += ["}", "", "HARMLESS: dict[str, str] = {"]
-    lines += [f"    {name!r}: {why!r}," for name, why in harmless.items()]
+    lines += ["}", "", "UNCAUGHT: dict[str, str] = {"]
+    lines += [f"    {name!r}: {why!r}," for name, why in uncaught.items()]
     lines += ["}", ""]
     Path(__file__).with_name("catches.py").write_text("\n".join(lines))
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store.memory import MemoryServer
-from elasticrt.store.protocol import Changes, Delete, Resync, StoreRefused, Txn, TxnResult
-from tests.virtual.engine import STORY_TAIL, Engine, Task, Violation
+from elasticrt.store.protocol import Changes, Resync, Txn, TxnResult
+from tests.virtual.engine import STORY_TAIL, Engine, Violation
 from tests.virtual.faults import Faults
 from tests.virtual.invariants import Invariants, require
 from tests.virtual.plan import Plan
@@ -268,9 +268,10 @@ class Simulator:
     def _dismiss(self) -> None:
         """Agents that had not got in before the result are sent home: they would begin another attempt."""
         for process in list(self.processes.values()):
-            if not process.gone and not hasattr(process.agent, "me"):
-                self.kill(process, "is sent home")
-            elif not process.gone and process.agent.me.known == 0 and not process.agent.rendezvous.view.members:
+            if process.gone:
+                continue
+            me = getattr(process.agent, "me", None)
+            if me is None or (me.known == 0 and not process.agent.rendezvous.view.members):
                 self.kill(process, "is sent home")
 
     def _until(self, deadline: float, done: object, name: str, text: str) -> None:
@@ -289,6 +290,3 @@ class Simulator:
 def simulate(plan: Plan) -> Outcome:
     """Run a plan. Raises Failed when an invariant does not hold."""
     return Simulator(plan).run()
-
-
-__all__ = ["Delete", "Failed", "Outcome", "Simulator", "StoreRefused", "Task", "simulate"]

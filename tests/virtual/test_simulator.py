@@ -1,4 +1,4 @@
-"""The whole protocol under drawn faults in virtual time: invariants, repeatability, and that every fault really fires."""
+"""The whole protocol under drawn faults in virtual time: invariants, repeatability, and that every fault fires."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def trace(name: str) -> str:
     script = "\n".join(
         [f"{plan.arrivals[index]:7.2f}  start n{index}" for index in range(plan.nodes)]
         + [str(fault) for fault in plan.faults]
-        + [f"{plan.safety_s:7.2f}  whoever is away starts again; once something is committed, train three steps more, end"]
+        + [f"{plan.safety_s:7.2f}  whoever is away starts again; after the next commit three steps more, and the end"]
     )
     spec = f"min_nodes {plan.spec.min_nodes}, max_nodes {plan.spec.max_nodes}, lease {plan.spec.lease_ttl_s:g} s"
     story = "\n".join(line.rstrip() for line in simulate(plan).story)

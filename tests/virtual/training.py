@@ -157,7 +157,7 @@ class VirtualGroup:
         self.put = put
         self.groups: dict[int, Group] = {}
 
-    def start(
+    def start(  # noqa: PLR0917  As `WorkerGroup` has them.
         self, generation: int, envs: Sequence[WorkerEnv], command: object, listen: object, base: Mapping[str, str],
         directory: object, *_: object,
     ) -> None:  # fmt: skip

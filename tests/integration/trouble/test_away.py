@@ -214,6 +214,7 @@ def test_a_quorum_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert run.pids() == before
 
 
+@pytest.mark.slow
 def test_a_dead_endpoint_in_the_list(tmp_path: Path, etcd: EtcdServer) -> None:
     """N14: the first of two endpoints refuses; the run starts, steps, commits and ends through the other."""
     endpoints = f"http://127.0.0.1:{free_port()},{etcd.address}"

@@ -1,0 +1,176 @@
+"""The edges of a virtual agent: what production modules name, as it is in virtual time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
+from elasticrt.agent.memory import Memory
+from elasticrt.rendezvous.records import Seat
+from elasticrt.store.protocol import Lease
+from elasticrt.store.session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, Session
+from tests.virtual.engine import VirtualQueue
+from tests.virtual.wire import Wire
+
+if TYPE_CHECKING:
+    from tests.virtual.process import Process
+
+CURRENT: list[Any] = []
+"""The simulator that is running: what replaces module globals has to find it."""
+
+
+class VirtualEvents:
+    """The agent's event log, as lines of the story."""
+
+    KEPT = ("committed", "result", "agent_stopped", "first_step")
+
+    def __init__(self, node: str, directory: object, fd: int = -1) -> None:
+        self.sim, self.process = CURRENT[0], None
+        self.node = node
+
+    def rename(self, node: str) -> None:
+        """See `EventLog`."""
+        self.node = node
+
+    def write(self, event: str, **fields: Any) -> None:
+        """See `EventLog`."""
+        if event in self.KEPT:
+            self.sim.engine.say(self.node, f"* {event} " + " ".join(f"{k}={v}" for k, v in fields.items() if v != {}))
+        if event == "committed":
+            self.sim.invariants.told(self.node, fields["step"])
+
+    def close(self) -> None:
+        """See `EventLog`."""
+
+
+class VirtualMemory(Memory):
+    """No memory for states: virtual scripts have no Loop, so that nothing is handed over."""
+
+    def renew(self, *_: object, **__: object) -> int:
+        """See `Memory`."""
+        return -1
+
+
+class VirtualPorts:
+    """Ports are numbers."""
+
+    def __init__(self, *_: object) -> None:
+        self.port = 0
+        self.address = ""
+
+    def bind(self, address: str) -> None:
+        """See `Ports`."""
+        self.address, self.port = address, CURRENT[0].port()
+
+    def take(self, port: int, *, shared: bool) -> None:
+        """See `Ports`."""
+
+    def close(self) -> None:
+        """See `Ports`."""
+
+
+class VirtualProber:
+    """Asks agents over the virtual network."""
+
+    def __init__(self, sink: Callable[[Seat, Any, float], None]) -> None:
+        self._sink = sink
+        self._asking: set[str] = set()
+
+    def ask(self, seats: Sequence[Seat]) -> None:
+        """See `Prober`."""
+        sim = CURRENT[0]
+        asker = sim.engine.task.place
+        for seat in seats:
+            if seat.incarnation not in self._asking:
+                self._asking.add(seat.incarnation)
+                sim.engine.start(asker, functools.partial(self._ask, asker, seat, asker.clock()), "ask")
+
+    def _ask(self, asker: Process, seat: Seat, asked_at: float) -> None:
+        answer = asker.sim.probe(asker, seat.address, seat.probe_port, seat.incarnation)
+        self._asking.discard(seat.incarnation)
+        self._sink(seat, answer, asked_at)
+
+    def listen(self, seats: Sequence[Seat], run_id: str, heard: Callable[[int], None]) -> None:
+        """See `Prober`."""
+        sim = CURRENT[0]
+        asker = sim.engine.task.place
+        for seat in seats:
+            if seat.incarnation not in self._asking:
+                self._asking.add(seat.incarnation)
+                sim.engine.start(asker, lambda seat=seat: self._listen(asker, seat, heard), "listen")
+
+    def _listen(self, asker: Process, seat: Seat, heard: Callable[[int], None]) -> None:
+        number = asker.sim.newest(asker, seat.address, seat.probe_port)
+        self._asking.discard(seat.incarnation)
+        heard(number)
+
+    def close(self) -> None:
+        """See `Prober`."""
+
+
+class VirtualSession(Session):
+    """The production lease, its two threads replaced by tasks."""
+
+    def __init__(self, store: Wire, ttl_s: float, sink: Callable[[Any], None]) -> None:
+        super().__init__(store, ttl_s, sink, now=store.process.clock)
+        self._process = store.process
+
+    def open(self) -> Lease:
+        """See `Session`."""
+        lease = self._grant()
+        engine, process = self._process.sim.engine, self._process
+        process.tasks.append(engine.start(process, self._keep, "keep"))
+        process.tasks.append(engine.start(process, self._watch_clock, "look"))
+        return lease
+
+    def _keep(self) -> None:
+        pause_s = 0.0
+        while not self._closed:
+            assert self._lease is not None
+            self._process.sleep(pause_s or self._lease.ttl_s * KEEP_ALIVE_SHARE)
+            while self._lost and not self._closed:
+                self._process.sleep(0.25)
+            if not self._closed:
+                pause_s = self._ask(self._lease, self._process.clock())
+
+    def _watch_clock(self) -> None:
+        assert self._lease is not None
+        while not self._closed:
+            self._process.sleep(self._lease.ttl_s / LOOKS_PER_TTL)
+            with self._lock:
+                if not self._closed:
+                    self._judge()
+
+
+class VirtualCourier:
+    """The courier's thread as a task."""
+
+    def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
+        process = store.process
+        self._errands = Errands(store, keys, committed, self._pause)
+        self._sim = process.sim
+        self._process = process
+        self._closing = False
+        self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
+        process.tasks.append(process.sim.engine.start(process, self._work, "courier"))
+
+    def send(self, errand: Errand) -> None:
+        """See `Courier`."""
+        self._waiting.put(errand)
+
+    def close(self, timeout_s: float) -> None:
+        """See `Courier`."""
+        self._closing = True
+        self._waiting.put(None)
+
+    def _pause(self) -> bool:
+        self._process.sleep(ASK_AGAIN_S)
+        return not self._closing
+
+    def _work(self) -> None:
+        while (errand := self._waiting.get()) is not None:
+            reply = self._errands.carry_out(errand)
+            self._sim.invariants.answered(self._process, errand, reply)
+            errand.answer(reply)
