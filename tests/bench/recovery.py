@@ -25,6 +25,7 @@ import os
 import platform
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.torchft is not None and arguments.rivals is DEFAULT_RIVALS:
         arguments.rivals = (*DEFAULT_RIVALS, "torchft")
+    # Told to end, it takes its jobs with it, as after an error.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
     cells = measure(arguments)
     import torch

@@ -19,6 +19,7 @@ import os
 import queue
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -225,6 +226,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="processes besides the leader's (default: 2)")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    # Told to end, it takes its processes with it, as after an error.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     head = "{:>6} {:>8} {:>8} {:>8} {:>8} {:>8}   {:>8} {:>8} {:>8} {:>8}   {:>8} {:>8} {:>8} {:>8}   {:>6}".format(
         "agents", "register", "formed", "requests", "watch", "KiB",
         "one lost", "requests", "watch", "KiB", "all tell", "requests", "watch", "KiB", "rest/s",
