@@ -73,9 +73,9 @@ class Attendance:
             linger_s=self._linger_s,
         )
 
-    def found(self) -> None:
-        """An agent has asked for the server: it will be a member soon."""
-        self._found_at = time.monotonic()
+    def found(self, ago_s: float) -> None:
+        """An agent has asked for the server so many seconds ago: it will be a member soon, or has been one."""
+        self._found_at = time.monotonic() - ago_s
 
     def look(self) -> None:
         """Read everything again and watch from there. When etcd does not answer, it counts as needed for a while."""
@@ -85,7 +85,7 @@ class Attendance:
         try:
             snapshots = [self._store.read(prefix) for prefix in self._prefixes]
         except StoreError:
-            self.found()
+            self.found(0.0)
             return
         self._replace({entry.key for snapshot in snapshots for entry in snapshot.keys})
         for prefix, snapshot in zip(self._prefixes, snapshots, strict=True):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -75,7 +76,7 @@ def keep(
                 # Agents find the server under this lock. One that did since we looked last is about to register.
                 last_ns, touched_at_ns = touched_at_ns, runtime.touched_at_ns(lock.directory, run_id)
                 if touched_at_ns != last_ns:
-                    attendance.found()
+                    attendance.found(max(0.0, (time.time_ns() - touched_at_ns) / 1e9))
                 attendance.look()
                 if attendance.due() is None or touched_at_ns != last_ns:
                     continue

@@ -133,7 +133,8 @@ class Parent:
             ]
             if message.sessions:
                 sessions.kill_sessions(alive, message.number)
-            else:
+            if not message.sessions or message.number == signal.SIGKILL:
+                # SIGKILL to the process itself as well: one that was forked just now has no session of its own yet.
                 for pid in alive:
                     sessions.kill(pid, message.number)
             return None
