@@ -17,10 +17,8 @@ PROTOCOL = 1
 """Raised whenever records or their meaning change: agents of different protocols never share a run."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-NODE_NAME = RUN_ID
 
 NODES_MAX = 100_000
-WORKERS_MAX = 4096
 
 
 class RunSpec(BaseModel):
