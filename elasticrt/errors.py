@@ -30,12 +30,6 @@ class ConfigError(ElasticError):
     exit_code = EXIT_USAGE
 
 
-class WorkersFailedError(ElasticError):
-    """The user's code: workers failed and the restart budget is spent."""
-
-    exit_code = EXIT_WORKERS
-
-
 class RendezvousTimeoutError(ElasticError):
     """The scheduler: min-nodes did not come together in time."""
 

@@ -6,7 +6,6 @@ Opened once, and a second time only when this machine's own etcd has died and a 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
 import signal
@@ -61,16 +60,14 @@ class Membership:
         record = me.record.model_copy(update={"seen": max(me.record.seen, number)})
         return replace(me, attempt=answer.attempt, known=number, record=record)
 
-    def lease_id(self, me: Me) -> int:
-        """The lease to write a key with: a new one if the last is lost. Raises StoreUnavailable."""
-        if me.lease == "lost":
-            self.lease = self.session.reopen()
-        return self.lease.lease_id
+    def renew(self) -> None:
+        """Get a new lease in place of a lost one. Raises StoreUnavailable."""
+        self.lease = self.session.reopen()
 
     def embedded_died(self) -> bool:
         """Whether this machine's own etcd was used and its keeper is gone."""
         served = self.meeting.served
-        return served is not None and not _exists(served.keeper_pid)
+        return served is not None and not served.lives()
 
     def open_fresh(self, me: Me) -> Me | Result:
         """Begin again with a fresh embedded etcd, in a new life. Raises as `open` does."""
@@ -143,16 +140,6 @@ class Membership:
         for event in seen:
             self._queue.put(event)
         return any(isinstance(event, signal.Signals) for event in seen)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _same_name(other: Member) -> str:

@@ -27,12 +27,20 @@ START_S_MAX = 40.0
 
 @dataclass(frozen=True)
 class Served:
-    """A running embedded server. `token` tells it from any other; `started` is true for the agent that started it."""
+    """A running embedded server. `token` tells it from any other; `started` is true for the agent that started it.
+
+    `keeper_start` tells its keeper from a later process with the same number (kernel ticks since boot).
+    """
 
     address: Address
     keeper_pid: int
+    keeper_start: int
     token: str
     started: bool
+
+    def lives(self) -> bool:
+        """Whether its keeper still runs."""
+        return runtime.start_of(self.keeper_pid) == self.keeper_start
 
 
 def find(run_id: str) -> Served | None:
@@ -76,7 +84,13 @@ def _registered(directory: Path, run_id: str, *, started: bool = False) -> Serve
         runtime.clean_up(directory, run_id)
         return None
     runtime.touch_record(directory, run_id)
-    return Served(Address("http", record["host"], record["port"]), record["keeper_pid"], record["token"], started)
+    return Served(
+        Address("http", record["host"], record["port"]),
+        record["keeper_pid"],
+        record["keeper_start"],
+        record["token"],
+        started,
+    )
 
 
 def _start(run_id: str, lock: runtime.Lock, listen: Address | None, linger_s: float) -> None:

@@ -76,8 +76,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "workers of the last generation live on": (
         (_A + "node", "Node.run", "self._workers.kill(self._running)", "pass"),
     ),
-    "a node that was left out keeps its workers": ((_A + "agent", "Agent._new_life", "self._kill_workers()", "pass"),),
-    "a lease that is gone ends the agent": ((_A + "agent", "Agent._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
+    "a node that was left out keeps its workers": ((_A + "agent", "Agent._left_out", "self._kill_workers()", "pass"),),
+    "a lease that is gone ends the agent": ((_A + "cycle", "Cycle._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
     "who has not the claim publishes": (
         (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
     ),

@@ -90,7 +90,7 @@ class Process:
         agent = self.agent
         try:
             agent.node.open()
-            self.code = agent._take_part()
+            self.code = agent.work()
             agent.node.close()
         except ElasticError as error:
             self.code = error.exit_code
@@ -154,7 +154,15 @@ class VirtualMembership(Membership):
 
 PRODUCTION = [
     importlib.import_module(f"elasticrt.{name}")
-    for name in ("agent.agent", "agent.membership", "agent.node", "agent.outage", "agent.voice", "rendezvous.handler")
+    for name in (
+        "agent.agent",
+        "agent.cycle",
+        "agent.membership",
+        "agent.node",
+        "agent.outage",
+        "agent.voice",
+        "rendezvous.handler",
+    )
 ]
 """Where edges are replaced: modules that name a clock, a queue, a thread or a process."""
 
