@@ -27,7 +27,7 @@ from elasticrt.agent.probe import ProbeServer
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
-from elasticrt.contract.messages import BuildFailed, Claim, Published, Save, Warm
+from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Published, Save, Warm
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
 from elasticrt.rendezvous.handler import Rendezvous
@@ -117,7 +117,7 @@ class Agent(Cycle):
                 self._send_errand(event)
             case HeadRecord():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
-            case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
+            case Warm() | Learnt() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
 
     @property
@@ -256,7 +256,7 @@ class Agent(Cycle):
         reason = f"{number.name} received"
         draining = self.me.record.draining
         self.hurry = self.hurry or draining or bool(self.me.leaving)
-        if draining or self.me.leaving or self.outage.since is not None or not self.node.can_hand_over():
+        if draining or self.me.leaving or self.outage.since is not None or not self.node.progress.can_hand_over():
             self.me = replace(self.me, leaving=self.me.leaving or reason)
             return
         self.voice.say(f"{reason}: handing over")

@@ -27,24 +27,19 @@ from elasticrt.agent.group import (
 )
 from elasticrt.agent.logs import LogOptions
 from elasticrt.agent.memory import Memory
-from elasticrt.agent.policy import Ends, LastStep, cost, worker_env
+from elasticrt.agent.policy import Ends, worker_env
 from elasticrt.agent.ports import Ports
+from elasticrt.agent.progress import Progress
 from elasticrt.agent.settings import Settings
-from elasticrt.agent.warm import ParentLost, WorkerParent
+from elasticrt.agent.warm import ParentLost, WorkerParent, note
 from elasticrt.contract.env import Copy
-from elasticrt.contract.messages import HandedOver, Reply, Step, Warm
+from elasticrt.contract.messages import HandedOver, Learnt, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.errors import ConfigError, explain
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 
 log = logging.getLogger(__name__)
-
-START_S_MAX = 60.0
-"""Newcomers wait for a generation's first step so long, in a script that is known to have a Loop ..."""
-
-START_UNKNOWN_S = 3.0
-"""... and so long in a script of which nothing is known."""
 
 EXIT_HOOKS_S = 0.1
 """What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
@@ -79,13 +74,10 @@ class Node:
         self._ends = Ends(0, 0)
         self._failed_at: float | None = None
         self._pids: dict[int, int] = {}
-        self._last = LastStep()
         self._kill_late: tuple[int, float] | None = None
-        self._has_loop = False
-        self._started_at = 0.0
-        self._pause_s = 1.0
         self._holding = self._going = 0
         self._memory = Memory()
+        self.progress = Progress(self._pages, events, say)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -96,8 +88,8 @@ class Node:
             env=self._env,
             directory=Path.cwd(),
             preload=settings.preload,
-            script=command.argv[0] if command.kind == "script" else "",
-            no_python=command.kind == "program",
+            kind=command.kind,
+            target=command.argv[0],
         )
         if self._group is None:
             prefix = "" if settings.workers == 1 or settings.events_fd >= 0 else "[rank {rank}] "
@@ -126,8 +118,8 @@ class Node:
             seated=self._started[0].number if self._started and self._seated_as(record.incarnation) else 0,
             report=report,
             failed_at=self._failed_at,
-            pause_s=self._pause_s,
-            starting=self.starting(time.monotonic()),
+            pause_s=self.progress.pause_s,
+            starting=self.progress.starting(time.monotonic()),
             holding=self._holding,
             going=self._going,
         )
@@ -138,8 +130,10 @@ class Node:
         self._wanted = (generation, seat)
         self._names = names
         self._failed_at = None
+        self._holding = self._going = 0  # Whatever the old generation was asked for is over.
+        self.progress.replaced()
         if self._running:
-            self._remember_step()
+            self.progress.remember()
             if len(self._ends.handed) == self._ends.workers:
                 # They are leaving by themselves: their exit hooks get a moment.
                 self._kill_late = (self._running, time.monotonic() + EXIT_HOOKS_S)
@@ -159,23 +153,9 @@ class Node:
             self._workers.kill(generation)
         return None
 
-    def starting(self, now: float) -> bool:
-        """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.
-
-        Whether the script has a Loop at all is known from an earlier generation, else taken to be so for a while.
-        """
-        own = self._pages()
-        self._has_loop = self._has_loop or any(page.entered for page in own)
-        if not own or pages.have_stepped(own):
-            return False
-        return now < self._started_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
-
-    def can_hand_over(self) -> bool:
-        """Whether all workers of this node are inside a Loop."""
-        return pages.in_loop(self._pages())
-
     def hold(self, handover: int) -> None:
         """Make all workers hold at the end of their present step, and note how far one of them has been let in."""
+        self.progress.disturbed()
         self._holding, self._going = handover, 0
         self._ends = replace(self._ends, handover=handover, entered=pages.hold(self._pages()))
 
@@ -187,16 +167,20 @@ class Node:
     def release(self) -> None:
         """The handover was given up: let the workers go on."""
         self._holding = self._going = 0
+        self.progress.undisturbed()
         self._ends = replace(self._ends, handover=0, entered=0)
         pages.release(self._pages())
 
-    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
+    def fold(self, event: Warm | Learnt | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
         """Take note of an event, and do what follows from it on this node alone."""
         match event:
             case Warm():
                 self._warm, self._parent_deaths, self._method = True, 0, event.method
-                log.info("worker parent is warm after %.2f s (%s) %s", event.import_s, event.method, event.reason)
+                note(event, self._events)
                 self._start_if_possible()
+            case Learnt():
+                self._method = "exec" if event.unsafe else self._method
+                note(event, self._events)
             case ParentLost():
                 self._parent_lost(event)
             case WorkerStarted():
@@ -223,7 +207,7 @@ class Node:
         self._memory.close()
         self._wanted, self._started = None, None
         if self._running:
-            self._remember_step()
+            self.progress.remember()
             self._workers.kill(self._running)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
@@ -271,7 +255,7 @@ class Node:
         self._wanted, self._started = None, (generation, seat)
         self._running = generation.number
         self._ends = Ends(generation.number, seat.workers)
-        self._started_at = time.monotonic()
+        self.progress.began()
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
@@ -305,6 +289,7 @@ class Node:
     def _worker_started(self, event: WorkerStarted) -> None:
         self._pids[event.rank] = event.pid
         if event.generation == self._running and len(self._pids) == self._ends.workers:
+            self.progress.started(event.generation, event.at_ns)
             ranks = sorted(self._pids)
             self._events.write(
                 "workers_started", generation=event.generation, ranks=ranks, pids=[self._pids[rank] for rank in ranks]
@@ -313,21 +298,8 @@ class Node:
     def _stepped(self, event: WorkerSaid, step: Step) -> None:
         if event.generation != self._running:
             return
-        if step.first:
-            paid = cost(self._last, step.step, step.at_ns, step.resumed_from)
-            if paid.pause_s is not None and event.local_rank == 0:
-                self._pause_s = paid.pause_s
-            if event.local_rank == 0:
-                self._events.write(
-                    "first_step",
-                    generation=event.generation,
-                    step=step.step,
-                    resumed_from=step.resumed_from,
-                    pause_s=paid.pause_s,
-                    redone=paid.redone,
-                )
-                if paid.pause_s is not None:
-                    self._say(f"next step {step.step} after {paid.pause_s:.2f} s; {paid.redone} steps done again")
+        if step.first and event.local_rank == 0:
+            self.progress.stepped(event.generation, step)
         if event.rank == 0:
             self._events.write(
                 "step", generation=event.generation, step=step.step, epoch=step.epoch, scalars=step.scalars
@@ -341,7 +313,8 @@ class Node:
             self._ends = replace(self._ends, failures=(*self._ends.failures, event.failure))
             if self._failed_at is None:
                 self._failed_at = time.monotonic()
-                self._remember_step()
+                self.progress.disturbed()
+                self.progress.remember()
                 # The others of this node can only fail as well, or hang.
                 self._workers.kill(self._running)
         elif event.code == 0:
@@ -350,7 +323,7 @@ class Node:
     def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
         if event.generation != self._running or self._started is None:
             return
-        self._remember_step()
+        self.progress.remember()
         memory = self._ends.memory
         if event.local_rank == 0 and left.size:
             memory = Copy(left.step, left.epoch, left.size, left.digest, self._started[0].world_size)
@@ -365,14 +338,6 @@ class Node:
             ]
         except KeyError:
             return []
-
-    def _remember_step(self) -> None:
-        try:
-            page = self._workers.page(0, self._running)
-        except KeyError:
-            return
-        if page.step_at_ns:
-            self._last = LastStep(page.step, page.step_at_ns)
 
     def _parent_lost(self, event: ParentLost) -> None:
         self._warm = False

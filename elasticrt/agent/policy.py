@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -121,6 +121,26 @@ def cost(last: LastStep, first_step: int, first_at_ns: int, resumed_from: int) -
     if not last.at_ns or first_at_ns <= last.at_ns:
         return Cost(None, 0)
     return Cost((first_at_ns - last.at_ns) / 1e9, max(0, last.step - resumed_from))
+
+
+PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
+"""What ends each: something is known to have happened; another generation is agreed; the old workers are gone; the new
+ones run; `elasticrt.init` is called; there is a process group; the state is back; a step is done."""
+
+
+def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
+    """How long each phase took, in ms, from the marks (ns) that were set when they ended; they add up.
+
+    `since_ns` 0: count from the first mark. A phase without a mark is left out: its time is in the next one's. A mark
+    that lies before an earlier one's (the last step may end after a handover was asked for) counts as set with it.
+    """
+    set_marks = [(name, marks[name]) for name in PHASES if marks.get(name)]
+    at = since_ns or (set_marks[0][1] if set_marks else 0)
+    parts = {}
+    for name, mark in set_marks:
+        parts[name] = max(0, mark - at) / 1e6
+        at = max(at, mark)
+    return parts
 
 
 def halted(decision: Halt, run_id: str) -> ElasticError:

@@ -12,6 +12,7 @@ import datetime
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
     if _context is not None and dist.is_initialized():
         return _context
-    worker = link.worker_env()
+    worker, page = link.worker_env(), link.status_page()
+    if page is not None:
+        page.init_at_ns = time.monotonic_ns()
     rank, world_size = collective.rank_and_world()
     if not 0 <= rank < world_size:
         raise ConfigError(
@@ -147,6 +150,8 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if not dist.is_initialized():
         own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_world_size and dist.is_nccl_available()
         _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
+    if page is not None:
+        page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
         local_rank=local_rank,

@@ -158,6 +158,8 @@ class Loop:
         self._saved = self._position
         self._saved_at = time.monotonic()
         self._reporter = Reporter(self._position.steps)
+        if self._page is not None:
+            self._page.restored_at_ns = time.monotonic_ns()
         self._reporter.entered(self._position.steps + 1)
         for each in self._objects.values():
             if isinstance(each, torch.optim.Optimizer):
@@ -171,6 +173,7 @@ class Loop:
             hook.remove()
         self._hooks = []
         self._weighting.detach()
+        self._expect_steps(0)
         self._stage = "over"
         self._share = None
         if self in _running:
@@ -232,11 +235,12 @@ class Loop:
             batch, share = next(drawn, (None, None))
             if share is None:
                 self._position = replace(self._position, drained=True)
-                return
+                break
             self._begin(share)
             try:
                 yield batch
             except GeneratorExit:
+                self._expect_steps(0)
                 if leaving.on_purpose(sys._getframe(1)):
                     self._settle()
                 else:
@@ -246,6 +250,7 @@ class Loop:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             self._settle(passed=True)
             self._boundary()
+        self._expect_steps(0)
 
     def step(self, **scalars: float | torch.Tensor) -> None:
         """Numbers of this step for who watches the run (a tensor is read at most once a second, and kept detached).
@@ -266,11 +271,13 @@ class Loop:
             raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
         self._check_running("pause")
         self._weighting.end()
+        self._expect_steps(0)
         try:
             yield
         finally:
             if self._share is not None:
                 self._weighting.begin(self._share)
+                self._expect_steps(1)
 
     # The boundary
 
@@ -278,6 +285,12 @@ class Loop:
         self._share = share
         self._stepped = False
         self._weighting.begin(share)
+        self._expect_steps(1)
+
+    def _expect_steps(self, value: int) -> None:
+        """Say on the page whether steps are to be expected: who stands still for long while they are has a problem."""
+        if self._page is not None:
+            self._page.stepping = value
 
     def _settle(self, *, passed: bool = False) -> None:
         """End the present batch, if any. Its step counts if the next was asked for, or the optimizer has stepped."""
@@ -352,6 +365,7 @@ class Loop:
         return {"position": self._position.to_dict(), "sampler": sampler}
 
     def _save(self) -> None:
+        self._expect_steps(0)
         position = self._position
         self._checkpointer.save(self._state(), step=position.steps, epoch=position.epoch, about=self._about())
         self._saved = self._position

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt.agent.policy import PHASES
 from tests.chaos.history import History
 from tests.cluster import RECORDER, REPOSITORY, AgentProcess, Cluster, gone, kill
 
@@ -150,6 +151,12 @@ def test_disturbed(
         history = _check(cluster, tmp_path, survivors=survivors, generations=2)
     found = tuple(int(history.generations[g].starts[0]["env"]["WORLD_SIZE"]) for g in sorted(history.generations))
     assert found == worlds
+    recoveries = cluster.events("recovery")
+    assert recoveries, "every recovery says where its time went"
+    for recovery in recoveries:
+        assert list(recovery["phases"]) == [name for name in PHASES if name in recovery["phases"]]
+        assert {"agree", "start", "script", "init", "restore", "first_step"} <= set(recovery["phases"])
+        assert sum(recovery["phases"].values()) == pytest.approx(1000 * recovery["pause_s"], abs=0.01)
     again = {event["redone"] for event in cluster.events("first_step") if event["generation"] == 2}
     if lossless:
         assert again == {0}

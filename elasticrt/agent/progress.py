@@ -1,0 +1,123 @@
+"""What a node's agent knows of its workers' steps: how far they are, and where the time of a recovery goes.
+
+A recovery is the time between two steps: the last before a change of generation and the first after it, as this
+machine's monotonic clock has them. Agent and workers mark what happens in between, and each phase is the time from one
+mark to the next, so that the phases add up to the pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from elasticrt.agent import pages
+from elasticrt.agent.events import EventLog
+from elasticrt.agent.policy import LastStep, cost, phases
+from elasticrt.contract.messages import Step
+from elasticrt.contract.page import Page
+
+log = logging.getLogger(__name__)
+
+START_S_MAX = 60.0
+"""Newcomers wait for a generation's first step so long, in a script that is known to have a Loop ..."""
+
+START_UNKNOWN_S = 3.0
+"""... and so long in a script of which nothing is known."""
+
+
+class Progress:
+    """One node's. `look` gives the pages of all its workers, by local rank; none when there are none.
+
+    Attributes:
+        pause_s: how long the last recovery took.
+    """
+
+    def __init__(self, look: Callable[[], Sequence[Page]], events: EventLog, say: Callable[[str], None]) -> None:
+        self._look = look
+        self._events = events
+        self._say = say
+        self._last = LastStep()
+        self._has_loop = False
+        self._marks: dict[str, int] = {}
+        self._began_at = 0.0
+        self.pause_s = 1.0
+
+    # What happens, in order. Of a thing that happens twice the first time counts.
+
+    def disturbed(self) -> None:
+        """The present generation is coming to its end: a worker has failed, or a handover was asked for."""
+        if "start" in self._marks:  # Of a recovery that never came to a step; its time counts as this one's.
+            self._marks = {}
+        self._mark("detect")
+
+    def undisturbed(self) -> None:
+        """It was not: the handover was given up."""
+        self._marks = {}
+
+    def replaced(self) -> None:
+        """Another generation is to be run."""
+        self.disturbed()
+        self._mark("agree")
+
+    def began(self) -> None:
+        """The old workers are gone, the new ones are being started."""
+        self._began_at = time.monotonic()
+        self._mark("stop")
+
+    def started(self, generation: int, at_ns: int) -> None:
+        """All of the new workers run. What a script without a Loop does from now on is not known here."""
+        self._mark("start", at_ns)
+        if self._last.at_ns or generation > 1:
+            parts = phases(self._last.at_ns, self._marks)
+            self._events.write("restarted", generation=generation, phases=parts)
+
+    def remember(self) -> None:
+        """Note how far the workers have come, while they can still be asked."""
+        own = self._look()
+        if own and own[0].step_at_ns:
+            self._last = LastStep(own[0].step, own[0].step_at_ns)
+
+    def stepped(self, generation: int, step: Step) -> None:
+        """The first step of a generation is done: the recovery is over, and this is what it has cost."""
+        self._has_loop = True
+        paid = cost(self._last, step.step, step.at_ns, step.resumed_from)
+        self._events.write(
+            "first_step",
+            generation=generation,
+            step=step.step,
+            resumed_from=step.resumed_from,
+            pause_s=paid.pause_s,
+            redone=paid.redone,
+        )
+        if paid.pause_s is not None:
+            self.pause_s = paid.pause_s
+            own = self._look()
+            if own:
+                self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
+            self._mark("first_step", step.at_ns)
+            parts = phases(self._last.at_ns, self._marks)
+            self._events.write("recovery", generation=generation, pause_s=paid.pause_s, phases=parts)
+            log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
+            self._say(f"next step {step.step} after {paid.pause_s:.2f} s; {paid.redone} steps done again")
+        self._marks = {}
+
+    # Questions.
+
+    def starting(self, now: float) -> bool:
+        """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.
+
+        Whether the script has a Loop at all is known from an earlier generation, else taken to be so for a while.
+        """
+        own = self._look()
+        self._has_loop = self._has_loop or any(page.entered for page in own)
+        if not own or pages.have_stepped(own):
+            return False
+        return now < self._began_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
+
+    def can_hand_over(self) -> bool:
+        """Whether all workers of this node are inside a Loop."""
+        return pages.in_loop(self._look())
+
+    def _mark(self, name: str, at_ns: int = 0) -> None:
+        self._marks.setdefault(name, at_ns or time.monotonic_ns())

@@ -1,0 +1,43 @@
+"""Where the time of a recovery goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt.agent.policy import PHASES, phases
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("since_ms", "marks_ms", "expected_ms"),
+    [
+        pytest.param(100, {}, {}, id="nothing-marked"),
+        pytest.param(
+            100,
+            dict(zip(PHASES, (110, 115, 118, 120, 150, 160, 165, 180), strict=True)),
+            dict(zip(PHASES, (10, 5, 3, 2, 30, 10, 5, 15), strict=True)),
+            id="all",
+        ),
+        pytest.param(
+            100,
+            {"detect": 110, "start": 130, "first_step": 150},
+            {"detect": 10, "start": 20, "first_step": 20},
+            id="gaps",
+        ),
+        pytest.param(
+            100,
+            {"detect": 90, "agree": 95, "stop": 105, "first_step": 120},
+            {"detect": 0, "agree": 0, "stop": 5, "first_step": 15},
+            id="a-step-ended-after-the-handover-was-asked-for",
+        ),
+        pytest.param(0, {"detect": 110, "agree": 115}, {"detect": 0, "agree": 5}, id="no-step-before"),
+        pytest.param(100, {"detect": 110, "init": 0, "restore": 120}, {"detect": 10, "restore": 10}, id="never-marked"),
+    ],
+)
+def test_phases(since_ms: int, marks_ms: dict[str, int], expected_ms: dict[str, float]) -> None:
+    """Each phase lasts from the mark before it to its own; they add up to the time from last step to last mark."""
+    found = phases(since_ms * MS, {name: at * MS for name, at in marks_ms.items()})
+    assert found == expected_ms
+    if marks_ms and since_ms:
+        assert sum(found.values()) == max(marks_ms.values()) - since_ms
