@@ -60,6 +60,11 @@ def difference(mine: RunSpec, theirs: RunSpec) -> str:
     )
 
 
+def resized(spec: RunSpec, to: RunSpec) -> RunSpec:
+    """`spec` with the numbers of nodes of `to`."""
+    return spec.model_copy(update={"min_nodes": to.min_nodes, "max_nodes": to.max_nodes})
+
+
 def parse_nodes(text: str, where: str) -> tuple[int, int]:
     """`N` or `MIN:MAX` as two numbers. Raises ConfigError."""
     parts = text.split(":")

@@ -25,6 +25,7 @@ from elasticrt.agent.node import Node
 from elasticrt.agent.policy import halted
 from elasticrt.agent.probe import ProbeServer
 from elasticrt.agent.settings import Settings
+from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
 from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Published, Save, Warm
@@ -95,7 +96,8 @@ class Agent(Cycle):
         return me
 
     def _alarms(self) -> Iterable[float]:
-        return [at for at in (self.node.kill_late(time.monotonic()), self.drain_until) if at is not None]
+        alarms = (self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.drain_until)
+        return [at for at in alarms if at is not None]
 
     def _run(self, generation: Generation, seat: Seat) -> None:
         self.node.run(generation, seat, tuple(seat.node for seat in self.rendezvous.view.order()))
@@ -119,6 +121,8 @@ class Agent(Cycle):
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
             case Warm() | Learnt() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
+            case Stacks():
+                self.node.stalled(event)
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -254,14 +258,19 @@ class Agent(Cycle):
     def _signalled(self, number: signal.Signals) -> None:
         """Told to leave: hand over first if the workers can, but not for ever; a second signal ends the patience."""
         reason = f"{number.name} received"
-        draining = self.me.record.draining
-        self.hurry = self.hurry or draining or bool(self.me.leaving)
-        if draining or self.me.leaving or self.outage.since is not None or not self.node.progress.can_hand_over():
+        self.hurry = self.hurry or self.me.record.draining or bool(self.me.leaving)
+        if self.me.record.draining or self.me.leaving or self.outage.since is not None:
             self.me = replace(self.me, leaving=self.me.leaving or reason)
+        else:
+            self._drain(reason)
+
+    def _drain(self, reason: str) -> None:
+        if not self.node.progress.can_hand_over():
+            self.me = replace(self.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over")
         self.drain_until = time.monotonic() + self.settings.drain_timeout_s
-        self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
+        super()._drain(reason)
 
     def _farewell(self) -> Report | None:
         view, record = self.rendezvous.view, self.me.record

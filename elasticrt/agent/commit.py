@@ -97,7 +97,8 @@ class Errands:
                 return self._claim(errand, request)
             return self._settle(errand, request)
         except StoreUnavailable as error:
-            return Reply(request.request, False, f"etcd does not answer: {error}")
+            unsure = "" if isinstance(request, Save) else "unsure: "
+            return Reply(request.request, False, f"{unsure}etcd does not answer: {error}")
         except StoreError as error:
             return Reply(request.request, False, str(error))
 
@@ -148,11 +149,12 @@ class Errands:
                 return Reply(request.request, False, "done", {"digest": record.digest})
             if record.state == "building" and record.incarnation == errand.incarnation:
                 return Reply(request.request, True)
-            if record.state == "building":
+            if record.state == "building" and current is not None and current.lease != errand.lease:
                 return Reply(request.request, False, f"wait: {record.node}")
-            if record.generation == errand.generation:
+            if record.state == "failed" and record.generation == errand.generation:
                 return Reply(request.request, False, f"failed: {record.error}")
-            # It failed in an earlier generation: this one may try again.
+            # It failed in an earlier generation, or its builder was a former life of this agent, whose workers are gone
+            # and whose lease lives on: this one may try again.
         claimed = self._preparing(errand, request.version, "building")
         seen_mod = current.mod_revision if current is not None else 0
         txn = fence.claim(

@@ -20,9 +20,11 @@ from elasticrt.agent.probe import Prober
 from elasticrt.errors import EXIT_STORE
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
+    Adopt,
     Announce,
     Ask,
     Decision,
+    Drain,
     End,
     Fence,
     File,
@@ -127,6 +129,10 @@ class Cycle(ABC):
                     return time.monotonic() + LOOK_AGAIN_S
             case Announce():
                 self.rendezvous.announce(decision, self.me, self.lease.lease_id)
+            case Adopt(spec=spec):
+                self.me = replace(self.me, spec=spec)
+            case Drain():
+                self._drain(decision.reason)
             case File():
                 if self.rendezvous.file(decision):
                     self.me = replace(self.me, filed=decision.report)
@@ -238,6 +244,11 @@ class Cycle(ABC):
     @abstractmethod
     def _fold_own(self, event: Any) -> None:
         """Fold an event that no other kind of member has."""
+
+    def _drain(self, reason: str) -> None:
+        """Somebody wants this member to hand over and leave: say so to the leader."""
+        del reason
+        self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
 
     def _publish(self, decision: Publish) -> None:
         self.rendezvous.publish(decision)

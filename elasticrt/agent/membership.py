@@ -58,7 +58,7 @@ class Membership:
         self.rendezvous.refresh()
         number = self.rendezvous.view.number
         record = me.record.model_copy(update={"seen": max(me.record.seen, number)})
-        return replace(me, attempt=answer.attempt, known=number, record=record)
+        return replace(me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
 
     def renew(self) -> None:
         """Get a new lease in place of a lost one. Raises StoreUnavailable."""

@@ -31,7 +31,9 @@ from elasticrt.agent.policy import Ends, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
 from elasticrt.agent.settings import Settings
+from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, note
+from elasticrt.agent.watch import Watch
 from elasticrt.contract.env import Copy
 from elasticrt.contract.messages import HandedOver, Learnt, Reply, Step, Warm
 from elasticrt.contract.page import Page
@@ -78,6 +80,7 @@ class Node:
         self._holding = self._going = 0
         self._memory = Memory()
         self.progress = Progress(self._pages, events, say)
+        self.watch = Watch(self._pages, lambda: self._workers, settings, put, events, say)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -110,6 +113,10 @@ class Node:
         if any(getattr(record, name) != value for name, value in wanted.items()):
             record = record.model_copy(update=wanted)
         report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
+        now = time.monotonic()
+        self.watch.look(now, held=bool(self._holding))
+        if self._failed_at is None:
+            self.watch.ask_if_stalled(now, self._running)
         return replace(
             me,
             record=record,
@@ -118,8 +125,9 @@ class Node:
             seated=self._started[0].number if self._started and self._seated_as(record.incarnation) else 0,
             report=report,
             failed_at=self._failed_at,
+            standing_since=self.watch.standing_since(now),
             pause_s=self.progress.pause_s,
-            starting=self.progress.starting(time.monotonic()),
+            starting=self.progress.starting(now),
             holding=self._holding,
             going=self._going,
         )
@@ -215,6 +223,7 @@ class Node:
         self._wanted = None
         if not self._running:
             return
+        pages.end(self._pages())
         deadline = self._workers.terminate(grace_s, self._running)
         while self._running and time.monotonic() < deadline and not hurry():
             time.sleep(0.01)
@@ -225,6 +234,8 @@ class Node:
         """The run has ended: let a lingering worker go, and wait for it a little while."""
         self._wanted = None
         if self._running:
+            if self._failed_at is not None:
+                self._workers.kill(self._running)
             self._workers.release(self._running)
             deadline = time.monotonic() + grace_s
             while self._workers.pids(self._running) and time.monotonic() < deadline:
@@ -256,6 +267,7 @@ class Node:
         self._running = generation.number
         self._ends = Ends(generation.number, seat.workers)
         self.progress.began()
+        self.watch.began()
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
@@ -319,6 +331,18 @@ class Node:
                 self._workers.kill(self._running)
         elif event.code == 0:
             self._ends = replace(self._ends, well=self._ends.well + 1)
+
+    def stalled(self, event: Stacks) -> None:
+        """The stacks of workers that make no step; when that has been so for too long, they have failed.
+
+        The next generation ends them. Were it done here, other nodes' would fail of that before they have shown theirs.
+        """
+        if event.generation == self._running and self._started is not None and self._failed_at is None:
+            found = self.watch.told(event, self._started[1])
+            if found:
+                self._ends = replace(self._ends, failures=found)
+                self._failed_at = time.monotonic()
+                self.progress.disturbed()
 
     def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
         if event.generation != self._running or self._started is None:

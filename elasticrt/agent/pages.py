@@ -38,6 +38,12 @@ def release(pages: Sequence[Page]) -> None:
         page.go = 0
 
 
+def end(pages: Sequence[Page]) -> None:
+    """Announce a SIGTERM: workers that leave one from elsewhere to their agent obey it."""
+    for page in pages:
+        page.ending = 1
+
+
 def in_loop(pages: Sequence[Page]) -> bool:
     """Whether all workers are inside a Loop."""
     return bool(pages) and all(page.entered for page in pages)

@@ -113,7 +113,7 @@ class Participant(Cycle):
         self.rendezvous.refresh()
         number = self.rendezvous.view.number
         record = self.me.record.model_copy(update={"seen": number})
-        self.me = replace(self.me, attempt=answer.attempt, known=number, record=record)
+        self.me = replace(self.me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
         self._thread = threading.Thread(target=self._work, name="elasticrt-participant", daemon=True)
         self._thread.start()
 

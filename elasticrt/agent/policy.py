@@ -85,7 +85,8 @@ def _record(copy: Copy | None) -> CopyRecord | None:
 def failure_record(failures: Sequence[Failure]) -> FailureRecord:
     """The first cause of a node's failures as it travels through etcd."""
     cause = next((failure for failure in failures if not failure.collateral), failures[0])
-    summary = f"rank {cause.rank} on {cause.node}: {describe(cause)}".replace("\n", " ")
+    where = f"on {cause.node}" if cause.kind == "stalled" else f"rank {cause.rank} on {cause.node}"
+    summary = f"{where}: {describe(cause)}".replace("\n", " ")
     final_code: Literal[0, 5, 6] = 5 if cause.final_code == 5 else 6 if cause.final_code == 6 else 0
     return FailureRecord(
         rank=cause.rank,
@@ -94,6 +95,7 @@ def failure_record(failures: Sequence[Failure]) -> FailureRecord:
         final_code=final_code,
         summary=summary[:SUMMARY_MAX],
         text=render(failures)[:TEXT_MAX],
+        stalled=cause.kind == "stalled",
     )
 
 

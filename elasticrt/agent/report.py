@@ -18,7 +18,7 @@ from elasticrt.errors import EXIT_CHECKPOINT, EXIT_PREPARATION
 JSON_MAX_BYTES = 4096
 _MESSAGE_MAX = 600
 _LAST_LINES_MAX = 30
-_KINDS = ("exit", "signal", "start", "oom")
+_KINDS = ("exit", "signal", "start", "oom", "stalled")
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Failure:
         generation: the generation it belonged to.
         code: exit code, or minus the signal number.
         signal: name of the signal that ended it, "" for an exit.
-        kind: "exit", "signal", "start" (it could not be started) or "oom" (the kernel killed it for its memory).
+        kind: "exit", "signal", "start" (it could not be started), "oom" (the kernel killed it for its memory) or
+            "stalled" (it runs, but has made no step for too long).
         exception: type of the exception, "" when there was none or it is unknown.
         message: what the exception or the system said.
-        last_lines: the end of its error output.
+        last_lines: the end of its error output; of one that stalled, what its threads were doing.
         log_path: where the whole of it is, "" when it is not kept.
         collateral: it failed only because another worker had.
         final_code: the exit code the run ends with, because no restart can cure this (5 or 6); 0 otherwise.
@@ -146,6 +147,28 @@ def failure_of(
     )
 
 
+def stalled(
+    *, rank: int, local_rank: int, node: str, generation: int, step: int, age_s: float, stacks: Sequence[str]
+) -> Failure:
+    """What is known of a worker that has made no step for `age_s`, the last one being `step`; it will be killed."""
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        node=node,
+        generation=generation,
+        code=-signals.SIGKILL,
+        signal="SIGKILL",
+        kind="stalled",
+        exception="",
+        message=f"no progress for {age_s:.0f} s after step {step:,}",
+        last_lines=tuple(_cut(line, 400) for line in stacks),
+        log_path="",
+        collateral=False,
+        final_code=0,
+        step=step,
+    )
+
+
 def _final_code(exception: str, hint: int) -> Literal[0, 5, 6]:
     if hint == EXIT_CHECKPOINT or exception.rpartition(".")[2] == "CheckpointError":
         return 5
@@ -179,6 +202,8 @@ def describe(failure: Failure) -> str:
     """How it ended, in a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
     if failure.kind == "start":
         return f"could not be started: {failure.message}"
+    if failure.kind == "stalled":
+        return failure.message
     if failure.kind == "oom":
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     said = ": ".join(part for part in (failure.exception, failure.message) if part)
@@ -191,6 +216,8 @@ def render(failures: Sequence[Failure]) -> str:
     cause = first_cause(failures)
     if cause is None:
         return ""
+    if cause.kind == "stalled":
+        return _render_stalled([failure for failure in failures if failure.kind == "stalled"])
     step = f", after step {cause.step}" if cause.step is not None else ""
     lines = [
         f"rank {cause.rank} failed first, on {cause.node} (local rank {cause.local_rank}), "
@@ -206,6 +233,15 @@ def render(failures: Sequence[Failure]) -> str:
             mark = "collateral" if failure.collateral else "also"
             words = _cut(describe(failure).replace("\n", " "), 160)
             lines.append(f"  {mark}: rank {failure.rank} on {failure.node}: {words}")
+    return "\n".join(lines)
+
+
+def _render_stalled(failures: Sequence[Failure]) -> str:
+    """What all workers of a node were doing: which of them is the cause, nobody but a person can tell."""
+    first = failures[0]
+    lines = [f"{describe(first)} in generation {first.generation}, as seen on {first.node}"]
+    for failure in failures:
+        lines += [f"  rank {failure.rank} on {failure.node}:", *(f"  | {line}" for line in failure.last_lines)]
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ class Settings:
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
         drain_timeout_s: how long this agent tries to hand over before it leaves without.
         stop_timeout_s: grace between SIGTERM and SIGKILL for workers when this agent is told to leave.
+        hang_timeout_s: how long a Loop may make no step before its workers are ended, at least; 0: for ever.
         events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
 
@@ -46,5 +47,6 @@ class Settings:
     drain_timeout_s: float = 15.0
     ride_through_s: float = 900.0
     etcd_linger_s: float = 30.0
+    hang_timeout_s: float = 600.0
     role: str = "default"
     events_fd: int = -1

@@ -7,6 +7,7 @@ It runs in its own session, so that Ctrl-C in a terminal reaches the agent alone
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -14,11 +15,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elasticrt.agent.events import EventLog
 from elasticrt.contract.channel import Channel, ChannelClosed
-from elasticrt.contract.messages import Exited, Message, Started, Warm
+from elasticrt.contract.messages import Exited, Learnt, Message, Started, Warm
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,25 @@ class ParentLost:
     reason: str
 
 
-ParentEvent = Warm | Started | Exited | ParentLost
+ParentEvent = Warm | Learnt | Started | Exited | ParentLost
+
+
+def note(event: Warm | Learnt, events: EventLog) -> None:
+    """Log and record what the worker parent has become, and what it costs in memory."""
+    memory = f"{event.rss_bytes / 2**20:.0f} MiB, {event.shared_bytes / 2**20:.0f} of it shared"
+    if isinstance(event, Warm):
+        events.write("parent_warm", **asdict(event))
+        log.info("worker parent is warm after %.2f s (%s) %s; %s", event.import_s, event.method, event.reason, memory)
+        return
+    events.write("parent_learnt", **asdict(event))
+    libraries = sorted({name.partition(".")[0] for name in event.modules})
+    learnt = (
+        f"{len(event.modules)} modules of {', '.join(libraries)} in {event.import_s:.2f} s" if libraries else "nothing"
+    )
+    left_out = "".join(f"; not {name}: it {why}" for name, why in event.left_out.items())
+    log.info("worker parent has learnt %s in %.2f s%s; %s", learnt, event.import_s, left_out, memory)
+    if event.unsafe:
+        log.warning("from now on every worker is a fresh interpreter: %s", event.unsafe)
 
 
 class WorkerParent:
@@ -56,21 +78,21 @@ class WorkerParent:
         env: Mapping[str, str],
         directory: str | Path,
         preload: Sequence[str] = (),
-        script: str = "",
-        no_python: bool = False,
+        kind: str = "script",
+        target: str = "",
     ) -> None:
         """Start the process; returns at once. `Warm` follows when it can start workers, or `ParentLost`.
 
         Call it from the agent's main thread. `method` is "fork" or "exec"; `env` is what workers will have, less what
         differs between them (`group.worker_environment`): variables that interpreter and libraries read while they
-        load have to be right here already. Raises OSError when the process cannot be started.
+        load have to be right here already. `kind` is what the command will be, as in `group.Command`, and `target` the
+        script or module, where known: the parent reads it. Raises OSError when the process cannot be started.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-u", "-m", "elasticrt.worker.parent"]
         command += ["--method", method, "--channel-fd", str(theirs.fileno())]
         command += [f"--preload={name}" for name in preload]
-        command += [f"--script={script}"] if script else []
-        command += ["--no-python"] if no_python else []
+        command += ["--kind", kind, f"--target={target}"]
         try:
             self._process = subprocess.Popen(
                 command, env=dict(env), cwd=directory, pass_fds=[theirs.fileno()], start_new_session=True
@@ -142,7 +164,7 @@ class WorkerParent:
             self._sessions[message.pid] = _start_time(message.pid)
         elif isinstance(message, Exited):
             self._sessions.pop(message.pid, None)
-        assert isinstance(message, (Warm, Started, Exited)), message
+        assert isinstance(message, (Warm, Learnt, Started, Exited)), message
         self._hand_over(message)
 
     def _hand_over(self, event: ParentEvent) -> None:

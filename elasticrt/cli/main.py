@@ -38,12 +38,12 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import etcd, run, simulate
+    from elasticrt.cli import control, etcd, run, simulate
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, simulate, etcd):
+    for command in (run, simulate, etcd, control):
         command.add_parser(commands)
     return parser
 

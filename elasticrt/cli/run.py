@@ -56,16 +56,8 @@ def declare(parser: argparse.ArgumentParser) -> Options:
     add("--workers-per-node", parse=workers, value="K", text="worker processes per node; auto: GPUs, else 1")
     add("--nproc-per-node", parse=workers, value="K", text="the same, as torchrun has it")
     add("--run-id", "--rdzv-id", value="ID", text="the run's name; without one, a new one is made up and printed")
-    add("--etcd", value="ENDPOINTS", text="etcd, e.g. https://a:2379,https://b:2379; without it, one on this machine")
-    add("--rdzv-backend", value="WORD", text="c10d: serve etcd at --rdzv-endpoint; elasticrt or etcd-v3: it is an etcd")
-    add("--rdzv-endpoint", value="HOST:PORT", text="as torchrun has it")
+    declare_etcd(options)
     flag("--standalone", text="a run of this node only, with a name of its own")
-    flag("--insecure-etcd", text="accept an etcd on another machine without TLS")
-    add("--etcd-ca-file", value="FILE", text="certificate authority of etcd")
-    add("--etcd-cert-file", value="FILE", text="this client's certificate")
-    add("--etcd-key-file", value="FILE", text="and its key")
-    add("--etcd-user", value="NAME", text="user name, with --etcd-password-file")
-    add("--etcd-password-file", value="FILE", text="a file that holds the password")
     add("--node", value="NAME", text="this node's name (default: the host name)")
     add("--local-addr", value="ADDRESS", text="the address at which the other nodes reach this one")
     add("--max-restarts", parse=whole(0, 10**6), value="N", text="restarts in all (default: 3 without new commits)")
@@ -77,6 +69,7 @@ def declare(parser: argparse.ArgumentParser) -> Options:
     add("--settle", parse=seconds, default=0.5, value="T", text="quiet time before the first generation")
     add("--stop-timeout", "--shutdown-timeout", parse=seconds, default=10.0, value="T", text="from SIGTERM to SIGKILL")
     add("--drain-timeout", parse=seconds, default=15.0, value="T", text="from SIGTERM to leaving without a handover")
+    add("--hang-timeout", parse=seconds, default=600.0, value="T", text="no step for so long is a failure; 0: never")
     add("--run-dir", "--log-dir", value="DIR", text=f"logs and events (default: {DEFAULT_RUN_DIR}/<run id>)")
     add("--start-method", parse=choice("fork", "spawn"), default="fork", value="HOW", text="fork: from a warm process")
     add("--preload", default="", value="MODULES", text="modules to import in the warm process, with commas")
@@ -88,6 +81,20 @@ def declare(parser: argparse.ArgumentParser) -> Options:
     add("--etcd-linger", parse=seconds, default=30.0, value="T", text=argparse.SUPPRESS)
     add("--events-fd", parse=whole(3, 1 << 20), default=-1, value="FD", text=argparse.SUPPRESS)
     return options
+
+
+def declare_etcd(options: Options) -> None:
+    """Where etcd is and how to authenticate, for every command that talks to a run."""
+    add = options.add
+    add("--etcd", value="ENDPOINTS", text="etcd, e.g. https://a:2379,https://b:2379; without it, one on this machine")
+    add("--rdzv-backend", value="WORD", text="c10d: serve etcd at --rdzv-endpoint; elasticrt or etcd-v3: it is an etcd")
+    add("--rdzv-endpoint", value="HOST:PORT", text="as torchrun has it")
+    options.flag("--insecure-etcd", text="accept an etcd on another machine without TLS")
+    add("--etcd-ca-file", value="FILE", text="certificate authority of etcd")
+    add("--etcd-cert-file", value="FILE", text="this client's certificate")
+    add("--etcd-key-file", value="FILE", text="and its key")
+    add("--etcd-user", value="NAME", text="user name, with --etcd-password-file")
+    add("--etcd-password-file", value="FILE", text="a file that holds the password")
 
 
 def main(arguments: argparse.Namespace, options: Options) -> int:
@@ -110,7 +117,7 @@ def configure(
 
     least, most = _nodes(values)
     command = _command(values, script, arguments)
-    etcd, serve = _where_etcd_is(values)
+    etcd, serve = where_etcd_is(values)
     check_security(etcd, values["insecure_etcd"])
     run_id = _run_id(values)
     node = values["node"] or _host_name()
@@ -137,7 +144,7 @@ def configure(
         start_method="exec" if values["start_method"] == "spawn" or command.kind == "program" else "fork",
         preload=tuple(filter(None, values["preload"].split(","))),
         etcd=etcd,
-        credentials=_credentials(values),
+        credentials=read_credentials(values),
         serve=serve,
         again=values["again"],
         run_dir=run_dir,
@@ -145,6 +152,7 @@ def configure(
         stop_timeout_s=values["stop_timeout"],
         etcd_linger_s=values["etcd_linger"],
         drain_timeout_s=values["drain_timeout"],
+        hang_timeout_s=values["hang_timeout"],
         role=values["role"],
         events_fd=values["events_fd"],
     )
@@ -220,8 +228,11 @@ def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]
     return Command(argv=argv, kind="script")
 
 
-def _where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Address | None]:
-    """Endpoints to use, or the address to serve an embedded etcd at (both empty: on loopback, by the run id)."""
+def where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Address | None]:
+    """Endpoints to use, or the address to serve an embedded etcd at (both empty: on loopback, by the run id).
+
+    Raises ConfigError.
+    """
     backend, endpoint = values["rdzv_backend"], values["rdzv_endpoint"]
     if backend not in (None, "", "static", "c10d", "elasticrt", "etcd-v3"):
         raise ConfigError(
@@ -233,7 +244,7 @@ def _where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Addr
                 remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
             )
         )
-    if values["standalone"]:
+    if values.get("standalone"):
         return (), None
     if values["etcd"]:
         return parse_endpoints(values["etcd"]), None
@@ -275,7 +286,8 @@ def _host_name() -> str:
     return name.lstrip(".")[:100] or "node"
 
 
-def _credentials(values: Mapping[str, Any]) -> Credentials:
+def read_credentials(values: Mapping[str, Any]) -> Credentials:
+    """How to authenticate to etcd. Raises ConfigError for files that cannot be read."""
     for name in ("etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_password_file"):
         path = values[name]
         if path is not None and not os.access(path, os.R_OK):

@@ -6,7 +6,7 @@ kinds, missing or extra fields are refused: both ends come from the same install
 Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
-* parent -> agent: Warm, Started, Exited.
+* parent -> agent: Warm, Learnt, Started, Exited.
 * worker -> agent: Step, Save, Claim, Published, BuildFailed, HandedOver, Done.
 * agent -> worker: Reply, Release.
 """
@@ -56,13 +56,34 @@ class Signal:
 
 @dataclass(frozen=True)
 class Warm:
-    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork"."""
+    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork".
+
+    `rss_bytes` of memory it has, `shared_bytes` of which other processes map as well.
+    """
 
     pid: int
     method: str
     reason: str
     import_s: float
     rss_bytes: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """In quiet training the parent has looked at what its workers import. Sent once, and whenever that is more.
+
+    `modules` are new and there for the next fork; `left_out` says of the others why they are not. `unsafe` is "", or
+    why workers cannot be forks from now on. The bytes are as in Warm, while workers share them.
+    """
+
+    pid: int
+    modules: list[str]
+    left_out: dict[str, str]
+    unsafe: str
+    import_s: float
+    rss_bytes: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -124,8 +145,8 @@ class Save:
 class Claim:
     """Ask to build `name` for all nodes that share the directory. Answered by Reply.
 
-    Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>" or "wait: <who builds>", and
-    another Claim follows later.
+    Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>", "wait: <who builds>" or
+    "unsure: <why>" (etcd did not answer: the claim may have been made or not), and another Claim follows later.
     """
 
     request: int
@@ -192,6 +213,7 @@ Message = (
     Start
     | Signal
     | Warm
+    | Learnt
     | Started
     | Exited
     | Step
@@ -208,8 +230,8 @@ Message = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Started, Exited, Step, Save, Claim, Published, BuildFailed, Done, HandedOver, Reply,
-        Release,
+        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Done, HandedOver,
+        Reply, Release,
     )
 }  # fmt: skip
 

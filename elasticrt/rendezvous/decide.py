@@ -26,8 +26,10 @@ from typing import Literal
 
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
 from elasticrt.rendezvous.decision import (
+    Adopt,
     Announce,
     Decision,
+    Drain,
     End,
     Fence,
     File,
@@ -53,13 +55,16 @@ from elasticrt.rendezvous.led import (
     too_few,
 )
 from elasticrt.rendezvous.planned import handing_over, planned
-from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
+from elasticrt.rendezvous.records import TEXT_MAX, FailureRecord, Member, Report, Seat
 from elasticrt.rendezvous.view import Entry, View
-from elasticrt.spec import RunSpec, difference
+from elasticrt.spec import RunSpec, difference, resized
 
 COLLATERAL_GRACE_S = 0.25
 """How long to wait for the cause when only collateral failures are reported: a killed worker is reported within
 milliseconds, its peers' failing collectives later, so this is rarely used up."""
+
+STACKS_GRACE_S = 6.0
+"""How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
@@ -73,9 +78,15 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
         return Leave("drained: the others go on")
     if view.number < me.known:
         return Halt(EXIT_STORE, f"the store knows generation {view.number} but had generation {me.known}: data lost")
+    if view.lost:
+        return _stop_all(view, f"{view.lost}: data lost")
+    if view.spec is None:
+        return Halt(EXIT_STORE, "the store does not know the options of this run any more: data lost")
     if view.spec is not None and view.spec.record.attempt != me.attempt:
         return Halt(EXIT_DUPLICATE, f"attempt {view.spec.record.attempt} of this run has begun without this node")
     if view.spec is not None and view.spec.record.spec != me.spec:
+        if resized(me.spec, view.spec.record.spec) == view.spec.record.spec:
+            return Adopt(view.spec.record.spec, f"the run was resized: {difference(me.spec, view.spec.record.spec)}")
         return Halt(EXIT_DUPLICATE, f"the run has other options now: {difference(me.spec, view.spec.record.spec)}")
 
     if not view.roster_known:
@@ -95,6 +106,8 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     mine = view.members.get(name)
     if me.lease == "lost" or mine is None or mine.record.incarnation != life:
         return Register("no member key of this life in the store")
+    if mine.record.draining and not me.record.draining:
+        return Drain("asked to drain")
     if me.report is not None and me.report != me.filed and me.report.generation == view.number:
         return File(me.report, f"workers of generation {me.report.generation}: {me.report.status}")
     if mine.record != me.record:
@@ -103,6 +116,14 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if step is not None:
         return step
     return _lead(me, view, now) if view.leads else _follow(me, view)
+
+
+def _stop_all(view: View, reason: str) -> Decision:
+    """End the run for everybody: others cannot see what this member sees, and must not build upon what is left."""
+    if view.leads and view.generation is not None:
+        text = f"{reason}. The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
+        return Finish("failed", EXIT_STORE, reason, text)
+    return Halt(EXIT_STORE, reason)
 
 
 def _may_leave(me: Me, view: View) -> bool:
@@ -118,14 +139,35 @@ def _follow(me: Me, view: View) -> Decision:
     leader = view.members.get(view.oldest or "")
     if leader is None:
         return Wait("looking for the leader")
-    if me.failed_at is None or me.started != view.number:
+    trouble = [at for at in (me.failed_at, me.standing_since) if at is not None]
+    if not trouble or me.started != view.number:
         return Wait(f"{leader.record.node} leads")
+    what = "steps stand still" if me.failed_at is None else "workers failed"
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
         return Fence(leader, f"the leader {leader.record.node} does not exist any more")
-    if verdict is None or verdict.asked_at < me.failed_at:
-        return Probe((_seat_to_ask(leader.record),), f"workers failed: does the leader {leader.record.node} live?")
-    return Wait(f"workers failed; {leader.record.node} leads")
+    if verdict is None or verdict.asked_at < max(trouble):
+        return Probe((_seat_to_ask(leader.record),), f"{what}: does the leader {leader.record.node} live?")
+    if verdict.kind == "silent":
+        return _without_leader(view, me, leader, max(trouble))
+    return Wait(f"{what}; {leader.record.node} leads")
+
+
+def _without_leader(view: View, me: Me, leader: Entry[Member], since: float) -> Decision:
+    """The leader is silent. Of whom this member knows of, it is taken out only while most can be reached from here.
+
+    Who hears nothing from half of the others must suspect itself; then the leases will tell.
+    """
+    name = leader.record.node
+    others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
+    asked = {seat.node: view.verdicts.get(seat.incarnation) for seat in others}
+    unasked = tuple(seat for seat in others if (said := asked[seat.node]) is None or said.asked_at < since)
+    if unasked:
+        return Probe(unasked, f"the leader {name} is silent: can the others be reached?")
+    silent = 1 + sum(said is not None and said.kind == "silent" for said in asked.values())
+    if 2 * silent < 2 + len(others):
+        return Fence(leader, f"the leader {name} is silent, the others are not")
+    return Wait(f"the leader {name} is silent, as {silent - 1} of the others: the leases will tell")
 
 
 def _lead(me: Me, view: View, now: float) -> Decision:
@@ -216,6 +258,10 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
+    if first.stalled and len(failed) < len(led.seats):
+        until = min(entry.since for entry in failed) + STACKS_GRACE_S
+        if led.now < until:
+            return Wait("no progress; waiting for what the other nodes' workers were doing", until)
     before, spec = led.generation, led.spec
     step = led.view.head.record.step if led.view.head else 0
     progress = spec.restarts_reset and step > before.restart_step
@@ -223,7 +269,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     if (restarts if spec.restarts_reset else total) > spec.max_restarts:
         what = "without new committed steps " if spec.restarts_reset else ""
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
-        return Finish("failed", EXIT_WORKERS, reason, first.text)
+        return Finish("failed", EXIT_WORKERS, reason, _text(first, failed))
     short = too_few(led.view, spec, led.now)
     if short is not None:
         return short
@@ -233,25 +279,26 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
 def _doubted(led: Led, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
-    Evidence against all: a failure report. Evidence against one: its member key has gone.
+    Evidence against all: a failure report, or steps that stand still. Evidence against one: its member key has gone.
     """
     if led.has_left(seat):
         return False
-    evidence = [] if led.failed_since is None else [led.failed_since]
-    if led.key_of(seat) is None:
+    verdict = led.view.verdicts.get(seat.incarnation)
+    evidence = [at for at in (led.failed_since, led.standing_since) if at is not None]
+    if led.key_of(seat) is None and (verdict is None or verdict.kind == "alive"):
         evidence.append(led.vanished_at(seat))
     if not evidence:
         return False
-    verdict = led.view.verdicts.get(seat.incarnation)
-    return verdict is None or (verdict.kind != "dead" and verdict.asked_at < min(evidence))
+    return verdict is None or (verdict.kind != "dead" and verdict.asked_at < max(evidence))
 
 
 def _fence_or_wait(led: Led) -> Decision | None:
     """Take out the dead at once, and the silent only while they are fewer than half of the generation.
 
     A leader that hears nothing from half of the others must suspect itself. Of two nodes, one is silent and neither can
-    tell whose fault it is: then a whole lease term in which etcd has kept both decides. A node that answers, but whose
-    key is away, gets a lease term to register again: etcd can lose every lease at once.
+    tell whose fault it is: then a whole lease term in which etcd has kept both decides. Steps that go on meanwhile show
+    that all are there. A node that answers, but whose key is away, gets a lease term to register again: etcd can lose
+    every lease at once.
     """
     verdicts = led.view.verdicts
     here = [(seat, led.key_of(seat), verdicts.get(seat.incarnation)) for seat in led.seats if not led.has_left(seat)]
@@ -264,7 +311,7 @@ def _fence_or_wait(led: Led) -> Decision | None:
         # A key that is younger than the silence: its node was fenced, and has come back since.
         if key and verdict and verdict.kind == "silent" and verdict.asked_at >= key.since
     ]
-    if silent:
+    if silent and (led.failed_since is not None or led.standing_since is not None):
         seat, key, asked_at = silent[0]
         term_over = asked_at + led.spec.lease_ttl_s
         if 2 * len(silent) < len(led.seats):
@@ -301,6 +348,16 @@ def _first_cause(failed: list[Entry[Report]]) -> tuple[FailureRecord, bool]:
     causes = [failure for failure in failures if not failure.collateral]
     unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
     return (causes or failures or [unknown])[0], not causes and bool(failures)
+
+
+def _text(first: FailureRecord, failed: list[Entry[Report]]) -> str:
+    """The report of the first cause; of a hang, which has its cause anywhere, a share of each node's."""
+    if not first.stalled:
+        return first.text
+    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
+    texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
+    share = TEXT_MAX // len(texts)
+    return "\n".join(text[: share - 1] for text in texts)
 
 
 def _seat_to_ask(member: Member) -> Seat:

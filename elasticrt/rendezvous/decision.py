@@ -27,6 +27,7 @@ class Me:
         filed: the report it last stored.
         heard: the newest generation that another node has named while etcd did not answer here.
         failed_at: when its workers failed in generation `started`.
+        standing_since: since when the steps of its workers have been standing still for longer than usual, if they are.
         starting: its workers have not come to their first step yet, and probably will.
         holding: the create revision of the handover for which its workers were told to hold, 0 for none.
         going: the step after which they were told to leave, 0 for none.
@@ -46,6 +47,7 @@ class Me:
     filed: Report | None = None
     heard: int = 0
     failed_at: float | None = None
+    standing_since: float | None = None
     starting: bool = False
     holding: int = 0
     going: int = 0
@@ -111,6 +113,21 @@ class File:
     """Store this member's report."""
 
     report: Report
+    reason: str
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """The run was resized: these are its options now."""
+
+    spec: RunSpec
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Somebody has asked this member to hand over and leave."""
+
     reason: str
 
 
@@ -208,6 +225,8 @@ Decision = (
     | Run
     | Register
     | Announce
+    | Adopt
+    | Drain
     | File
     | Probe
     | Fence

@@ -25,7 +25,10 @@ from elasticrt.rendezvous.records import (
     SpecRecord,
 )
 from elasticrt.rendezvous.view import Entry, View
-from elasticrt.store.protocol import Compare, Delete, Put, Txn
+from elasticrt.store.protocol import Compare, Delete, KeyValue, Put, Txn
+
+CHUNKS_PER_TXN = 64
+"""As many fit into one request of etcd (1.5 MiB, 128 operations), even with the longest of names."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,24 @@ def announce(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
     )
 
 
+def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
+    """Ask a member to drain, in its own key: nobody else's attention is needed. It is as it was read."""
+    return Txn(
+        compares=(_unchanged(member.key, member.mod_revision),),
+        operations=(Put(keys.member(record.node), record.encode(), member.lease),),
+        why=f"{record.node} is asked to drain",
+    )
+
+
+def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
+    """Change how many nodes a live run may have: it is as it was read, and has not ended."""
+    return Txn(
+        compares=(_unchanged(keys.spec, seen_mod), _absent(keys.result(spec.attempt))),
+        operations=(Put(keys.spec, spec.encode()),),
+        why=f"the run may have {spec.spec.min_nodes} to {spec.spec.max_nodes} nodes",
+    )
+
+
 def file(keys: Keys, guard: Guard, report: Report) -> Txn:
     """Store a report about the current generation."""
     return Txn(
@@ -118,10 +139,9 @@ def leave(keys: Keys, guard: Guard, node: str, report: Report | None) -> Txn:
 
 def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
     """Write a roster ahead of its generation. Its nonce is new, so nobody reads it until the generation names it."""
-    return tuple(
-        Txn((_absent(keys.chunk(nonce, k)),), (Put(keys.chunk(nonce, k), chunk.encode()),), why=f"roster chunk {k}")
-        for k, chunk in enumerate(chunks)
-    )
+    puts = [Put(keys.chunk(nonce, k), chunk.encode()) for k, chunk in enumerate(chunks)]
+    parts = [tuple(puts[first : first + CHUNKS_PER_TXN]) for first in range(0, len(puts), CHUNKS_PER_TXN)]
+    return tuple(Txn((_absent(part[0].key),), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
 
 
 def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, before: Entry[Generation] | None) -> Txn:

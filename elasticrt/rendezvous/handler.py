@@ -21,7 +21,7 @@ from elasticrt.rendezvous import fence
 from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
 from elasticrt.rendezvous.records import Keys, Member, Record, Report, Result, SpecRecord, decode
 from elasticrt.rendezvous.view import View, apply, apply_range, followed, wanted_reads, with_oldest
-from elasticrt.spec import RunSpec, difference
+from elasticrt.spec import RunSpec, difference, resized
 from elasticrt.store.protocol import (
     Broken,
     Changes,
@@ -54,9 +54,10 @@ class Notice:
 
 @dataclass(frozen=True)
 class Entered:
-    """What registering found: the attempt this member belongs to."""
+    """What registering found: the attempt this member belongs to, and the run's options (it may have been resized)."""
 
     attempt: int
+    spec: RunSpec
 
 
 class Rendezvous:
@@ -73,7 +74,7 @@ class Rendezvous:
         self.store = store
         self.keys = keys
         self.view = View(node)
-        self.store_id = ""
+        self.store_id, self._revision = "", 0
         self._emit = emit
         self._now = now
         self._watches: dict[str, tuple[int, Watch]] = {}
@@ -115,6 +116,7 @@ class Rendezvous:
             return
         if isinstance(notice.item, Changes):
             self.view = apply(self.view, self.keys, notice.item.events, self._now())
+            self._revision = max(self._revision, notice.item.revision)
         elif isinstance(notice.item, Resync):
             log.warning("reading %s again: %s", notice.range, notice.item.reason)
             self._unfollow(notice.range)
@@ -146,12 +148,14 @@ class Rendezvous:
         if mine is not None:
             if decode(Member, mine.key, mine.value).incarnation != member.incarnation:
                 return mine
-            return Entered(stored[0].attempt if stored else 1)  # An earlier try whose answer was lost.
+            # An earlier try whose answer was lost.
+            return Entered(stored[0].attempt, stored[0].spec) if stored else None
         attempt, write_spec = 1, True
         if stored is not None:
             attempt = stored[0].attempt
             result = self._record(Result, keys.result(attempt))
             if alive:
+                spec = resized(spec, stored[0].spec) if stored[0].resized else spec
                 unlike = difference(spec, stored[0].spec)
                 if unlike:
                     raise DuplicateError(_other_options(keys.run_id, unlike))
@@ -171,11 +175,14 @@ class Rendezvous:
             txn = fence.register(keys, guard, SpecRecord(spec=spec, attempt=attempt), member, lease)
         else:
             txn = fence.register_again(keys, guard, member, lease)
-        return Entered(attempt) if self._commit(txn).succeeded else None
+        return Entered(attempt, spec) if self._commit(txn).succeeded else None
 
     def register_again(self, member: Member, lease: int) -> bool:
         """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
+        decided_in = self.view.number
         self.refresh()
+        if self.view.number != decided_in:
+            return False  # A generation may have left this life out: what it has to do is decided anew.
         mine = self.view.members.get(member.node)
         if mine is not None and mine.record.incarnation == member.incarnation:
             # The key is still there, on the old lease: replace it by one on the new lease.
@@ -307,10 +314,16 @@ class Rendezvous:
 
     def _read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Snapshot:
         found = self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)
+        lost = ""
         if self.store_id and found.store_id != self.store_id:
-            log.warning("another store answers at %s", ", ".join(self.store.endpoints))
-            self.view = View(self.view.node)
-        self.store_id = found.store_id
+            lost = "another store answers"
+        elif found.revision < self._revision:  # Reads are linearizable: a store that is whole never goes back.
+            lost = f"the store is at revision {found.revision} and was at {self._revision}"
+        if lost:
+            log.warning("%s: %s", ", ".join(self.store.endpoints), lost)
+            self.view = View(self.view.node, lost=lost if self.view.number else "")
+            self.close()  # Then all is read anew.
+        self.store_id, self._revision = found.store_id, found.revision
         return found
 
     def _record(self, kind: type[R], key: str) -> tuple[R, int] | None:
@@ -345,6 +358,17 @@ class Rendezvous:
         self._watches.pop(range_)[1].cancel()
 
     def _warn_of_unreadable(self) -> None:
+        """Foreign keys are left alone. Raises StoreError for a key that everything stands on."""
+        ruined = self.view.unreadable & {self.keys.spec, self.keys.generation, self.keys.checkpoint}
+        if ruined:
+            raise StoreError(
+                explain(
+                    "this run's own record in etcd has been overwritten",
+                    ", ".join(sorted(ruined)),
+                    expected="what this run has written",
+                    remedy="The checkpoints are intact: delete the run's keys, or use another run id",
+                )
+            )
         for key in sorted(self.view.unreadable - self._warned):
             log.warning("%s holds something that is not ours; it is ignored", key)
         self._warned |= self.view.unreadable

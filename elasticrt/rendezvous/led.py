@@ -33,19 +33,36 @@ class Led:
         """Since when a failure has been reported. Looked for once: every seat is judged by it."""
         return min((entry.since for entry in self.reports.values() if entry.record.status == "failed"), default=None)
 
+    @cached_property
+    def standing_since(self) -> float | None:
+        """Since when this node's steps in this generation have been standing still for longer than usual."""
+        return self.me.standing_since if self.me.running == self.generation.number else None
+
     def said(self, seat: Seat, status: str) -> bool:
         """Whether this seat's node, in this life, has reported `status`."""
         entry = self.reports.get(seat.node)
         return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
 
+    @cached_property
+    def _keys(self) -> dict[str, Entry[Member]]:
+        """The member keys of the seats' lives, by incarnation. Looked up once: every duty asks for every seat."""
+        found = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
+        return {seat.incarnation: key for seat, key in found if key and key.record.incarnation == seat.incarnation}
+
+    @cached_property
+    def _left(self) -> frozenset[str]:
+        """The lives that have said goodbye, or been followed by another one."""
+        others = (seat for seat in self.seats if seat.incarnation not in self._keys and seat.node in self.view.members)
+        goodbyes = (entry.record for entry in self.reports.values() if entry.record.status == "left")
+        return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
+
     def key_of(self, seat: Seat) -> Entry[Member] | None:
         """The member key of this seat's life, if it is there."""
-        entry = self.view.members.get(seat.node)
-        return entry if entry is not None and entry.record.incarnation == seat.incarnation else None
+        return self._keys.get(seat.incarnation)
 
     def has_left(self, seat: Seat) -> bool:
         """Whether the node said goodbye, or has begun another life."""
-        return self.said(seat, "left") or (self.key_of(seat) is None and seat.node in self.view.members)
+        return seat.incarnation in self._left
 
     def vanished_at(self, seat: Seat) -> float:
         """Since when the seat's key has been away; a seat whose key was never seen counts from the generation on."""
@@ -55,7 +72,7 @@ class Led:
 def publish(
     view: View,
     spec: RunSpec,
-    kind: Literal["start", "failure", "lost", "join", "drain"],
+    kind: Literal["start", "failure", "lost", "join", "drain", "resize"],
     cause: str,
     *,
     restarts: tuple[int, int, int],
@@ -144,13 +161,17 @@ def candidates(view: View) -> list[Entry[Member]]:
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
     ready = [entry for entry in view.members.values() if entry.ready_since is not None]
     away = {entry.record.incarnation for entry in out_of_reach(view)}
-    return [entry for entry in ready if entry.record.incarnation not in left | away]
+    barred = left | away
+    return [entry for entry in ready if entry.record.incarnation not in barred] if barred else ready
 
 
 def out_of_reach(view: View) -> list[Entry[Member]]:
     """Members that did not answer the leader, with whom the next generation could only fail: newcomers and returned."""
-    asked = [(entry, view.verdicts.get(entry.record.incarnation)) for entry in view.members.values()]
-    silent = [(entry, verdict) for entry, verdict in asked if verdict is not None and verdict.kind != "alive"]
+    unheard = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
+    if not unheard:
+        return []
+    asked = [(entry, unheard.get(entry.record.incarnation)) for entry in view.members.values()]
+    silent = [(entry, verdict) for entry, verdict in asked if verdict is not None]
     seated = {seat.incarnation for seat in view.seats.values()}
     return [entry for entry, said in silent if entry.record.incarnation not in seated or returned(entry, said)]
 

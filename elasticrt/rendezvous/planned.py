@@ -1,4 +1,4 @@
-"""Changes that are planned: nodes that join or drain, and the handover that makes them lossless. Pure.
+"""Changes that are planned: nodes join or drain, a run is resized, and the handover makes it lossless. Pure.
 
 A planned change stops all workers together at an agreed step, in two rounds through the store:
 
@@ -40,7 +40,7 @@ LEAVE_S_MAX = 60.0
 class Change:
     """A planned change that may happen now. `save`: too few nodes remain, so the state goes to disk."""
 
-    kind: Literal["join", "drain"]
+    kind: Literal["join", "drain", "resize"]
     cause: str
     save: bool = False
 
@@ -110,13 +110,18 @@ def _re_form(led: Led, wish: Change) -> Decision:
 
 
 def _wish(led: Led) -> Change | Wait:
-    """What should change now: members that drain go first, newcomers come in with them; else why not."""
+    """What should change now, else why not.
+
+    Members that drain go first, newcomers come in with them. Seats beyond max-nodes are there after a resize.
+    """
     if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
         return Wait("closing: a worker has ended, nobody joins any more")
     draining = [seat for seat in led.seats if _drains(led, seat)]
     if draining:
         enough = len(candidates(led.view)) >= led.spec.min_nodes
         return Change("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)
+    if len(led.seats) > led.spec.max_nodes:
+        return Change("resize", f"resized to at most {counted(led.spec.max_nodes, 'node')}")
     return _newcomers(led)
 
 

@@ -6,7 +6,7 @@ are read: a value of another shape is refused by name, never guessed at, and nev
     spec                  RunSpec and attempt                                   no lease
     members/<node>        who is here, in which life, and in what state         the member's lease
     generation            the agreed membership, replaced by compare-and-swap   no lease
-    roster/<nonce>/<k>    the seats of that generation, 64 or so a chunk        no lease
+    roster/<nonce>/<k>    the seats of that generation, 16 or so a chunk        no lease
     reports/<g>/<node>    how this node's workers ended                         no lease
     checkpoint            the head: the newest committed checkpoint             no lease
     control/handover      that all workers stop together, and after which step  no lease
@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,8 +30,9 @@ from elasticrt.spec import RunSpec
 
 VALUE_MAX_BYTES = 16 * 1024
 ROSTER_VALUE_MAX_BYTES = 64 * 1024
-SEATS_PER_CHUNK = 64
-"""Small enough for one etcd value, large enough that a thousand nodes need 16 writes (a transaction holds 128)."""
+TEXT_MAX = 6000
+SEATS_PER_CHUNK = 16
+"""What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `agent.outage`)."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -80,10 +82,14 @@ def decode(kind: type[R], key: str, value: bytes) -> R:
 
 
 class SpecRecord(Record):
-    """The agreed options, and which attempt at this run id this is (counted from 1)."""
+    """The agreed options, and which attempt at this run id this is (counted from 1).
+
+    `resized`: the numbers of nodes were changed while the run was alive, so newcomers need not know them.
+    """
 
     spec: RunSpec
     attempt: Annotated[int, Field(ge=1)]
+    resized: bool = False
 
 
 class Member(Record):
@@ -192,7 +198,7 @@ class Generation(Record):
     master_address: Host
     master_port: Port
     cause: Annotated[str, Field(max_length=400)]
-    kind: Literal["start", "failure", "lost", "join", "drain"]
+    kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     restarts: Count = 0
     restarts_total: Count = 0
     restart_step: Count = 0
@@ -203,7 +209,10 @@ class Generation(Record):
 
 
 class FailureRecord(BaseModel):
-    """What a report says about the worker that failed first on its node. Texts are truncated by the sender."""
+    """What a report says about the worker that failed first on its node. Texts are truncated by the sender.
+
+    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     rank: Count
@@ -211,7 +220,8 @@ class FailureRecord(BaseModel):
     collateral: bool
     final_code: Literal[0, 5, 6] = 0
     summary: Annotated[str, Field(max_length=500)]
-    text: Annotated[str, Field(max_length=6000)] = ""
+    text: Annotated[str, Field(max_length=TEXT_MAX)] = ""
+    stalled: bool = False
 
 
 class Report(Record):
@@ -245,7 +255,7 @@ class Result(Record):
     reason: Annotated[str, Field(max_length=1000)]
     generation: Count
     step: Count = 0
-    text: Annotated[str, Field(max_length=6000)] = ""
+    text: Annotated[str, Field(max_length=TEXT_MAX)] = ""
 
 
 class Preparation(Record):
@@ -262,21 +272,21 @@ class Preparation(Record):
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of all keys of one run."""
+    """The names of all keys of one run. Each is put together once: every change of a key is held against them."""
 
     run_id: str
 
-    @property
+    @cached_property
     def prefix(self) -> str:
         """Everything of this run; it ends with a slash, so that run `a` never reads run `a-b`."""
         return f"/elasticrt/{self.run_id}/"
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """See the module."""
         return self.prefix + "spec"
 
-    @property
+    @cached_property
     def members(self) -> str:
         """The prefix of all member keys."""
         return self.prefix + "members/"
@@ -285,12 +295,12 @@ class Keys:
         """One member's key."""
         return self.members + node
 
-    @property
+    @cached_property
     def generation(self) -> str:
         """See the module."""
         return self.prefix + "generation"
 
-    @property
+    @cached_property
     def rosters(self) -> str:
         """The prefix of all rosters."""
         return self.prefix + "roster/"
@@ -303,7 +313,7 @@ class Keys:
         """One roster chunk."""
         return f"{self.roster(nonce)}{index:04d}"
 
-    @property
+    @cached_property
     def all_reports(self) -> str:
         """The prefix of all generations' reports."""
         return self.prefix + "reports/"
@@ -316,17 +326,17 @@ class Keys:
         """One node's report."""
         return self.reports(generation) + node
 
-    @property
+    @cached_property
     def checkpoint(self) -> str:
         """See the module."""
         return self.prefix + "checkpoint"
 
-    @property
+    @cached_property
     def preparations(self) -> str:
         """The prefix of all preparations."""
         return self.prefix + "prepare/"
 
-    @property
+    @cached_property
     def handover(self) -> str:
         """See the module."""
         return self.prefix + "control/handover"
@@ -335,7 +345,7 @@ class Keys:
         """One preparation; any text may be its name, so a digest of it is the key."""
         return self.preparations + hashlib.sha256(name.encode()).hexdigest()[:32]
 
-    @property
+    @cached_property
     def results(self) -> str:
         """The prefix of all attempts' results."""
         return self.prefix + "result/"

@@ -29,7 +29,7 @@ class Draft:
 
     number: int
     attempt: int
-    kind: Literal["start", "failure", "lost", "join", "drain"]
+    kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     cause: str
     seats: tuple[Seat, ...]
     master_address: str

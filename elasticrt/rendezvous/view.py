@@ -13,8 +13,9 @@ member key and the leader's, so that a thousand members cost a thousand watches 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
 from elasticrt.rendezvous.records import (
@@ -36,6 +37,7 @@ from elasticrt.rendezvous.records import (
 from elasticrt.store.protocol import Event, KeyValue, Snapshot
 
 R = TypeVar("R", bound=Record)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class View:
         short_since: since when fewer than min_nodes members have been live (as far as the observer follows them).
         unreadable: keys under our prefix that hold something else.
         read_at: revision of the last complete read of each range.
+        lost: what shows that the store has lost what it had acknowledged; "" while nothing does.
     """
 
     node: str
@@ -98,6 +101,7 @@ class View:
     short_since: float | None = None
     unreadable: frozenset[str] = frozenset()
     read_at: Mapping[str, int] = field(default_factory=dict)
+    lost: str = ""
 
     @property
     def number(self) -> int:
@@ -129,7 +133,7 @@ class View:
 
     def order(self) -> list[Seat]:
         """The known seats in rank order."""
-        return sorted(self.seats.values(), key=lambda seat: seat.index)
+        return sorted(self.seats.values(), key=attrgetter("index"))
 
     def seat_of(self, node: str, incarnation: str) -> Seat | None:
         """The seat of a node in one life, or None (another life's seat is not mine)."""
@@ -137,13 +141,18 @@ class View:
         return seat if seat is not None and seat.incarnation == incarnation else None
 
 
-def apply(view: View, keys: Keys, changes: Iterable[Event], now: float) -> View:
+def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     """Fold changes of single keys into the view, in the order given."""
-    for change in changes:
-        known = max((at for range_, at in view.read_at.items() if covers(range_, change.key)), default=0)
-        if change.mod_revision > known:
-            view = _apply_one(view, keys, change, now)
+    fresh = [change for change in changes if change.mod_revision > _read_until(view, change.key)]
+    view = _own(view, keys, fresh)
+    for change in fresh:
+        view = _apply_one(view, keys, change, now)
     return _count(view, now)
+
+
+def _read_until(view: View, key: str) -> int:
+    """The revision up to which a key's changes have been read."""
+    return max((at for range_, at in view.read_at.items() if covers(range_, key)), default=0)
 
 
 def covers(range_: str, key: str) -> bool:
@@ -159,6 +168,7 @@ def apply_range(view: View, keys: Keys, range_: str, found: Snapshot, now: float
     present = {kv.key: kv for kv in found.keys}
     gone = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
     changes = [Event(key, None, 0) for key in gone] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
+    view = _own(view, keys, changes)
     for change in changes:
         view = _apply_one(view, keys, change, now)
     if range_ == keys.members:
@@ -174,14 +184,18 @@ def apply_range(view: View, keys: Keys, range_: str, found: Snapshot, now: float
         # A seat without a key has been away since somebody could see it: a new leader gives it its whole lease term.
         away = {node: view.vanished.get(node, now) for node in view.seats if node not in view.members}
         view = replace(view, vanished=away)
-    return _count(replace(view, read_at={**view.read_at, range_: found.revision}), now)
+    read_at = {**view.read_at, range_: found.revision}
+    if range_.startswith(keys.rosters):  # Those of older generations are not looked at again.
+        read_at = {known: at for known, at in read_at.items() if known == range_ or not known.startswith(keys.rosters)}
+    return _count(replace(view, read_at=read_at), now)
 
 
 def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> View:
     """Fold the answer to "who holds the oldest member key?"."""
     if oldest is None:
         return replace(view, oldest=None)
-    view = _apply_one(view, keys, Event(oldest.key, oldest, oldest.mod_revision), now)
+    change = Event(oldest.key, oldest, oldest.mod_revision)
+    view = _apply_one(_own(view, keys, [change]), keys, change, now)
     return replace(view, oldest=oldest.key[len(keys.members) :])
 
 
@@ -231,6 +245,14 @@ def _known_keys(view: View, keys: Keys) -> list[str]:
     return known + list(view.unreadable)
 
 
+def _own(view: View, keys: Keys, changes: Sequence[Event]) -> View:
+    """The same view with maps of its own for the folds below to write into: a thousand changes cost one copy."""
+    if not any(change.key.startswith((keys.members, keys.all_reports, keys.rosters)) for change in changes):
+        return view
+    members, vanished = dict(view.members), dict(view.vanished)
+    return replace(view, members=members, vanished=vanished, filed=dict(view.filed), seats=dict(view.seats))
+
+
 def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
     key = change.key
     if key in view.unreadable:
@@ -258,6 +280,12 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
     return view
 
 
+def _written(own: Mapping[str, V]) -> dict[str, V]:
+    """A map that `_own` has made, to write into."""
+    assert isinstance(own, dict)
+    return own
+
+
 def _entry(kind: type[R], key: str, value: KeyValue | None, old: Entry[R] | None, now: float) -> Entry[R] | None:
     if value is None:
         return None
@@ -269,24 +297,26 @@ def _entry(kind: type[R], key: str, value: KeyValue | None, old: Entry[R] | None
 
 
 def _member(view: View, key: str, node: str, value: KeyValue | None, now: float) -> View:
-    old = view.members.get(node)
+    members, vanished = _written(view.members), _written(view.vanished)
+    old = members.get(node)
     entry = _entry(Member, key, value, old, now)
-    members = {name: member for name, member in view.members.items() if name != node}
-    vanished = {name: at for name, at in view.vanished.items() if name != node}
+    if entry is not None and entry.record.node != node:
+        raise UnreadableRecord(f"{key} holds the record of {entry.record.node}")
+    if entry is not None and entry is old:
+        return view
+    members.pop(node, None)
+    since = vanished.pop(node, now)
     if entry is None:
         if node in view.seats:
-            vanished[node] = view.vanished.get(node, now)
-        oldest = None if view.oldest == node else view.oldest
-        return replace(view, members=members, vanished=vanished, oldest=oldest)
-    if entry.record.node != node:
-        raise UnreadableRecord(f"{key} holds the record of {entry.record.node}")
+            vanished[node] = since
+        return replace(view, oldest=None) if view.oldest == node else view
     ready = entry.record.warm and not entry.record.draining
     was_ready = old.ready_since if old is not None and old.create_revision == entry.create_revision else None
     members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
     # A key that was created again between two looks has lost its seniority, although nobody saw it go.
     again = old is not None and old.create_revision != entry.create_revision
     oldest = None if again and view.oldest == node else view.oldest
-    return replace(view, members=members, vanished=vanished, oldest=oldest)
+    return view if oldest == view.oldest else replace(view, oldest=oldest)
 
 
 def _generation(view: View, key: str, value: KeyValue | None, now: float) -> View:
@@ -304,17 +334,20 @@ def _roster(view: View, keys: Keys, key: str, value: KeyValue | None) -> View:
     nonce = view.generation.record.nonce
     seats = {seat.node: seat for seat in decode(RosterChunk, key, value.value).seats}
     if view.roster_nonce == nonce:
-        seats = {**view.seats, **seats}
+        _written(view.seats).update(seats)
+        return view
     return replace(view, seats=seats, roster_nonce=nonce)
 
 
 def _report(view: View, keys: Keys, key: str, value: KeyValue | None, now: float) -> View:
     number, _, node = key[len(keys.all_reports) :].partition("/")
-    entry = _entry(Report, key, value, view.filed.get(key), now)
-    filed = {name: report for name, report in view.filed.items() if name != key}
-    if entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number):
+    filed = _written(view.filed)
+    entry = _entry(Report, key, value, filed.get(key), now)
+    filed.pop(key, None)
+    ours = entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number)
+    if entry is not None and ours and entry.record.generation >= view.number:
         filed[key] = entry
-    return replace(view, filed={k: e for k, e in filed.items() if e.record.generation >= view.number})
+    return view
 
 
 def _result(view: View, key: str, value: KeyValue | None, now: float) -> View:

@@ -129,13 +129,16 @@ class Archive:
         return History(manifests, frozenset(marked))
 
     def lineage_of(self, resume: Commit, history: History) -> list[Manifest]:
-        """`resume` as etcd records it (not as the directory says), then its ancestors by the directory's manifests."""
+        """`resume` as etcd records it (not as the directory says), then its ancestors by the directory's manifests.
+
+        Ahead of them what the directory has in addition: an etcd that was restored from a backup knows an old head.
+        """
         known = history.manifests.get(resume.nonce)
         run = self._worker.run_id if self._worker is not None else ""
         first = Manifest(
             resume, self._serial if known is None else known.serial, run, 0 if known is None else known.world_size
         )
-        return [first, *history.lineage(resume.parent)]
+        return [*history.beyond(resume.nonce, run), first, *history.lineage(resume.parent)]
 
     def payload(self, commit: Commit) -> bytearray:
         """The bytes of a payload, proven to be those that were committed. Raises Unfit, OSError; nothing is parsed."""

@@ -251,6 +251,11 @@ class Checkpointer:
             run = f" (run {manifest.run})" if manifest.run else ""
             how = "ELASTICRT_FRESH=1 starts over" if self._worker is None else "--fresh starts over"
             say(f"resuming {self._shown.rstrip('/')}/ from step {manifest.commit.step:,}{run}; {how}")
+        elif resume.step < manifest.commit.step:
+            _log.warning(
+                "etcd has forgotten what was committed after step %d; going on from step %d: %s",
+                *(resume.step, manifest.commit.step, manifest.commit.file),
+            )
         elif resume.nonce != manifest.commit.nonce:
             _log.warning(
                 "going back from step %d to step %d: %s", resume.step, manifest.commit.step, manifest.commit.file

@@ -11,6 +11,7 @@ from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train.order import WHOLE, Share
 from elasticrt.train.position import Position
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.train.shield import sheltered
 
 AnySampler = ElasticBatchSampler | ElasticDistributedSampler | None
 _END = object()
@@ -72,7 +73,8 @@ def feed(loader: Iterable[Any], sampler: AnySampler, skip: int) -> Iterator[tupl
     Raises ConfigError when loader and sampler end at different times.
     """
     shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
-    drawn = iter(loader)
+    with sheltered():
+        drawn = iter(loader)
     for _ in range(skip):
         next(drawn, _END)
     for batch in drawn:

@@ -7,10 +7,12 @@ also serves scripts that never import torch.
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import logging
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,7 +20,7 @@ from functools import lru_cache
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import Done, Message, Release, Reply
-from elasticrt.contract.page import Page
+from elasticrt.contract.page import PAGE_BYTES, STACKS_SIGNAL, Page
 from elasticrt.errors import ConfigError, explain
 
 _log = logging.getLogger(__name__)
@@ -178,6 +180,20 @@ def status_page() -> Page | None:
     return None if worker is None or worker.page_fd < 0 else Page(worker.page_fd)
 
 
+@lru_cache(maxsize=1)
+def show_stacks() -> None:
+    """Let the agent see what this process is doing: at STACKS_SIGNAL its stacks are written behind the page's words.
+
+    From C, without the interpreter: it works while a thread keeps the interpreter to itself, too. A handler that the
+    script has for this signal stays.
+    """
+    worker = worker_env()
+    if worker is None or worker.page_fd < 0 or signal.getsignal(STACKS_SIGNAL) != signal.SIG_DFL:
+        return
+    os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
+    faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=True, chain=False)
+
+
 def linger(code: int) -> None:
     """Called at the end of a worker that hosts its group's store: others may still need it. See `Link.linger`."""
     link = agent_link()
@@ -187,5 +203,5 @@ def linger(code: int) -> None:
 
 def forget() -> None:
     """Read the environment anew at the next use: for a process that has become another worker."""
-    for cached in (worker_env, agent_link, status_page):
+    for cached in (worker_env, agent_link, status_page, show_stacks):
         cached.cache_clear()

@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import collective, handover, leaving, link, rng, stateful
+from elasticrt.train import collective, handover, leaving, link, misuse, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.order import Share
@@ -27,6 +27,7 @@ from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.train.shield import Shield
 from elasticrt.train.weighting import Weighting
 
 _running: list[Loop] = []
@@ -83,6 +84,7 @@ class Loop:
         self._rank, self._world_size, self._resumed_world_size = 0, 1, 1
         self._reporter: Reporter | None = None
         self._worker, self._page = link.worker_env(), link.status_page()
+        self._shield = Shield(self._page)
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -113,13 +115,7 @@ class Loop:
         The first use restores the newest checkpoint. An epoch whose batches were all trained, but whose body had not
         ended, is entered again with an empty `batches`. Leaving, unless by an exception, saves and waits for the save.
         """
-        for name, value in (("total", total), ("max_steps", max_steps)):
-            if value is None and name == "max_steps":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(explain(f"{name} is not a whole number", "epochs", got=value))
-            if value < 0:
-                raise ValueError(explain(f"{name} is negative", "epochs", got=value))
+        misuse.check_counts(total, max_steps)
         if self._stage != "new":
             raise ConfigError(explain("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop"))
         self._steps_max = max_steps
@@ -166,12 +162,14 @@ class Loop:
                 self._hooks.append(each.register_step_pre_hook(self._before_optimizer))
                 self._hooks.append(each.register_step_post_hook(self._after_optimizer))
         self._stage = "running"
+        self._shield.raise_()
         _running.append(self)
 
     def _leave(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._shield.lower()
         self._weighting.detach()
         self._expect_steps(0)
         self._stage = "over"
@@ -220,7 +218,7 @@ class Loop:
         if isinstance(self._sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
         if isinstance(self._sampler, ElasticBatchSampler):
-            self._check_exchange(self._sampler)
+            misuse.check_exchange(self._sampler, self._world_size, can_skip=self._weighting.can_skip_exchange)
         check_resumable(loader, self._sampler, self._position, self._resumed_world_size, self._world_size)
         self._weighting.renew()
         self._pass += 1
@@ -314,6 +312,8 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         self._save_if_due()
+        if self._shield.received_at is not None:
+            self._shield.obey()
         if self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
             assert self._worker is not None, "who has a page has an agent"
             if self._page.save:
@@ -330,14 +330,7 @@ class Loop:
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._share is not None and not self._share.last:
-            raise RuntimeError(
-                explain(
-                    "the optimizer stepped inside an unfinished global batch",
-                    "optimizer.step",
-                    got=f"step {self._position.steps + 1}, more micro-batches to come",
-                    remedy="Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`",
-                )
-            )
+            raise RuntimeError(misuse.unfinished_batch(self._position.steps + 1))
 
     def _after_optimizer(self, *_: Any) -> None:
         self._stepped = True
@@ -371,30 +364,5 @@ class Loop:
         self._saved = self._position
         self._saved_at = time.monotonic()
 
-    # Wrong use
-
     def _check_running(self, where: str) -> None:
-        if self._stage == "broken":
-            raise ConfigError(
-                explain(
-                    "this Loop was left by an exception",
-                    where,
-                    got="a step that the optimizer took and nobody counted",
-                    remedy="Make a new Loop: it goes on from the newest checkpoint",
-                )
-            )
-        if self._stage != "running":
-            remedy = "Use it inside `for epoch in loop.epochs(...)`"
-            raise ConfigError(explain("the Loop is not running", where, got=self._stage, remedy=remedy))
-
-    def _check_exchange(self, sampler: ElasticBatchSampler) -> None:
-        """Ranks differ in their number of micro-batches; only DDP can be told to exchange gradients once."""
-        if self._world_size > 1 and sampler.micro_batch_size is not None and not self._weighting.can_skip_exchange:
-            raise ConfigError(
-                explain(
-                    "micro-batches need the DDP module",
-                    "batches",
-                    got=f"world size {self._world_size} and no DistributedDataParallel among Loop's objects",
-                    remedy="Give Loop the wrapped model: Loop(..., model=DDP(net))",
-                )
-            )
+        misuse.check_stage(self._stage, where)

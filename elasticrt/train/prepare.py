@@ -205,9 +205,9 @@ class _Claims:
         while True:
             reason = "wait: another process of this node"
             if self._claims:
-                reply = self._ask(lambda number: Claim(number, self._name, self._version))
+                reply = self._claim(waiting)
                 if reply.ok:
-                    if self._built(build):
+                    if self._built(build, waiting):
                         return
                     continue
                 reason = reply.reason
@@ -222,7 +222,15 @@ class _Claims:
                 raise PreparationError(explain("the agent refuses the preparation", str(self._target), got=reason))
             waiting.pause(lambda reason=reason: reason.partition(":")[2].strip(), _CLAIM_POLL_S)  # type: ignore[misc]
 
-    def _built(self, build: Callable[[Path], object]) -> bool:
+    def _claim(self, waiting: _Waiting) -> Reply:
+        """Ask to build, until the answer is known: a claim whose answer was lost may stand."""
+        while True:
+            reply = self._ask(lambda number: Claim(number, self._name, self._version))
+            if reply.ok or not reply.reason.startswith("unsure"):
+                return reply
+            waiting.pause(lambda: "nobody knows who", _CLAIM_POLL_S)
+
+    def _built(self, build: Callable[[Path], object], waiting: _Waiting) -> bool:
         """Build and publish; False when the claim was lost meanwhile: then somebody else's result counts."""
         if not Record.fits(self._target, self._version, refresh=True):
             try:
@@ -232,7 +240,7 @@ class _Claims:
                 self._ask(lambda number: BuildFailed(number, self._name, self._version, text))
                 raise
             # Asked again just before the rename: a builder that was paused for long has lost its claim to another.
-            mine = self._ask(lambda number: Claim(number, self._name, self._version)).ok
+            mine = self._claim(waiting).ok
             if not mine or Record.fits(self._target, self._version):
                 shutil.rmtree(workshop, ignore_errors=True)
                 if not mine:

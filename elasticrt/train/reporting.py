@@ -57,6 +57,7 @@ class Reporter:
     def __init__(self, resumed_from: int) -> None:
         self._link = link.agent_link()
         self._page = link.status_page()
+        link.show_stacks()
         self._pid = os.getpid()
         self._resumed_from = resumed_from
         self._first = True

@@ -15,6 +15,7 @@ import itertools
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import HANDED_OVER_CODE
 from elasticrt.errors import Handover
-from elasticrt.worker import ending, store
+from elasticrt.worker import ending, learn, store
 
 _LOADED_BY_ANY_PYTHON = frozenset(
     (
@@ -45,10 +46,13 @@ _LOADED_BY_ANY_PYTHON = frozenset(
 """Modules that are there before the first line of any script, so that a local file of that name never wins."""
 
 
-def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> int:
+def become(
+    command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int, teller: socket.socket
+) -> int:
     """Run the script (`command[0]`, or with `module` the module of that name) and what follows it.
 
-    Returns the exit code, or minus the number of the signal to end by.
+    Through `teller` the worker parent learns what it imports. Returns the exit code, or minus the number of the signal
+    to end by.
     """
     _take_environment(env)
     _fresh_multiprocessing()
@@ -57,12 +61,15 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
     worker = WorkerEnv.from_env(env)
+    tell = learn.Telling(teller, directory)
     if worker is not None:
-        store.serve_env_rendezvous(worker)
-    preloaded = set(sys.modules) - {"__main__"}
+        store.serve_env_rendezvous(worker, tell)
+    last = next(reversed(sys.modules))
     code = _run(list(command), module=module)
+    tell()
     if code != 0:
-        ending.leave(code, [each for name, each in sys.modules.items() if name not in preloaded])
+        names = ["__main__", *learn.imported_since(last)]
+        ending.leave(code, [each for name in names if (each := sys.modules.get(name)) is not None])
     if worker is not None and worker.rank == 0 and worker.world_size > 1:
         _join_threads()
         ending.linger(worker.channel_fd)

@@ -17,12 +17,14 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.messages import Exited, Message, Signal, Start, Started, Warm
-from elasticrt.worker import child, sessions
+from elasticrt.worker import child, footprint, sessions
 from elasticrt.worker.child import Job
+from elasticrt.worker.learn import Learner
 
 SWEEP_AGAIN_S = 0.02
 SWEEP_MAX_S = 2.0
@@ -49,8 +51,9 @@ class _Worker:
 class Parent:
     """The state of a worker parent. `serve` runs it."""
 
-    def __init__(self, channel: Channel, *, program: bool) -> None:
+    def __init__(self, channel: Channel, *, program: bool, directory: str = "") -> None:
         self._channel = channel
+        self.learner = Learner(directory, self.forget)
         self._program = program
         self._executes = True
         self._workers: dict[int, _Worker] = {}
@@ -76,8 +79,9 @@ class Parent:
             return -1  # A kernel before 5.3, or the agent has gone already, which the channel says as well.
 
     def forget(self) -> None:
-        """In a forked worker: close what only the parent may hold."""
+        """In a fork: close what only the parent may hold."""
         self._channel.close()
+        self.learner.close_inbox()
         self._wake.close()
         self._wake_writer.close()
         if self._agent_fd >= 0:
@@ -108,10 +112,14 @@ class Parent:
 
     def _turn(self) -> Job | None:
         watched = [self._channel.fileno(), self._wake.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
-        sweeping = any(worker.code is not None for worker in self._workers.values())
-        ready = select.select(watched, [], [], SWEEP_AGAIN_S if sweeping else None)[0]
+        watched += self.learner.filenos()
+        ready = select.select(watched, [], [], self._wait_s())[0]
         self._reap()
         if self._channel.fileno() not in ready:
+            if not self._executes:
+                report = self.learner.turn(time.monotonic(), training=self._is_training())
+                if report is not None:
+                    self._send(report)
             return None
         received = self._channel.receive(0)
         while received is not None:
@@ -121,6 +129,14 @@ class Parent:
                 return job
             received = self._channel.receive(0) if self._channel.pending() else None
         return None
+
+    def _wait_s(self) -> float | None:
+        if any(worker.code is not None for worker in self._workers.values()):
+            return SWEEP_AGAIN_S
+        return self.learner.due_in_s(time.monotonic()) if self._is_training() and not self._executes else None
+
+    def _is_training(self) -> bool:
+        return bool(self._workers) and all(worker.code is None for worker in self._workers.values())
 
     def _handle(self, message: Message, fds: list[int]) -> Job | None:
         if isinstance(message, Start):
@@ -143,6 +159,7 @@ class Parent:
     def _start(self, start: Start, fds: list[int]) -> Job | None:
         """Fork a worker. In the worker itself: its job."""
         job = None
+        self.learner.disturbed(time.monotonic())
         try:
             _expect_all(start, fds)
             if start.generation > self._generation:
@@ -160,7 +177,7 @@ class Parent:
         return job
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
-        executes = self._executes or child.needs_own_interpreter(start)
+        executes = self._executes or bool(self.learner.unsafe) or child.needs_own_interpreter(start)
         errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
         # No signal may reach the worker while it still has this process's handlers.
@@ -196,6 +213,8 @@ class Parent:
                 if worker is not None:
                     worker.ended_ns = time.monotonic_ns()
                     sessions.kill_sessions([worker.pid], signal.SIGKILL)
+                    self.learner.disturbed(time.monotonic())
+                self.learner.reaping(ended.si_pid)
                 _, status = os.waitpid(ended.si_pid, 0)
                 self._strangers.pop(ended.si_pid, None)
                 if worker is not None:
@@ -265,13 +284,14 @@ def main(arguments: list[str] | None = None) -> None:
     for number in (0, 1, 2):
         _ensure_open(number)
     sessions.adopt_orphans()
-    parent = Parent(Channel.adopt(options.channel_fd), program=options.no_python)
-    warm, torch_threads = _prepare(options)
+    script, directory = _script(options)
+    parent = Parent(Channel.adopt(options.channel_fd), program=options.kind == "program", directory=directory)
+    warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
         return
     parent.forget()
-    signals = parent.signals
+    signals, teller = parent.signals, parent.learner.teller
     del parent
     env = child.settle(job, signals)
     if job.executes:
@@ -279,7 +299,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.close(job.errors_fd)
     from elasticrt.worker import boot
 
-    sys.exit(boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads))
+    code = boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads, teller=teller)
+    sys.exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -287,28 +308,48 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--method", choices=("fork", "exec"), default="fork")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--preload", action="append", default=[], metavar="MODULE")
-    parser.add_argument("--script", default="", metavar="PATH", help="the script whose directory modules may come from")
-    parser.add_argument("--no-python", action="store_true", help="the command is a program of its own; implies exec")
+    parser.add_argument("--kind", choices=("script", "module", "program"), default="script", help="of the command")
+    parser.add_argument("--target", default="", metavar="PATH|MODULE", help="what workers will run")
     return parser
 
 
-def _prepare(options: argparse.Namespace) -> tuple[Warm, int]:
+def _script(options: argparse.Namespace) -> tuple[Path | None, str]:
+    """The file that workers will run, where it is known, and what they will have first on their path ("" if not)."""
+    if options.kind == "program" or not options.target:
+        return None, ""
+    if options.kind == "script":
+        path = Path(os.path.realpath(options.target))
+        return path, str(path.parent)
+    base = Path(*options.target.split(".")).absolute()
+    files = [path for path in (base.with_name(base.name + ".py"), base / "__main__.py") if path.is_file()]
+    return files[0] if files else None, str(Path.cwd())
+
+
+def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -> tuple[Warm, int]:
     """Import what workers will need, and say how they will be started, and why; and torch's own number of threads."""
     before_s = time.monotonic()
-    method, reason, torch_threads = "exec", "", 0
-    if options.no_python:
+    reason, torch_threads = "", 0
+    if options.kind == "program":
         reason = "the command is not Python's"
     elif options.method == "fork":
-        from elasticrt.worker import preload
+        reason = _early_write(script)
+        if not reason:
+            from elasticrt.worker import preload
 
-        reason, torch_threads = preload.warm_up(options.preload, options.script)
-        method = "exec" if reason else "fork"
-    return Warm(os.getpid(), method, reason, time.monotonic() - before_s, _resident_bytes()), torch_threads
+            reason, torch_threads = preload.warm_up(options.preload, directory)
+    method = "exec" if reason else options.method
+    memory = footprint.resident_and_shared()
+    return Warm(os.getpid(), method, reason, time.monotonic() - before_s, *memory), torch_threads
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as statm:  # noqa: PTH123  pathlib would be imported for one line.
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _early_write(script: Path | None) -> str:
+    """Why `script` needs interpreters of its own, because of what it sets before its imports; "" when it does not."""
+    if script is None or not script.is_file():
+        return ""  # If it never comes, Python itself will say so, in every worker.
+    from elasticrt.worker import preamble
+
+    found = preamble.early_write(script.read_bytes(), os.environ)
+    return f"{script.name} {found}, which is too late in a fork" if found else ""
 
 
 def _ensure_open(number: int) -> None:

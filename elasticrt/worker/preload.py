@@ -1,8 +1,7 @@
-"""Warming up: import what workers will need, and find out whether forking this process is safe.
+"""Warming up: import what workers will need, so that a worker that is a fork finds it there.
 
-A worker that is a fork finds torch, its optimizers and the parts that torch imports on first use already there. This
-only works while the process stays what a fork can copy: one thread, no CUDA, no sockets. That is tested, not guessed:
-by forking once and looking at both sides.
+That is torch, its optimizers, the parts that torch imports on first use, and the modules of --preload. Whether this
+process can be forked afterwards is found out by `trial`.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import os
 import pkgutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
-from pathlib import Path
+
+from elasticrt.worker import trial
 
 _ROOTS = ("torch", "numpy", "elasticrt")
 _LAZY = (
@@ -30,16 +28,20 @@ _LAZY = (
     "torch.utils.data",
     "torch.utils.data.distributed",
     "torch.distributed.elastic.multiprocessing.errors",
+    # What the first checkpoint and the first DataLoader with workers import.
+    "torch.utils.serialization.config",
+    "multiprocessing.popen_fork",
+    "multiprocessing.queues",
 )
 
 
-def warm_up(modules: Sequence[str], script: str) -> tuple[str, int]:
+def warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
     """Import torch and `modules`; returns why forking is not possible ("" when it is), and torch's thread count.
 
-    The thread count is the one that a fresh interpreter would have used, where OMP_NUM_THREADS is not set.
+    `directory` is what the script has first on its path. The thread count is the one that a fresh interpreter would
+    have used, where OMP_NUM_THREADS is not set.
     """
-    sockets_before = _sockets()
-    directory = os.path.realpath(Path(script).parent) if script else ""
+    sockets_before = trial.sockets()
     for name in _ROOTS:
         if directory and _shadows(name, directory):
             return f"the script's directory has a {name!r} of its own", 0
@@ -47,16 +49,23 @@ def warm_up(modules: Sequence[str], script: str) -> tuple[str, int]:
         threads = _import_torch()
     except ImportError as error:
         return f"torch cannot be imported: {error}", 0
-    with _first_on_path(directory):
+    with trial.first_on_path(directory):
         for name in modules:
             try:
                 importlib.import_module(name)
             except ImportError as error:
                 return f"--preload {name}: {error}", threads
-    # Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker.
+    freeze()
+    if trial.has_children():
+        return "a preloaded module has started a process", threads
+    why = trial.why_unsafe(sockets_before)
+    return f"a preloaded module {why}" if why else "", threads
+
+
+def freeze() -> None:
+    """Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker."""
     gc.collect()
     gc.freeze()
-    return _why_unsafe(sockets_before), threads
 
 
 def _shadows(name: str, directory: str) -> bool:
@@ -97,46 +106,3 @@ def _train_a_little() -> None:
         torch.nn.functional.mse_loss(model(torch.zeros(1, 1)), torch.zeros(1, 1)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-
-
-@contextlib.contextmanager
-def _first_on_path(directory: str) -> Iterator[None]:
-    if directory:
-        sys.path.insert(0, directory)
-    try:
-        yield
-    finally:
-        if directory:
-            sys.path.remove(directory)
-
-
-def _why_unsafe(sockets_before: set[str]) -> str:
-    """Fork once and look at both sides. "" when neither has anything that a fork cannot copy."""
-    import torch
-
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "a preloaded module has initialised CUDA"
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if _tasks() == 1 else 1)
-    _, status = os.waitpid(pid, 0)
-    if os.waitstatus_to_exitcode(status) != 0:
-        return "a forked process had threads of its own at once"
-    # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
-    if _tasks() != 1:
-        return f"a preloaded module keeps {_tasks() - 1} thread(s) running"
-    if _sockets() - sockets_before:
-        return "a preloaded module has opened a socket"
-    return ""
-
-
-def _tasks() -> int:
-    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  Names are all we need.
-
-
-def _sockets() -> set[str]:
-    links = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError):  # The directory's own descriptor is closed by now.
-            links.add(str(Path("/proc/self/fd", name).readlink()))
-    return {link for link in links if link.startswith("socket:")}

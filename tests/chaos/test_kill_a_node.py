@@ -124,6 +124,28 @@ def _join(cluster: Cluster) -> dict[str, int]:
     return {"node-0": 0, "node-1": 0, "node-2": 0, "node-3": 0}
 
 
+def _from_outside(cluster: Cluster, *command: str) -> str:
+    argv = [sys.executable, "-m", "elasticrt", *command, "--run-id", cluster.run_id]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def _drain_command(cluster: Cluster) -> dict[str, int]:
+    status = _from_outside(cluster, "status")
+    assert "generation 1: 3 nodes, 3 workers (start)" in status
+    assert "node-1: training" in status
+    assert "node-1 has left" in _from_outside(cluster, "drain", "node-1")
+    return {"node-0": 0, "node-1": 143, "node-2": 0}
+
+
+def _resize_command(cluster: Cluster) -> dict[str, int]:
+    assert "may have 1 to 2 nodes" in _from_outside(cluster, "resize", "1:2")
+    cluster.wait("generation 2", lambda: cluster.number() == 2)
+    cluster.wait("a standby node", lambda: "standby" in _from_outside(cluster, "status"))
+    return {"node-0": 0, "node-1": 0, "node-2": 0}
+
+
 @pytest.mark.parametrize(
     ("disturb", "worlds", "lossless"),
     [
@@ -133,6 +155,8 @@ def _join(cluster: Cluster) -> dict[str, int]:
         pytest.param(_first_started, (3, 2), False, id="A07-first-started-node"),
         pytest.param(_leave, (3, 2), True, id="A02-leave-by-SIGTERM"),
         pytest.param(_join, (3, 4), True, id="L4-join"),
+        pytest.param(_drain_command, (3, 2), True, id="drain-by-command"),
+        pytest.param(_resize_command, (3, 2), True, id="resize-by-command"),
     ],
 )
 def test_disturbed(

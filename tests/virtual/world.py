@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
+    Adopt,
     Announce,
     Ask,
     Decision,
+    Drain,
     End,
     Fence,
     File,
@@ -58,7 +60,7 @@ class VirtualMember:
 
     def __post_init__(self) -> None:
         self.notices: deque[Notice] = deque()
-        self.store = MemoryStore(self.world.server)
+        self.store = self.world.connect()
         self.keys = Keys("run")
         self.rendezvous = Rendezvous(self.store, self.keys, self.name, self.notices.append, self.world.clock)
         self.me = Me(record=self._record(), spec=self.world.spec)
@@ -75,7 +77,7 @@ class VirtualMember:
         self.lease = self.store.grant(self.world.spec.lease_ttl_s)
         answer = self.rendezvous.enter(self.me.spec, self.me.record, self.lease.lease_id, again=again)
         if isinstance(answer, Entered):
-            self.me = replace(self.me, attempt=answer.attempt)
+            self.me = replace(self.me, attempt=answer.attempt, spec=answer.spec)
             self.rendezvous.refresh()
             self.me = replace(self.me, known=self.rendezvous.view.number)
         return answer
@@ -167,6 +169,10 @@ class VirtualMember:
                 self.rendezvous.register_again(self.me.record, self.lease.lease_id)
             case Announce():
                 self.rendezvous.announce(decision, self.me, self.lease.lease_id)
+            case Adopt(spec, _):
+                self.me = replace(self.me, spec=spec)
+            case Drain():
+                self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
             case File(report, _):
                 if self.rendezvous.file(decision):
                     self.me = replace(self.me, filed=report)
@@ -209,6 +215,10 @@ class World:
     def clock(self) -> float:
         """The only clock."""
         return self.now
+
+    def connect(self) -> MemoryStore:
+        """A client for one member."""
+        return MemoryStore(self.server)
 
     def add(self, name: str, *, warm: bool = True) -> VirtualMember:
         """A member that has registered."""
@@ -262,3 +272,36 @@ def spec(**changes: object) -> RunSpec:
     """A spec for tests."""
     values = {"min_nodes": 1, "max_nodes": 4, "command": ("script", "train.py"), "join": "now", **changes}
     return RunSpec(**values)
+
+
+def running(nodes: int, **changes: object) -> World:
+    """A world in which `nodes` members run generation 1."""
+    world = World(spec(**changes))
+    for index in range(nodes):
+        world.add(f"n{index}")
+    world.settle()
+    world.pass_time(1.0)
+    return world
+
+
+def check_ranks(world: World, number: int, names: list[str]) -> None:
+    """S3: ranks are a permutation of 0..W-1, and everybody agrees on everything else."""
+    seats = {
+        member.name: seat
+        for member in world.members.values()
+        for generation, seat in member.ran
+        if generation.number == number
+    }
+    records = {
+        generation for member in world.members.values() for generation, _ in member.ran if generation.number == number
+    }
+    assert sorted(seats) == sorted(names)
+    assert len(records) == 1
+    (record,) = records
+    assert (record.nodes, record.world_size) == (len(names), len(names))
+    assert sorted(seat.rank_offset for seat in seats.values()) == list(range(len(names)))
+
+
+def told_to_leave(member: VirtualMember) -> Me:
+    """This member's state after SIGTERM."""
+    return replace(member.me, leaving="SIGTERM received")

@@ -1,0 +1,121 @@
+"""Looks at the pages of this node's workers a few times a second, and says when their steps stand still for too long.
+
+No message and no system call on the workers' side, and nothing to do while there is no Loop: `wake_at` is then None.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elasticrt.agent.events import EventLog
+from elasticrt.agent.group import WorkerGroup
+from elasticrt.agent.pace import LOOK_S, Limits, Pace, Sight
+from elasticrt.agent.report import Failure, stalled
+from elasticrt.agent.settings import Settings
+from elasticrt.agent.stacks import Stacks, keep, take
+from elasticrt.contract.page import Page
+from elasticrt.rendezvous.records import Seat
+
+WARN_PART = 0.5
+"""At this part of the time after which nothing moves for sure, people are warned."""
+
+
+class Watch:
+    """One node's. `look` gives the pages of all its running workers, none when there are none; `group` the workers.
+
+    Used by the agent's thread. What `put` gets comes back to `told`.
+    """
+
+    def __init__(  # noqa: PLR0917  The node's own parts; each has a type of its own.
+        self,
+        look: Callable[[], Sequence[Page]],
+        group: Callable[[], WorkerGroup],
+        settings: Settings,
+        put: Callable[[Any], None],
+        events: EventLog,
+        say: Callable[[str], None],
+    ) -> None:
+        self._look = look
+        self._group = group
+        self._limits = Limits(hang_s=settings.hang_timeout_s)
+        self._directory = settings.run_dir
+        self._put = put
+        self._events = events
+        self._say = say
+        self.began()
+
+    def began(self) -> None:
+        """New workers are being started: nothing is known of their pace."""
+        self._pace = Pace(self._limits)
+        self._asked = (0, 0.0)  # After which step stacks were asked for, and at which part of the time.
+        self.wake_at: float | None = None
+        """When to look again; None when there is nothing to look at: a first step wakes the agent by its message."""
+
+    def look(self, now: float, *, held: bool) -> None:
+        """Look, if it is time. `held`: the workers were told to stop after their step, so that none is awaited."""
+        if self.wake_at is not None and now < self.wake_at:
+            return
+        own = self._look()
+        if not own or not all(page.entered for page in own):
+            self.wake_at = None
+            return
+        self.wake_at = now + LOOK_S
+        self._pace = self._pace.looked(_sight(own, held=held), now)
+
+    def standing_since(self, now: float) -> float | None:
+        """See `Pace`."""
+        return self._pace.standing_since(now)
+
+    def ask_if_stalled(self, now: float, generation: int) -> None:
+        """When nothing has moved for too long, or for half of that, ask the workers for their stacks, once each."""
+        for part in (1.0, WARN_PART):
+            age_s = self._pace.stalled_s(now, part=part)
+            if age_s is None or self._asked >= (self._pace.step, part):
+                continue
+            self._asked = (self._pace.step, part)
+            group = self._group()
+            workers = {rank: (pid, group.page(rank, generation)) for rank, pid in group.pids(generation).items()}
+            signal = functools.partial(group.signal, generation=generation)
+            take(workers, signal, self._put, Stacks(generation, self._pace.step, age_s, part == 1.0, {}))
+            return
+
+    def told(self, stacks: Stacks, seat: Seat) -> tuple[Failure, ...]:
+        """The stacks are here: tell people. The failures that they are when it was too long, else none."""
+        if stacks.step != self._pace.step:
+            return ()  # It has moved meanwhile.
+        ranks = {local_rank: seat.rank_offset + local_rank for local_rank in stacks.lines}
+        keep(stacks, ranks, self._directory)
+        self._events.write(
+            "stalled",
+            generation=stacks.generation,
+            step=stacks.step,
+            age_s=round(stacks.age_s, 3),
+            final=stacks.final,
+            stacks={ranks[local_rank]: lines for local_rank, lines in stacks.lines.items()},
+        )
+        if not stacks.final:
+            where = f"{self._directory}/logs/generation-{stacks.generation}"
+            self._say(f"no step for {stacks.age_s:.0f} s after step {stacks.step:,}; stacks are in {where}")
+            return ()
+        return tuple(
+            stalled(
+                rank=ranks[local_rank],
+                local_rank=local_rank,
+                node=seat.node,
+                generation=stacks.generation,
+                step=stacks.step,
+                age_s=stacks.age_s,
+                stacks=lines,
+            )
+            for local_rank, lines in sorted(stacks.lines.items())
+        )
+
+
+def _sight(own: Sequence[Page], *, held: bool) -> Sight:
+    """All workers by the one that is furthest behind."""
+    last = min(own, key=lambda page: page.step if page.step_at_ns else 0)
+    if not last.step_at_ns:
+        return Sight(0, 0.0, expected=False)
+    return Sight(last.step, last.step_at_ns / 1e9, expected=not held and all(page.stepping for page in own))

@@ -1,0 +1,211 @@
+"""`elasticrt status`, `drain` and `resize`: look at a live run from outside, and change it.
+
+Each is a read and at most one fenced transaction; what follows is done by the run's own agents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from elasticrt.cli.options import Options, positive_seconds
+from elasticrt.cli.run import declare_etcd, read_credentials, where_etcd_is
+from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
+from elasticrt.store.address import check_security
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from elasticrt.rendezvous.records import Generation, HeadRecord, Keys, Member, Result, SpecRecord
+    from elasticrt.store.protocol import KeyValue, Store
+
+LOOK_AGAIN_S = 0.1
+TRIES = 20
+"""A member's key changes a few times in a recovery; more changes in a row than this mean that something is wrong."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Register the commands."""
+    _command(subparsers, "status", show, "show a live run: its nodes, generation and newest checkpoint")
+    drain, options = _command(subparsers, "drain", drain_node, "make a node hand over and leave; no step is lost")
+    drain.add_argument("name", metavar="NODE", help="the node's name, as `elasticrt status` shows it")
+    options.add("--timeout", parse=positive_seconds, default=120.0, value="T", text="wait so long until it has left")
+    resize, _ = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have")
+    resize.add_argument("nodes", metavar="MIN:MAX", help="nodes, e.g. 1:8; one number for both")
+
+
+def _command(
+    subparsers: argparse._SubParsersAction[Any], name: str, act: Callable[..., int], text: str
+) -> tuple[argparse.ArgumentParser, Options]:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    options = Options(parser)
+    options.add("--run-id", "--rdzv-id", value="ID", text="the run's name")
+    declare_etcd(options)
+    parser.set_defaults(func=lambda arguments: _main(act, arguments, options))
+    return parser, options
+
+
+def _main(act: Callable[..., int], arguments: argparse.Namespace, options: Options) -> int:
+    from elasticrt.rendezvous.records import Keys
+    from elasticrt.spec import check_name
+
+    values = options.read(arguments, os.environ)
+    if values["run_id"] is None:
+        raise ConfigError(explain("which run?", "--run-id", expected="the name that `elasticrt run` has printed"))
+    with _store(values) as store:
+        return act(store, Keys(check_name(values["run_id"], "--run-id")), arguments, values)
+
+
+@contextmanager
+def _store(values: Mapping[str, Any]) -> Iterator[Store]:
+    """The run's etcd: as given, else the one that agents on this machine have started."""
+    from elasticrt.store.embedded import find
+    from elasticrt.store.etcd import EtcdStore
+
+    etcd, _ = where_etcd_is(values)
+    check_security(etcd, values["insecure_etcd"])
+    if not etcd:
+        served = find(values["run_id"])
+        if served is None:
+            raise ConfigError(
+                explain(
+                    "no such run on this machine",
+                    f"run {values['run_id']}",
+                    expected="an agent of it here, or --etcd",
+                    remedy="Name the etcd that the run's agents meet in: --etcd ENDPOINTS",
+                )
+            )
+        etcd = (served.address,)
+    store = EtcdStore(etcd, read_credentials(values))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+# Looking.
+
+
+def show(store: Store, keys: Keys, _: argparse.Namespace, __: Mapping[str, Any]) -> int:
+    """Print what etcd knows of the run. Raises ConfigError when there is no such run."""
+    from elasticrt.rendezvous.records import Generation, HeadRecord, Result
+
+    spec = _spec(store, keys)[0]
+    generation, head = _read(store, keys.generation, Generation), _read(store, keys.checkpoint, HeadRecord)
+    result = _read(store, keys.result(spec.attempt), Result)
+    lines = describe(keys.run_id, spec, _members(store, keys), generation=generation, head=head, result=result)
+    print("\n".join(lines))
+    return EXIT_OK
+
+
+def describe(
+    run_id: str,
+    spec: SpecRecord,
+    members: Mapping[str, tuple[Member, KeyValue]],
+    *,
+    generation: Generation | None,
+    head: HeadRecord | None,
+    result: Result | None,
+) -> list[str]:
+    """The lines of `elasticrt status`. Pure."""
+    state = f"{result.status}: {result.reason}" if result else "alive" if members else "nobody is here"
+    lines = [f"run {run_id}: {state}", f"options: {spec.spec.min_nodes} to {spec.spec.max_nodes} nodes"]
+    if generation is not None:
+        text = f"generation {generation.number}: {generation.nodes} nodes, {generation.world_size} workers"
+        lines.append(f"{text} ({generation.cause})")
+    if head is not None:
+        lines.append(f"newest checkpoint: step {head.step} of generation {head.generation}")
+    for name, (member, _) in sorted(members.items()):
+        running = generation is not None and member.generation == generation.number
+        word = "draining" if member.draining else "training" if running else "standby" if member.warm else "starting"
+        lines.append(f"  {name}: {word}, {member.workers} workers, {member.address}, pid {member.pid}")
+    return lines
+
+
+# Changing.
+
+
+def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: Mapping[str, Any]) -> int:
+    """Ask a node to drain and wait until it has left. Raises ConfigError, RendezvousTimeoutError, StoreError."""
+    from elasticrt.rendezvous import fence
+
+    name, deadline = arguments.name, time.monotonic() + values["timeout"]
+    life = ""
+    while time.monotonic() < deadline:
+        members = _members(store, keys)
+        if not life and name not in members:
+            raise ConfigError(
+                explain("no such node", f"run {keys.run_id}", got=name, expected=f"one of {_list(members)}")
+            )
+        member, value = members.get(name, (None, None))
+        life = life or (member.incarnation if member else "")
+        if member is None or value is None or member.incarnation != life:
+            print(f"{name} has left run {keys.run_id}")
+            return EXIT_OK
+        if not member.draining:
+            store.commit(fence.drain(keys, value, member.model_copy(update={"draining": True})))
+            continue
+        time.sleep(LOOK_AGAIN_S)
+    raise RendezvousTimeoutError(
+        explain(
+            "the node is still there",
+            f"node {name}",
+            got=f"no farewell within {values['timeout']:g} s",
+            expected="it to hand over and leave",
+            remedy="It goes on trying: look again with `elasticrt status`, or end its agent by SIGTERM",
+        )
+    )
+
+
+def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mapping[str, Any]) -> int:
+    """Change the numbers of nodes. Raises ConfigError, StoreError."""
+    from elasticrt.rendezvous import fence
+    from elasticrt.spec import parse_nodes
+
+    least, most = parse_nodes(arguments.nodes, "MIN:MAX")
+    for _again in range(TRIES):
+        record, seen = _spec(store, keys)
+        members = _members(store, keys)
+        if not members:
+            raise ConfigError(explain("the run is not alive", f"run {keys.run_id}", remedy="Start it with new options"))
+        changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
+        new = record.model_copy(update={"spec": changed, "resized": True})
+        if changed == record.spec or store.commit(fence.resize(keys, new, seen)).succeeded:
+            print(f"run {keys.run_id} may have {least} to {most} nodes; it has {len(members)}")
+            return EXIT_OK
+    raise StoreError(explain("the run's options keep changing", f"run {keys.run_id}", remedy="Try again"))
+
+
+def _spec(store: Store, keys: Keys) -> tuple[SpecRecord, int]:
+    from elasticrt.rendezvous.records import SpecRecord, decode
+
+    found = store.read(keys.spec, exact=True).get(keys.spec)
+    if found is None:
+        raise ConfigError(
+            explain("no such run", f"run {keys.run_id}", expected="a run in this etcd", remedy="Check --run-id, --etcd")
+        )
+    return decode(SpecRecord, keys.spec, found.value), found.mod_revision
+
+
+def _members(store: Store, keys: Keys) -> dict[str, tuple[Member, KeyValue]]:
+    from elasticrt.rendezvous.records import Member, decode
+
+    found = store.read(keys.members).keys
+    return {each.key[len(keys.members) :]: (decode(Member, each.key, each.value), each) for each in found}
+
+
+def _read(store: Store, key: str, kind: Any) -> Any:
+    from elasticrt.rendezvous.records import decode
+
+    found = store.read(key, exact=True).get(key)
+    return decode(kind, key, found.value) if found is not None else None
+
+
+def _list(members: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(members)) or "(nobody is here)"
