@@ -26,6 +26,7 @@ from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import (
     BuildFailed,
     Claim,
+    Copied,
     Done,
     Exited,
     HandedOver,
@@ -59,12 +60,13 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerSaid:
-    """The worker sent a message over its channel."""
+    """The worker sent a message over its channel. `fd`: what came with it, for whoever gets this event; -1: nothing."""
 
     generation: int
     rank: int
     local_rank: int
-    message: Step | Save | Claim | Published | BuildFailed | HandedOver | Done
+    message: Step | Save | Claim | Published | BuildFailed | Copied | HandedOver | Done
+    fd: int = -1
 
 
 @dataclass(frozen=True)
@@ -287,14 +289,16 @@ class Listener:
             self._selector.unregister(worker.channel.fileno())
 
     def _said(self, running: Running, worker: WorkerState, message: Message, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)  # No message of a worker comes with any.
-        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, HandedOver, Done)):
+        wanted = 1 if isinstance(message, Copied) else 0
+        for fd in fds[wanted:]:
+            os.close(fd)
+        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, Copied, HandedOver, Done)):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         if isinstance(message, Step):
             worker.step = message.step
         env = worker.env
-        self._sink(WorkerSaid(running.generation, env.rank, env.local_rank, message))
+        fd = fds[0] if fds and wanted else -1
+        self._sink(WorkerSaid(running.generation, env.rank, env.local_rank, message, fd))
         if isinstance(message, Done):
             worker.lingers = True
             self._ended(running, worker, message.code, time.monotonic_ns())

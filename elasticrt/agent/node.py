@@ -27,7 +27,7 @@ from elasticrt.agent.group import (
 )
 from elasticrt.agent.logs import LogOptions
 from elasticrt.agent.memory import Memory
-from elasticrt.agent.policy import Ends, worker_env
+from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
 from elasticrt.agent.settings import Settings
@@ -35,7 +35,7 @@ from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, note
 from elasticrt.agent.watch import Watch
 from elasticrt.contract.env import Copy
-from elasticrt.contract.messages import HandedOver, Learnt, Reply, Step, Warm
+from elasticrt.contract.messages import Copied, HandedOver, Learnt, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.errors import ConfigError, explain
 from elasticrt.rendezvous.decision import Me
@@ -125,6 +125,7 @@ class Node:
             seated=self._started[0].number if self._started and self._seated_as(record.incarnation) else 0,
             report=report,
             failed_at=self._failed_at,
+            copy=copy_record(self._ends.kept) if generation else None,
             standing_since=self.watch.standing_since(now),
             pause_s=self.progress.pause_s,
             starting=self.progress.starting(now),
@@ -195,6 +196,8 @@ class Node:
                 self._worker_started(event)
             case WorkerSaid(message=Step() as step):
                 self._stepped(event, step)
+            case WorkerSaid(message=Copied() as copied):
+                self._copied(event, copied)
             case WorkerSaid(message=HandedOver() as left):
                 self._handed_over(event, left)
             case WorkerEnded():
@@ -272,7 +275,7 @@ class Node:
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
         self._memory.renew(memory)
-        self._ends = replace(self._ends, kept=self._memory.kept)
+        self._ends = replace(self._ends, kept=self._memory.newest)
         listen = self.ports.take(generation.master_port, shared=self._method == "fork") if seat.index == 0 else None
         envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
         self._events.write(
@@ -291,7 +294,7 @@ class Node:
             envs,
             self._settings.command,
             listen,
-            {**self._env, **_network(self.ports.address, self._env)},
+            {**self._env, **network(self.ports.address, self._env)},
             Path.cwd(),
             {0: self._memory.descriptors(memory if seat.index == 0 else None)},
         )
@@ -344,6 +347,18 @@ class Node:
                 self._failed_at = time.monotonic()
                 self.progress.disturbed()
 
+    def _copied(self, event: WorkerSaid, copied: Copied) -> None:
+        """Keep it. Not after a failure: what has been reported then is what the others count on."""
+        if event.fd < 0:
+            return
+        if event.generation != self._running or self._started is None or self._failed_at is not None:
+            os.close(event.fd)
+            return
+        world_size = self._started[0].world_size
+        self._memory.put(Copy(copied.step, copied.epoch, copied.size, copied.digest, world_size), event.fd)
+        self._ends = replace(self._ends, kept=self._memory.newest)
+        self._events.write("copied", generation=event.generation, step=copied.step, bytes=copied.size)
+
     def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
         if event.generation != self._running or self._started is None:
             return
@@ -378,10 +393,3 @@ class Node:
                 )
             )
         self.open()
-
-
-def _network(address: str, env: dict[str, str]) -> dict[str, str]:
-    """On one machine, gloo must not look up the host name, which may resolve to anything or to nothing."""
-    if address in ("127.0.0.1", "::1") and "GLOO_SOCKET_IFNAME" not in env:
-        return {"GLOO_SOCKET_IFNAME": "lo"}
-    return {}

@@ -51,12 +51,13 @@ class Sight:
     """All workers of a node at one moment, by the one that is furthest behind.
 
     `step` was finished at `at` (seconds of this machine's monotonic clock; both 0 before the first of this generation);
-    `expected`: steps are to be expected of all of them.
+    `expected`: steps are to be expected of all of them; `ready_at`: when the worker was ready for its first step.
     """
 
     step: int
     at: float
     expected: bool
+    ready_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,11 @@ class Pace:
         if not sight.step:
             return pace
         moved = sight.step - self.step
-        if not self.first or away or moved < 0:
-            # Nothing is known of what came before. What is seen now may be long ago, and is no news.
-            return replace(pace, step=sight.step, first=self.first or sight.step, since=now if away else sight.at)
+        if not self.first:
+            # Until more is known: the first step, with all that it is the first to do, is a step.
+            return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=(sight.at - sight.ready_at,))
+        if away:
+            return replace(pace, step=sight.step, since=now)
         if not (self.expected and sight.expected):
             return replace(pace, step=sight.step, since=now)
         if moved == 0:

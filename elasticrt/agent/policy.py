@@ -22,8 +22,8 @@ class Ends:
     """How the workers of one generation on one node have ended so far: well, or with failures, in order of time.
 
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
-    most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: a copy
-    of the step that the generation resumed from.
+    most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
+    newest copy taken meanwhile, or one of the step that the generation resumed from.
     """
 
     generation: int
@@ -48,7 +48,7 @@ class Ends:
                 incarnation=incarnation,
                 status="failed",
                 failure=failure_record(self.failures),
-                memory=_record(self.kept),
+                memory=copy_record(self.kept),
             )
         if len(self.handed) == self.workers:
             return Report(
@@ -57,7 +57,7 @@ class Ends:
                 incarnation=incarnation,
                 status="held",
                 handover=self.handover,
-                memory=_record(self.memory),
+                memory=copy_record(self.memory),
             )
         if self.handover and not self.well:
             return Report(
@@ -78,7 +78,8 @@ class Ends:
         )
 
 
-def _record(copy: Copy | None) -> CopyRecord | None:
+def copy_record(copy: Copy | None) -> CopyRecord | None:
+    """A copy as it travels through etcd."""
     return CopyRecord(**asdict(copy)) if copy is not None else None
 
 
@@ -179,3 +180,10 @@ def worker_env(settings: Settings, generation: Generation, seat: Seat, local_ran
         resume=generation.resume.commit() if generation.resume else None,
         copy=generation.memory.as_copy() if generation.memory else None,
     )
+
+
+def network(address: str, env: Mapping[str, str]) -> dict[str, str]:
+    """On one machine, gloo must not look up the host name, which may resolve to anything or to nothing."""
+    if address in ("127.0.0.1", "::1") and "GLOO_SOCKET_IFNAME" not in env:
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}

@@ -40,13 +40,12 @@ def note(event: Warm | Learnt, events: EventLog) -> None:
     memory = f"{event.rss_bytes / 2**20:.0f} MiB, {event.shared_bytes / 2**20:.0f} of it shared"
     if isinstance(event, Warm):
         events.write("parent_warm", **asdict(event))
-        log.info("worker parent is warm after %.2f s (%s) %s; %s", event.import_s, event.method, event.reason, memory)
+        why = f": {event.reason}" if event.reason else ""
+        log.info("worker parent is warm after %.2f s (%s%s); %s", event.import_s, event.method, why, memory)
         return
     events.write("parent_learnt", **asdict(event))
     libraries = sorted({name.partition(".")[0] for name in event.modules})
-    learnt = (
-        f"{len(event.modules)} modules of {', '.join(libraries)} in {event.import_s:.2f} s" if libraries else "nothing"
-    )
+    learnt = f"{len(event.modules)} modules of {', '.join(libraries)}" if libraries else "nothing"
     left_out = "".join(f"; not {name}: it {why}" for name, why in event.left_out.items())
     log.info("worker parent has learnt %s in %.2f s%s; %s", learnt, event.import_s, left_out, memory)
     if event.unsafe:

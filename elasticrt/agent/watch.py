@@ -117,5 +117,6 @@ def _sight(own: Sequence[Page], *, held: bool) -> Sight:
     """All workers by the one that is furthest behind."""
     last = min(own, key=lambda page: page.step if page.step_at_ns else 0)
     if not last.step_at_ns:
-        return Sight(0, 0.0, expected=False)
-    return Sight(last.step, last.step_at_ns / 1e9, expected=not held and all(page.stepping for page in own))
+        return Sight(0, 0.0, False)
+    expected = not held and all(page.stepping for page in own)
+    return Sight(last.step, last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)

@@ -7,7 +7,7 @@ Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Learnt, Started, Exited.
-* worker -> agent: Step, Save, Claim, Published, BuildFailed, HandedOver, Done.
+* worker -> agent: Step, Save, Claim, Published, BuildFailed, Copied, HandedOver, Done.
 * agent -> worker: Reply, Release.
 """
 
@@ -195,6 +195,19 @@ class HandedOver:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """Local rank 0 has a copy of its state as of `step`, and trains on. With it travels the memory file that holds it.
+
+    `size` bytes with SHA-256 `digest`.
+    """
+
+    step: int
+    epoch: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Reply:
     """The answer to the request of the same number."""
 
@@ -222,6 +235,7 @@ Message = (
     | Published
     | BuildFailed
     | Done
+    | Copied
     | HandedOver
     | Reply
     | Release
@@ -230,8 +244,8 @@ Message = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Done, HandedOver,
-        Reply, Release,
+        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Copied, Done,
+        HandedOver, Reply, Release,
     )
 }  # fmt: skip
 

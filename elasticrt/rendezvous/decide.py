@@ -248,7 +248,7 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
         return short
     left = all(led.said(seat, "left") for seat in gone)
     cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
-    return publish(led.view, led.spec, "lost", cause, restarts=kept_restarts(led.generation))
+    return publish(led.view, led.spec, "lost", cause, restarts=kept_restarts(led.generation), me=led.me)
 
 
 def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
@@ -273,7 +273,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     short = too_few(led.view, spec, led.now)
     if short is not None:
         return short
-    return publish(led.view, spec, "failure", first.summary, restarts=(restarts, total, step))
+    return publish(led.view, spec, "failure", first.summary, restarts=(restarts, total, step), me=led.me)
 
 
 def _doubted(led: Led, seat: Seat) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticrt.rendezvous.records import Generation, HandoverRecord, Member, Report, Result, Seat
+from elasticrt.rendezvous.records import CopyRecord, Generation, HandoverRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.seats import Draft
 from elasticrt.rendezvous.view import Entry
 from elasticrt.spec import RunSpec
@@ -25,6 +25,7 @@ class Me:
         seated: the generation that this life has started workers in, 0 for none: who leaves it out has fenced it.
         report: what its report for generation `started` should say, if anything.
         filed: the report it last stored.
+        copy: the newest copy of the state of generation `seated` in this node's memory; a report may say so as well.
         heard: the newest generation that another node has named while etcd did not answer here.
         failed_at: when its workers failed in generation `started`.
         standing_since: since when the steps of its workers have been standing still for longer than usual, if they are.
@@ -45,6 +46,7 @@ class Me:
     seated: int = 0
     report: Report | None = None
     filed: Report | None = None
+    copy: CopyRecord | None = None
     heard: int = 0
     failed_at: float | None = None
     standing_since: float | None = None

@@ -76,11 +76,15 @@ def publish(
     cause: str,
     *,
     restarts: tuple[int, int, int],
+    me: Me | None = None,
 ) -> Publish:
-    """The next generation from all ready members. `restarts`: since progress, in all, head step when counted."""
+    """The next generation from all ready members.
+
+    `restarts`: since progress, in all, head step when counted. `me`: the leader, which may hold a copy of the state.
+    """
     assert view.spec is not None
     chosen = seat_order(candidates(view), view.order(), spec.max_nodes)
-    memory, holder = _newest_copy(view, chosen)
+    memory, holder = _newest_copy(view, chosen, me)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
     seats = seats_for(chosen)
@@ -101,12 +105,14 @@ def publish(
     return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
 
 
-def _newest_copy(view: View, chosen: list[Entry[Member]]) -> tuple[CopyRecord | None, Entry[Member] | None]:
+def _newest_copy(
+    view: View, chosen: list[Entry[Member]], me: Me | None
+) -> tuple[CopyRecord | None, Entry[Member] | None]:
     """The newest copy that one of these members holds, and who holds it.
 
-    Only what is reported about the generation that is being replaced counts: a copy that its workers left, or one of
-    the very step that it resumed from. It must descend from the head, which was committed in that generation or is what
-    it resumed from, and be newer.
+    Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
+    copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
+    which was committed in that generation or is what it resumed from, and be newer.
     """
     if view.generation is None:
         return None, None
@@ -118,9 +124,12 @@ def _newest_copy(view: View, chosen: list[Entry[Member]]) -> tuple[CopyRecord | 
     reports = view.reports
     for entry in chosen:
         report = reports.get(entry.record.node)
-        if report is None or report.record.incarnation != entry.record.incarnation:
+        if report is not None and report.record.incarnation == entry.record.incarnation:
+            copy = report.record.memory
+        elif me is not None and me.record.incarnation == entry.record.incarnation and me.seated == before.number:
+            copy = me.copy
+        else:
             continue
-        copy = report.record.memory
         newer = copy is not None and copy.step > (head.step if head else -1)
         if copy is not None and newer and (best[0] is None or copy.step > best[0].step):
             best = (copy, entry)

@@ -106,7 +106,7 @@ def _after_hold(led: Led, wish: Change, handover: int, since: float) -> Decision
 def _re_form(led: Led, wish: Change) -> Decision:
     if len(candidates(led.view)) < led.spec.min_nodes:
         return Wait(f"{counted(led.spec.min_nodes, 'node')} needed")
-    return publish(led.view, led.spec, wish.kind, wish.cause, restarts=kept_restarts(led.generation))
+    return publish(led.view, led.spec, wish.kind, wish.cause, restarts=kept_restarts(led.generation), me=led.me)
 
 
 def _wish(led: Led) -> Change | Wait:

@@ -9,6 +9,7 @@ its question was sent: etcd started the TTL anew at that moment or later, so our
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -130,6 +131,8 @@ class Session:
     def _grant(self) -> Lease:
         sent_at = self._now()
         lease = self._store.grant(self._asked_ttl_s)
+        if lease.ttl_s > math.ceil(self._asked_ttl_s):
+            _logger.warning("etcd grants leases of %g s; asked for %g s", lease.ttl_s, self._asked_ttl_s)
         with self._lock:
             self._lease = lease
             self._acked_at = self._looked_at = sent_at

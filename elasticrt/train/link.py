@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from elasticrt.contract.channel import Channel, ChannelClosed
@@ -92,11 +92,11 @@ class Link:
         finally:
             self._lock.release()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message that nobody answers, waiting for room if need be; without an agent it is dropped."""
         if self.usable:
             with self._lock:
-                self._send(message)
+                self._send(message, fds)
 
     def close(self) -> None:
         """Let go of the channel. Requests that wait are refused."""
@@ -113,10 +113,10 @@ class Link:
         if not problem:
             self._released.wait()
 
-    def _send(self, message: Message) -> str:
+    def _send(self, message: Message, fds: Sequence[int] = ()) -> str:
         """Send under the lock; why it could not be done, "" when it was."""
         try:
-            self._channel.send(message)
+            self._channel.send(message, fds)
         except (ChannelClosed, OSError) as error:
             self._closed = str(error) or "closed"
         return self._closed

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train import collective, handover, leaving, link, misuse, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
+from elasticrt.train.copies import BUDGET, Copies
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.order import Share
 from elasticrt.train.plain import plain_copy
@@ -44,6 +45,8 @@ class Loop:
         every: how often to save: "30s", "5 min", "200 steps" or "1 epoch".
         keep: how many checkpoints to keep.
         resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
+        memory: the share of the time that copies of the state in the memory of each node may take, 0 for none. After a
+            failure training goes on from the newest of them that has survived, else from disk.
         stateful: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict() and
             load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
 
@@ -61,6 +64,7 @@ class Loop:
         every: str = "30s",
         keep: int = 3,
         resume: str = "auto",
+        memory: float = BUDGET,
         **stateful_objects: Any,
     ) -> None:
         if sampler is not None and not isinstance(sampler, (ElasticBatchSampler, ElasticDistributedSampler)):
@@ -68,6 +72,8 @@ class Loop:
             raise TypeError(explain("not one of our samplers", "Loop(sampler=)", got=sampler, expected=expected))
         if resume not in ("auto", "fresh"):
             raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
+        if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
+            raise ConfigError(explain("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1"))
         stateful.check(stateful_objects)
         self._shown = os.fspath(directory)
         self._checkpointer = Checkpointer(directory, keep=keep)
@@ -85,6 +91,7 @@ class Loop:
         self._reporter: Reporter | None = None
         self._worker, self._page = link.worker_env(), link.status_page()
         self._shield = Shield(self._page)
+        self._copies = Copies(self._worker, memory)
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -163,6 +170,7 @@ class Loop:
                 self._hooks.append(each.register_step_post_hook(self._after_optimizer))
         self._stage = "running"
         self._shield.raise_()
+        self._copies.begin()
         _running.append(self)
 
     def _leave(self) -> None:
@@ -311,13 +319,17 @@ class Loop:
 
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
-        self._save_if_due()
+        now = time.monotonic()
+        self._save_if_due(now)
+        if self._copies.due(now):
+            self._copies.take(self._state(), self._position.steps, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()
         if self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
             assert self._worker is not None, "who has a page has an agent"
             if self._page.save:
                 self._save_last()
+            self._copies.wait()
             state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
             handover.leave(self._worker, state, self._position.steps, self._position.epoch)
 
@@ -337,10 +349,10 @@ class Loop:
 
     # Saving
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, now: float) -> None:
         if self._rank != 0 or self._checkpointer.busy:
             return
-        if self._every.is_due(self._position, self._saved, time.monotonic() - self._saved_at):
+        if self._every.is_due(self._position, self._saved, now - self._saved_at):
             self._save()
 
     def _save_last(self) -> None:

@@ -64,13 +64,15 @@ def become(
     tell = learn.Telling(teller, directory)
     if worker is not None:
         store.serve_env_rendezvous(worker, tell)
-    last = next(reversed(sys.modules))
+    last, me = next(reversed(sys.modules)), os.getpid()
     code = _run(list(command), module=module)
-    tell()
+    is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
+    if not is_fork:
+        tell()
     if code != 0:
         names = ["__main__", *learn.imported_since(last)]
         ending.leave(code, [each for name in names if (each := sys.modules.get(name)) is not None])
-    if worker is not None and worker.rank == 0 and worker.world_size > 1:
+    if worker is not None and worker.rank == 0 and worker.world_size > 1 and not is_fork:
         _join_threads()
         ending.linger(worker.channel_fd)
     return code
@@ -149,6 +151,7 @@ def _prefer_local(entry: str, directory: str) -> None:
 
 def _run(command: list[str], *, module: bool) -> int:
     """Execute the user's code; its exit code, or minus the number of the signal to end by."""
+    me = os.getpid()
     main = types.ModuleType("__main__")
     vars(main).update({"__builtins__": builtins, "__annotations__": {}})
     sys.modules["__main__"] = main
@@ -168,7 +171,9 @@ def _run(command: list[str], *, module: bool) -> int:
         failure = error
     else:
         return 0
-    return _uncaught(failure)  # Out here: no exception is being handled any more, as the user's hook expects.
+    return _uncaught(
+        failure, is_fork=os.getpid() != me
+    )  # Out here: no exception is being handled any more, as the user's hook expects.
 
 
 def _exit_code(code: object) -> int:
@@ -190,14 +195,15 @@ def _execute_script(path: str, main: types.ModuleType) -> None:
     exec(compile(source, full, "exec", dont_inherit=True), vars(main))  # noqa: S102  It is what we are here for.
 
 
-def _uncaught(error: BaseException) -> int:
-    """Show the traceback as Python does, keep it for the report, and give the exit code."""
+def _uncaught(error: BaseException, *, is_fork: bool) -> int:
+    """Show the traceback as Python does, keep it for the report unless it is a fork's, and give the exit code."""
     trace = error.__traceback__ = _theirs(error)
-    ending.write_error_file(error)
+    if not is_fork:
+        ending.write_error_file(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    consequence = ending.consequence(error)
+    consequence = "" if is_fork else ending.consequence(error)
     if consequence:
         print(consequence, file=sys.stderr)  # noqa: T201  In place of a traceback that says nothing of the cause.
         return 1

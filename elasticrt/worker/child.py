@@ -63,8 +63,12 @@ def needs_own_interpreter(start: Start) -> bool:
         return True
     if start.module:
         return False
-    script = Path(start.directory, start.command[0])
-    return not script.is_file() or script.suffix == ".pyc" or zipfile.is_zipfile(script)
+    return not is_source(Path(start.directory, start.command[0]))
+
+
+def is_source(script: Path) -> bool:
+    """Whether it is a file with Python's source code, and not a directory, an archive or byte code to run."""
+    return script.is_file() and script.suffix != ".pyc" and not zipfile.is_zipfile(script)
 
 
 def _startup_variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -332,7 +332,7 @@ def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -
     if options.kind == "program":
         reason = "the command is not Python's"
     elif options.method == "fork":
-        reason = _early_write(script)
+        reason = _why_not_forked(script)
         if not reason:
             from elasticrt.worker import preload
 
@@ -342,10 +342,12 @@ def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -
     return Warm(os.getpid(), method, reason, time.monotonic() - before_s, *memory), torch_threads
 
 
-def _early_write(script: Path | None) -> str:
-    """Why `script` needs interpreters of its own, because of what it sets before its imports; "" when it does not."""
-    if script is None or not script.is_file():
+def _why_not_forked(script: Path | None) -> str:
+    """Why `script` needs interpreters of its own, as can be seen before it runs; "" when it does not."""
+    if script is None or not script.exists():
         return ""  # If it never comes, Python itself will say so, in every worker.
+    if not child.is_source(script):
+        return f"{script.name} is not a plain source file"
     from elasticrt.worker import preamble
 
     found = preamble.early_write(script.read_bytes(), os.environ)

@@ -88,7 +88,7 @@ def _import_torch() -> int:
     import torch.optim
 
     ours = pkgutil.iter_modules(importlib.import_module("elasticrt.train").__path__)
-    for name in (*_LAZY, "numpy", *(f"elasticrt.train.{module.name}" for module in ours)):
+    for name in (*_LAZY, "numpy", "elasticrt.worker.boot", *(f"elasticrt.train.{module.name}" for module in ours)):
         # Not in every version or installation; a script that needs it gets the error where it imports it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

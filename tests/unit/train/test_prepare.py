@@ -235,6 +235,18 @@ def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     assert path.is_dir()
 
 
+def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
+    """While etcd does not answer nothing is built twice or thrown away, before the build and after it (E11)."""
+    monkeypatch.setattr("elasticrt.train.prepare._CLAIM_POLL_S", 0.01)
+    unsure = (False, "unsure: etcd does not answer")
+    agent = Agent(answer=answers(unsure, (True, ""), unsure, unsure, (True, "")))
+    build = Builder()
+    with under(agent, monkeypatch):
+        prepare(tmp_path / "data", build, scope="shared")
+        assert len(agent.of(Claim)) == 5
+    assert build.calls == 1
+
+
 def test_shared_build_by_another_node(tmp_path, monkeypatch):
     """While told to wait, and when told it is done, nothing is built here."""
     monkeypatch.setattr("elasticrt.train.prepare._CLAIM_POLL_S", 0.01)

@@ -1,0 +1,110 @@
+"""Copies of the state in the nodes' memory: what a run goes back to when it dies without a warning."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import AgentProcess, Cluster, kill
+
+SCRIPT = """
+import sys, time
+import torch, torch.nn.functional as F, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+ctx = elasticrt.init()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(6400, 8), torch.randn(6400, 1))
+sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=64)
+loader = DataLoader(data, batch_sampler=sampler)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="1 h", memory=float(sys.argv[1]))
+for epoch in loop.epochs(3):
+    for x, y in loop.batches(loader):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+if ctx.is_first:
+    print("loss", F.mse_loss(model.module(data.tensors[0]), data.tensors[1]).item())
+"""
+
+
+def _cluster(tmp_path: Path, memory: str, nodes: int) -> Cluster:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ["--min-nodes", "1", "--max-nodes", str(nodes), "--join", "now", "--settle", "3"]
+    return Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script), memory])
+
+
+def _copies(cluster: Cluster) -> int:
+    """The step of which every node has a copy at least."""
+    newest = {agent.name: 0 for agent in cluster.agents.values()}
+    for event in cluster.events("copied"):
+        newest[event["node"]] = max(newest[event["node"]], event["step"])
+    return min(newest.values())
+
+
+def _kill_worker(cluster: Cluster) -> None:
+    agent = cluster.holder_of_rank(0)
+    kill(agent.worker_pids()[0])
+
+
+def _kill_node(cluster: Cluster) -> AgentProcess:
+    agent = cluster.holder_of_rank(0)
+    kill(agent.pid)
+    return agent
+
+
+@pytest.mark.parametrize(("disturb", "nodes"), [(_kill_worker, 1), (_kill_worker, 2), (_kill_node, 2)])
+def test_a_failure_costs_the_steps_since_the_newest_copy(tmp_path: Path, disturb: object, nodes: int) -> None:
+    """S5: without a single checkpoint on disk a run that loses rank 0 goes on from a copy in a survivor's memory."""
+    assert callable(disturb)
+    with _cluster(tmp_path, "0.05", nodes) as cluster:
+        for index in range(nodes):
+            cluster.start(f"node-{index}")
+        cluster.wait("a world", lambda: any(len(e["nodes"]) == nodes for e in cluster.events("generation")))
+        before = cluster.number()
+        cluster.wait("copies", lambda: _copies(cluster) >= 20)
+        copied = _copies(cluster)
+        assert not cluster.events("committed")
+        victim = disturb(cluster)
+        codes = cluster.ended()
+    assert set(codes.values()) == ({0, -9} if victim else {0})
+    first = [event for event in cluster.events("first_step") if event["generation"] == before + 1]
+    assert first
+    assert {event["resumed_from"] for event in first} == {first[0]["step"] - 1}
+    assert first[0]["resumed_from"] >= copied
+
+
+def test_the_result_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """L4: a run that went back to a copy in memory ends with the loss of one that was left alone."""
+    losses = []
+    for disturbed in (False, True):
+        directory = tmp_path / str(disturbed)
+        directory.mkdir()
+        with _cluster(directory, "0.05", 1) as cluster:
+            agent = cluster.start("node-0")
+            cluster.wait("copies", lambda: _copies(cluster) >= 50)
+            if disturbed:
+                _kill_worker(cluster)
+            assert cluster.ended() == {"node-0": 0}
+            (line,) = [line for line in agent.text().splitlines() if line.startswith("loss")]
+            losses.append(float(line.split()[1]))
+            assert len(cluster.events("generation")) == 1 + disturbed
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_no_copies_are_taken_when_none_are_wanted(tmp_path: Path) -> None:
+    """`memory=0` switches the tier off: after a failure the run starts from what is on disk, here from nothing."""
+    with _cluster(tmp_path, "0", 1) as cluster:
+        cluster.start("node-0")
+        cluster.wait("a step", lambda: cluster.last_step() >= 20)
+        _kill_worker(cluster)
+        assert cluster.ended() == {"node-0": 0}
+    assert not cluster.events("copied")
+    assert [event["resumed_from"] for event in cluster.events("first_step")] == [0, 0]

@@ -1,0 +1,66 @@
+"""What a script sets before its imports is found by reading it."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt.worker.preamble import early_write
+
+TORCH = "import torch\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "variable"),
+    [
+        # Before the imports, in every spelling.
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\n" + TORCH, "OMP_NUM_THREADS"),
+        ("import os\nos.environ['TORCH_LOGS'] = str(1)\nimport numpy", "TORCH_LOGS"),
+        ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '4')\n" + TORCH, "OMP_NUM_THREADS"),
+        ("import os\nos.environ.update(OMP_NUM_THREADS='4')\n" + TORCH, "OMP_NUM_THREADS"),
+        ("import os\nos.environ.update({'MASTER_PORT': '1', 'TORCH_LOGS': 'all'})\n" + TORCH, "TORCH_LOGS"),
+        ("import os\nos.environ |= {'A': 'b'}\n" + TORCH, "variables"),
+        ("import os\nos.environ.update(read())\n" + TORCH, "variables"),
+        ("import os\nos.putenv('OMP_NUM_THREADS', '4')\n" + TORCH, "OMP_NUM_THREADS"),
+        ("import os\ndel os.environ['SET']\n" + TORCH, "SET"),
+        ("import os\nos.environ.pop('SET', None)\n" + TORCH, "SET"),
+        ("import os\nfor name in names: os.environ[name] = '1'\n" + TORCH, "variables"),
+        ("from os import environ as e\ne['OMP_NUM_THREADS'] = '4'\n" + TORCH, "OMP_NUM_THREADS"),
+        ("import os\ne = os.environ\ne['OMP_NUM_THREADS'] = '4'\n" + TORCH, "OMP_NUM_THREADS"),
+        ("import os as o\no.environ['A'], o.environ['MASTER_PORT'] = 'x', 'y'\n" + TORCH, "A"),
+        ("from dotenv import load_dotenv\nload_dotenv()\n" + TORCH, "variables"),
+        ("import os\nif True:\n    os.environ['MKL_NUM_THREADS'] = '1'\n" + TORCH, "MKL_NUM_THREADS"),
+        ("import os\ndef early():\n    os.environ['A'] = '1'\nearly()\n" + TORCH, "A"),
+        ("import os\ndef main():\n    os.environ['A'] = '1'\n    import torch\nmain()", "A"),
+        ("import os\nif TYPE_CHECKING:\n    import torch\nos.environ['A'] = '1'\nimport mine", "A"),
+        ("import os\nos.environ['A'] = '1'\nfrom . import model", "A"),
+        ("import os\nos.environ['SET'] = 'other'\n" + TORCH, "SET"),
+        # A fork sees these as a fresh interpreter does.
+        (TORCH + "import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport mine", ""),
+        ("import os\n" + TORCH + "def main():\n    os.environ['A'] = '1'\n    import mine", ""),
+        ("import os\ntry:\n    import torch\nexcept ImportError: raise\nos.environ['A'] = '1'\nimport mine", ""),
+        ("import os\nimport mine\nos.environ['A'] = '1'", ""),
+        ("import os\nos.environ['A'] = '1'\nimport sys, json", ""),
+        ("import os\nos.environ['MASTER_ADDR'] = 'localhost'\nos.environ['RANK'] = '0'\n" + TORCH, ""),
+        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nos.environ['NCCL_DEBUG'] = 'INFO'\n" + TORCH, ""),
+        ("import os\nos.environ['PYTHONHASHSEED'] = '0'\nos.environ['WANDB_MODE'] = 'offline'\n" + TORCH, ""),
+        ("import os\nos.environ['SET'] = 'value'\n" + TORCH, ""),
+        ("import os\nos.environ.setdefault('SET', 'other')\nos.environ.pop('UNSET', None)\n" + TORCH, ""),
+        ("import os\nos.environ.update(SET='value')\n" + TORCH, ""),
+        ("import os\nprint(os.environ['A'], os.environ.get('B'))\n" + TORCH, ""),
+        ("mine = {}\nmine['A'] = '1'\nmine.update(B='2')\n" + TORCH, ""),
+        ("x = = 1", ""),
+        ("\0", ""),
+        ("", ""),
+    ],
+)
+def test_early_writes(source, variable):
+    """A write before an import counts, unless torch is there already, the variable is read late, or nothing changes."""
+    found = early_write(source, {"SET": "value"})
+    assert bool(found) == bool(variable), found
+    assert variable in found
+
+
+def test_the_reason_names_both_lines():
+    """The words say which line sets what, and before which import."""
+    source = "import os\n\nos.environ['OMP_NUM_THREADS'] = '4'\nimport json\nimport numpy as np\nimport torch\n"
+    assert early_write(source, {}) == "line 3 sets OMP_NUM_THREADS before `import numpy` in line 5"
