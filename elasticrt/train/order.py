@@ -65,8 +65,10 @@ def shares_of_batch(start: int, stop: int, rank: int, world_size: int, micro_bat
     size = upper - lower
     if size == 0:
         return [Share(start, start + 1, 0.0, True)]
+    if micro_batch_size is None or size <= micro_batch_size:  # The same as below, at once: it is so at most steps.
+        return [Share(lower, upper, world_size * size / (stop - start), True)]
     # Pieces of nearly equal size rather than full ones and a rest: a last piece of one sample would upset batch norm.
-    pieces = 1 if micro_batch_size is None else -(-size // micro_batch_size)
+    pieces = -(-size // micro_batch_size)
     edges = [lower + i * size // pieces for i in range(pieces + 1)]
     return [
         Share(a, b, world_size * (b - a) / (stop - start), last=i == pieces - 1)

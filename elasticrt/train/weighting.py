@@ -47,7 +47,9 @@ class Weighting:
             self.attach()
         for layer in self._parallel:
             # Read by DDP's forward, which decides there whether the backward after it will exchange.
-            layer.require_backward_grad_sync = share.last
+            # Setting an attribute of a module takes more than a microsecond, looking at it a tenth of that.
+            if layer.require_backward_grad_sync is not share.last:
+                layer.require_backward_grad_sync = share.last
 
     def end(self) -> None:
         """No share is being trained: nothing is weighted, DDP is as it was."""

@@ -1,6 +1,6 @@
 """The same training as `plain_ddp.py`, with elasticrt's sampler and Loop in place of the script's own snapshots.
 
-elasticrt run ... loop_ddp.py DIRECTORY [STEPS_PER_SAVE] [PAUSE_S]
+elasticrt run ... loop_ddp.py DIRECTORY [STEPS_PER_SAVE] [PAUSE_S] [SETUP_S]
 """
 
 import os
@@ -10,6 +10,7 @@ import time
 DIRECTORY = sys.argv[1]
 STEPS_PER_SAVE = int(sys.argv[2]) if len(sys.argv) > 2 else 20
 PAUSE_S = float(sys.argv[3]) if len(sys.argv) > 3 else 0.02
+SETUP_S = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
 MARKS = os.open(f"{DIRECTORY}/marks/{os.getppid()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -32,6 +33,7 @@ import elasticrt  # noqa: E402
 
 def main():
     """Train until somebody ends it."""
+    time.sleep(SETUP_S)
     ctx = elasticrt.init(backend="gloo")
     drawn = torch.tensor([int.from_bytes(os.urandom(6), "little") + 1])
     dist.broadcast(drawn, 0)

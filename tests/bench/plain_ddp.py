@@ -1,11 +1,12 @@
 """The training script of the recovery benchmark, as one would write it for torchrun: nothing in it knows elasticrt.
 
-    torchrun ... plain_ddp.py DIRECTORY [STEPS_PER_SAVE] [PAUSE_S]
+    torchrun ... plain_ddp.py DIRECTORY [STEPS_PER_SAVE] [PAUSE_S] [SETUP_S]
 
 Rank 0 saves a snapshot every so many steps; all ranks load it when they start. After each step a rank appends a line
 `monotonic world restart rank size step` to a file of its own in DIRECTORY/marks, where `world` is a number that rank 0
 draws and broadcasts: ranks that agree on it are in one process group. The first line, before torch is imported, has
-world 0 and step -1. The pause after a step (after its line) makes steps long enough to be counted.
+world 0 and step -1. The pause after a step (after its line) makes steps long enough to be counted. SETUP_S stands for
+what scripts do first: reading data sets, building tokenizers, compiling.
 """
 
 import os
@@ -15,6 +16,7 @@ import time
 DIRECTORY = sys.argv[1]
 STEPS_PER_SAVE = int(sys.argv[2]) if len(sys.argv) > 2 else 20
 PAUSE_S = float(sys.argv[3]) if len(sys.argv) > 3 else 0.02
+SETUP_S = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
 SNAPSHOT = f"{DIRECTORY}/snapshot.pt"
 MARKS = os.open(f"{DIRECTORY}/marks/{os.getppid()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -35,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817
 
 def main():
     """Train until somebody ends it."""
+    time.sleep(SETUP_S)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     drawn = torch.tensor([int.from_bytes(os.urandom(6), "little") + 1])

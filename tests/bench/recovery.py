@@ -1,191 +1,179 @@
-"""How long until training goes on: `elasticrt run` beside torchrun, the same script, the same faults, one machine.
+"""How long until training goes on: `elasticrt run` beside torchrun and torchft, same script, same faults, one machine.
 
-    python -m tests.bench.recovery [--reps N] [--events A,B] [--rivals A,B] [--nodes N] [--timeout S]
+    python -m tests.bench.recovery [--rows A,B] [--runtimes A,B] [--reps N] [--timeout S] [--torchft BIN] ...
 
-Events (nodes are agents with one worker each, all on this machine):
+Every repetition is appended to results/recovery.jsonl as soon as it is there: several partial runs add up. The table
+and the chart are written from that file, at the end of each run and by `python -m tests.bench.report`.
 
-    start     all nodes are started at once, one fewer than the maximum
-    worker    a worker that is not rank 0 is killed (SIGKILL); all nodes are there
-    node      a node (agent and all below it) is killed; not the one with rank 0, nor the one that hosts the store
-    rank0     the node with rank 0 is killed; never the one that hosts torchrun's store
-    store     the node that hosts the store is killed, with the store: torchrun's first agent, our embedded etcd
-    join      one more node is started beside the others
-    leave     a node is told to leave, by SIGTERM to its agent
+Rows:
+
+{rows}
 
 "next step" is from the kill (or the start of the process) until all ranks of the new world have finished a step of it,
 read from the marks of the workers themselves (CLOCK_MONOTONIC). "pause" is from the last step before until then: for a
-join the others train on while the newcomer starts. "lost" are the steps that had to be done again; everybody saves at
-the same cadence. "attempts" is how often a node had to start its workers. "never" means not within the timeout.
+join the others train on while the newcomer starts. "never" means not within the timeout. Everybody saves every {every}
+steps. A job that recovers is disturbed again: every worker's death of a runtime is one job's, and under elasticrt and
+torchft nodes also go and come. Where torchrun can only wait, for half a minute and more, some jobs wait together.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
+import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from tests.bench.marks import Mark, Recovery, formed, recovery, stepping
-from tests.bench.report import Cell, chart, table
-from tests.bench.rivals import RIVALS, Job, Node, Rival, kill_all
+from tests.bench import raw, report
+from tests.bench.disturb import START_S_MAX, Disturbed, Outcome
+from tests.bench.rows import ROWS, USUAL, tours
+from tests.bench.runtimes import RUNTIMES, Pace, Runtime
+from tests.netns import missing
 
-EVENTS = ("start", "worker", "node", "rank0", "store", "join", "leave")
-RESULTS = Path(__file__).resolve().parent / "results"
-STEPS_PER_SAVE = 20
-PAUSE_S = 0.02
-START_S_MAX = 150.0
-POLL_S = 0.02
-AFTERWARDS_S = 1.5
-"""How long a recovered job is watched for a second world."""
-
-DEFAULT_REPS = {"elasticrt": 3, "loop": 2, "tuned": 1, "fresh": 1, "default": 1, "plugin": 1, "torchft": 1}
+PACE = Pace(steps_per_save=20, pause_s=0.02)
+DEFAULT_REPS = {"elasticrt": 10, "loop": 10, "tuned": 3, "fresh": 2, "default": 2, "plugin": 2, "torchft": 5}
 """torchrun's waits are constants of 15 and 30 s: repeating them tells little and takes long."""
 
-DEFAULT_RIVALS = ("elasticrt", "loop", "tuned", "fresh", "default")
-LEFT_OUT = {("default", "rank0"), ("default", "store"), ("default", "leave")}
-LEFT_OUT |= {("loop", "start"), ("loop", "store"), ("torchft", "store")}
-"""Not measured unless --events names them: the same, by torchrun's code, as with a fresh store; as without Loop; and
-torchft's lighthouse is on none of the nodes."""
+DEFAULT_RUNTIMES = ("elasticrt", "loop", "tuned", "fresh", "default")
+LEFT_OUT = {("loop", "start"), ("loop", "setup"), ("torchft", "store")}
+"""Not measured: the same as without Loop; and torchft's lighthouse is on none of the nodes."""
 
-SLOW = ("fresh", "default")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One repetition: what it cost, or why there is nothing to say."""
-
-    cost: Recovery | None
-    note: str = ""
+STARTING_S = 8.0
+"""Jobs that wait together are started one after the other: starting is work for the processor."""
 
 
-class Disturbed:
-    """One job, one event."""
-
-    def __init__(
-        self,
-        rival: Rival,
-        event: str,
-        nodes: int,
-        timeout_s: float,
-        *,
-        keep: Path | None = None,
-        torchft: Path | None = None,
-    ) -> None:
-        self.event, self.count, self.timeout_s = event, nodes, timeout_s
-        room = nodes + 1 if event == "start" else nodes
-        self.job = Job(rival, room, STEPS_PER_SAVE, PAUSE_S, keep, torchft)
-
-    def run(self, random_step: int) -> Outcome:
-        """From the first process to the outcome."""
-        with self.job as job:
-            before = self.count - 1 if self.event == "join" else self.count
-            at = time.monotonic()
-            for _ in range(before):
-                job.start_node()
-            if self.event == "start":
-                return self._await(at, before)
-            found = self._watch(at, before, START_S_MAX)
-            if found is None:
-                return Outcome(None, "did not start")
-            world = found[0]
-            # Somewhere between two saves, and not at the same place every time.
-            self._until(lambda marks: max(m.step for m in marks if m.world == world) >= STEPS_PER_SAVE + random_step)
-            at, size = self._disturb(world)
-            return self._await(at, size)
-
-    def _disturb(self, world: int) -> tuple[float, int]:
-        """Do it; when, and how many ranks there should be afterwards."""
-        job, count = self.job, self.count
-        holder = {mark.rank: mark.pid for mark in job.marks.read() if mark.world == world}
-        if self.event == "join":
-            at = time.monotonic()
-            job.start_node()
-            return at, count
-        victim = self._victim(holder)
-        match self.event:
-            case "worker":
-                left = count - 1 if job.rival.shrinks else count
-                return kill_all([pid for pid in holder.values() if pid in victim.processes()]), left
-            case "leave":
-                at = time.monotonic()
-                victim.process.send_signal(signal.SIGTERM)
-                return at, count - 1
-            case "store":
-                return kill_all([*victim.processes(), *job.store_processes()]), count - 1
-        return kill_all(victim.processes()), count - 1
-
-    def _victim(self, holder: dict[int, int]) -> Node:
-        first, zero = self.job.nodes[0], self.job.node_of(holder[0])
-        if self.event == "store":
-            return first
-        if self.event == "rank0":
-            assert self.job.rival.ours or zero is not first, "rank 0 is on the node that hosts the store"
-            return zero
-        return next(node for node in reversed(self.job.nodes) if node is not zero and node is not first)
-
-    def _await(self, at: float, size: int) -> Outcome:
-        found = self._watch(at, size, self.timeout_s)
-        if found is None:
-            return Outcome(None, self._why_not(at))
-        self._until(lambda _: False, AFTERWARDS_S)
-        cost = recovery(self.job.marks.read(), at, *found)
-        return Outcome(cost, "two worlds" if cost.two_worlds else "")
-
-    def _watch(self, at: float, size: int, timeout_s: float) -> tuple[int, float] | None:
-        self._until(lambda marks: formed(marks, at, size) is not None or self.job.ended(), timeout_s)
-        return formed(self.job.marks.read(), at, size)
-
-    def _until(self, condition: Callable[[list[Mark]], bool], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not condition(self.job.marks.read()):
-            time.sleep(POLL_S)
-
-    def _why_not(self, at: float) -> str:
-        marks: list[Mark] = self.job.marks.read()
-        if self.job.ended():
-            return "job lost"
-        alive = stepping(marks, time.monotonic() - 1.0)
-        if len(alive) > 1:
-            return "two worlds"
-        return "not joined" if self.event == "join" and alive else "no steps" if not alive else "stuck"
+def waits(runtime: str, row: str) -> bool:
+    """Whether nearly all of what this takes is one of torchrun's timeouts, or nothing at all until ours."""
+    if runtime in ("fresh", "default"):
+        return row not in ("worker", "setup")
+    return runtime == "tuned" and row in ("power", "join")
 
 
-def measure(arguments: argparse.Namespace) -> list[Cell]:
-    """All cells. Those of the slow rivals, which mostly wait, some at a time; all others alone."""
-    draw = random.Random(arguments.seed)
-    plan = []
-    for name in arguments.rivals:
-        reps = arguments.reps or DEFAULT_REPS[name]
-        for event in arguments.events or [each for each in EVENTS if (name, each) not in LEFT_OUT]:
-            plan.append((event, name, [draw.randrange(STEPS_PER_SAVE) for _ in range(reps)]))
+class Bench:
+    """One call: does the tours, writes down what comes of them."""
 
-    def one(event: str, name: str, steps: list[int]) -> Cell:
-        keep = arguments.keep_logs
-        outcomes = []
-        for index, step in enumerate(steps):
-            where = None if keep is None else keep / f"{event}-{name}-{index}"
-            disturbed = Disturbed(
-                RIVALS[name], event, arguments.nodes, arguments.timeout, keep=where, torchft=arguments.torchft
-            )
-            outcomes.append(disturbed.run(step))
-        cell = Cell(event, RIVALS[name].text, tuple(o.cost for o in outcomes), tuple(o.note for o in outcomes))
-        print(cell.line(), flush=True)
-        return cell
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._draw = random.Random(arguments.seed)
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._stop = threading.Event()
+        settings = {"nodes": arguments.nodes, "timeout_s": arguments.timeout}
+        settings |= {"steps_per_save": PACE.steps_per_save, "pause_s": PACE.pause_s}
+        self.this = raw.this_run(secrets.token_hex(3), settings)
+        self._put(self.this)
 
-    # A worker's restart takes torchrun 2 s of work; all else there is a wait of 30 s or more.
-    together = [cell for cell in plan if arguments.together > 1 and cell[1] in SLOW and cell[0] != "worker"]
-    cells = [one(*cell) for cell in plan if cell not in together]
-    with ThreadPoolExecutor(max(1, arguments.together)) as pool:
-        cells += pool.map(lambda cell: one(*cell), together)
-    order = {name: index for index, name in enumerate(r.text for r in RIVALS.values())}
-    return sorted(cells, key=lambda cell: (EVENTS.index(cell.event), order[cell.rival]))
+    def measure(self) -> None:
+        """Everything. What mostly waits comes last, some jobs at a time; all else one by one."""
+        alone, together = [], []
+        rows = [row for row in self._arguments.rows if not self._skip(row)]
+        for name in self._arguments.runtimes:
+            wanted = [row for row in rows if (name, row) not in LEFT_OUT]
+            reps = self._arguments.reps or DEFAULT_REPS[name]
+            quick = [row for row in wanted if not waits(name, row)]
+            alone += [(RUNTIMES[name], tour) for tour in self._tours(RUNTIMES[name], quick, reps)]
+            slow = [row for row in wanted if waits(name, row)]
+            together += [(RUNTIMES[name], [(row, True)]) for row in slow for _ in range(reps)]
+        for runtime, tour in alone:
+            self._travel(runtime, tour, 1)
+        count = max(1, min(self._arguments.together, len(together)))
+        with ThreadPoolExecutor(count) as pool:
+            tasks = [pool.submit(self._travel, *each, count) for each in together]
+            try:
+                for task in tasks:
+                    task.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _tours(self, runtime: Runtime, rows: list[str], reps: int) -> list[list[tuple[str, bool]]]:
+        if runtime.lasts:
+            return tours(rows, reps)
+        # One node after the other would find a job that the first loss has crippled.
+        return [[(row, True)] * reps for row in rows]
+
+    def _skip(self, row: str) -> bool:
+        reason = missing() if ROWS[row].network else ""
+        if reason:
+            self._put(raw.Skipped(self.this.run, row, reason))
+            print(f"{ROWS[row].title}: skipped, {reason}", flush=True)
+        return bool(reason)
+
+    def _travel(self, runtime: Runtime, tour: list[tuple[str, bool]], together: int) -> None:
+        """One row after the other, with one job as long as that comes through."""
+        with ExitStack() as stack:
+            job: Disturbed | None = None
+            for name, counts in tour:
+                row = ROWS[name]
+                same = job is not None and (runtime.lasts or row.change == 0) and name != "start"
+                if job is None or not (same and job.suits(row) and job.ready(self._steps())):
+                    stack.close()
+                    job = stack.enter_context(self._disturbed(runtime, name))
+                    began = self._begin(job, name, together)
+                    if name == "start":
+                        self._record(runtime, name, began, together)
+                        continue
+                    if began.cost is None or not job.ready(self._steps()):
+                        self._record(runtime, name, Outcome(None, f"did not start: {began.note}"), together)
+                        continue
+                outcome = job.disturb(row)
+                if counts:
+                    self._record(runtime, name, outcome, together)
+
+    def _disturbed(self, runtime: Runtime, name: str) -> Disturbed:
+        arguments, keep = self._arguments, self._arguments.keep_logs
+        if keep is not None:
+            keep = keep / f"{name}-{runtime.name}-{secrets.token_hex(2)}"
+        pace = replace(PACE, setup_s=ROWS[name].setup_s)
+        return Disturbed(
+            runtime,
+            ROWS[name],
+            arguments.nodes,
+            pace,
+            arguments.timeout,
+            stop=self._stop,
+            keep=keep,
+            torchft=arguments.torchft,
+        )
+
+    def _begin(self, job: Disturbed, name: str, together: int) -> Outcome:
+        """Start a job, with all its nodes; one fewer where another is to join."""
+        nodes = self._arguments.nodes - int(name == "join")
+        timeout_s = self._arguments.timeout if name == "start" else START_S_MAX
+        if together == 1:
+            return job.begin(nodes, timeout_s)
+        with ThreadPoolExecutor(1) as pool:
+            with self._starting:
+                began = pool.submit(job.begin, nodes, timeout_s)
+                deadline = time.monotonic() + STARTING_S
+                while not began.done() and time.monotonic() < deadline:
+                    time.sleep(0.1)
+            return began.result()
+
+    def _steps(self) -> int:
+        """Somewhere between two saves, and not at the same place every time."""
+        with self._lock:
+            return 1 + self._draw.randrange(PACE.steps_per_save)
+
+    def _record(self, runtime: Runtime, row: str, outcome: Outcome, together: int) -> None:
+        cost = outcome.cost
+        self._put(
+            raw.Repetition(self.this.run, row, runtime.name, cost, outcome.note, outcome.phases_ms, together),
+        )
+        took = "never" if cost is None else f"{cost.next_step_s:.2f} s, {cost.lost} lost, {cost.attempts} tries"
+        print(f"{ROWS[row].title:28} {runtime.text:40} {took}  {outcome.note}".rstrip(), flush=True)
+
+    def _put(self, line: raw.Line) -> None:
+        with self._lock:
+            raw.append(self._arguments.raw, line)
 
 
 def _words(known: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -199,39 +187,30 @@ def _words(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, and write the table of everything measured so far."""
+    rows = "\n".join(f"    {row.name:10}{row.what}" for row in ROWS.values())
+    about = (__doc__ or "").format(rows=rows, every=PACE.steps_per_save)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--rows", type=_words(tuple(ROWS)), default=USUAL, help=f"default: {','.join(USUAL)}")
+    add("--runtimes", type=_words(tuple(RUNTIMES)), default=DEFAULT_RUNTIMES, help=",".join(RUNTIMES))
     add("--reps", type=int, help=f"repetitions of every cell (default: {DEFAULT_REPS})")
-    add("--events", type=_words(EVENTS), help=",".join(EVENTS))
-    add("--rivals", type=_words(tuple(RIVALS)), default=DEFAULT_RIVALS, help=",".join(RIVALS))
     add("--nodes", type=int, default=3, help="nodes of the full job, at least 3 (default: 3)")
-    add("--timeout", type=float, default=80.0, help="seconds until an event counts as never recovered (default: 80)")
-    add("--together", type=int, default=3, help="slow cells at the same time (default: 3)")
-    add("--torchft", type=Path, help="bin directory of an environment with torchft, for the rival torchft")
+    add("--timeout", type=float, default=90.0, help="seconds until an event counts as never recovered (default: 90)")
+    add("--together", type=int, default=4, help="jobs at the same time, of those that mostly wait (default: 4)")
+    add("--torchft", type=Path, help="bin directory of an environment with torchft: adds the runtime torchft")
     add("--seed", type=int, default=1)
     add("--keep-logs", type=Path, help="directory for the nodes' output")
-    add("--output", type=Path, default=RESULTS, help="directory for recovery.txt and recovery.svg")
+    add("--raw", type=Path, default=report.RAW, help="append to this file; table and chart go beside it")
     arguments = parser.parse_args()
-    if arguments.torchft is not None and arguments.rivals is DEFAULT_RIVALS:
-        arguments.rivals = (*DEFAULT_RIVALS, "torchft")
+    if arguments.torchft is not None and arguments.runtimes is DEFAULT_RUNTIMES:
+        arguments.runtimes = (*DEFAULT_RUNTIMES, "torchft")
+    if "torchft" in arguments.runtimes and arguments.torchft is None:
+        parser.error("the runtime torchft needs --torchft BIN")
     # Told to end, it takes its jobs with it, as after an error.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    began = time.monotonic()
-    cells = measure(arguments)
-    import torch
-
-    head = (
-        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, gloo, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}; {arguments.nodes} nodes with one worker; a save every "
-        f"{STEPS_PER_SAVE} steps, {PAUSE_S * 1000:.0f} ms pause in a step; timeout {arguments.timeout:.0f} s; "
-        f"load {os.getloadavg()[0]:.1f}; took {time.monotonic() - began:.0f} s"
-    )
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    text = table(cells, head)
-    (arguments.output / "recovery.txt").write_text(text)
-    (arguments.output / "recovery.svg").write_text(chart(cells, arguments.timeout))
-    print("\n" + text)
+    Bench(arguments).measure()
+    print("\n" + report.write(arguments.raw))
 
 
 if __name__ == "__main__":

@@ -1,159 +1,241 @@
-"""The recovery benchmark's table and bar chart, from what was measured. Nothing is measured here."""
+"""The recovery benchmark's table and bar chart, from what was measured. Nothing is measured here.
+
+    python -m tests.bench.report [--raw FILE]
+
+writes recovery.txt and recovery.svg beside the file of raw lines (default: results/recovery.jsonl).
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 
+from tests.bench import chart
 from tests.bench.marks import Recovery
+from tests.bench.raw import Repetition, Run, Skipped, read
+from tests.bench.rows import ROWS, Row
+from tests.bench.runtimes import RUNTIMES, Runtime
 
-TITLES = {
-    "start": "start, below max",
-    "worker": "worker SIGKILL",
-    "node": "node SIGKILL",
-    "rank0": "rank-0 node SIGKILL",
-    "store": "store's node SIGKILL",
-    "join": "a node joins",
-    "leave": "a node leaves (SIGTERM)",
-}
-PAUSE_COUNTS = ("join", "leave")
-"""Where the others train on meanwhile, the pause is what the event costs."""
+RAW = Path(__file__).resolve().parent / "results" / "recovery.jsonl"
+LEASE_TTL_S = 5.0
+OURS = "elasticrt"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """All repetitions of one event under one rival; a cost is None where training did not go on, `notes` say why."""
+    """All repetitions of one row under one runtime."""
 
-    event: str
-    rival: str
-    costs: tuple[Recovery | None, ...]
-    notes: tuple[str, ...]
+    row: Row
+    runtime: Runtime
+    repetitions: tuple[Repetition, ...]
+
+    @property
+    def costs(self) -> list[Recovery]:
+        """Of the repetitions after which training went on."""
+        return [each.cost for each in self.repetitions if each.cost is not None]
 
     def values(self, of: Callable[[Recovery], float | None]) -> list[float]:
-        """One number of each repetition that recovered."""
-        return [value for cost in self.costs if cost is not None and (value := of(cost)) is not None]
+        """One number of each repetition, in order; infinity where training did not go on."""
+        known = [value for cost in self.costs if (value := of(cost)) is not None]
+        return [*sorted(known), *[math.inf] * (len(self.repetitions) - len(self.costs))]
 
-    def shown(self, of: Callable[[Recovery], float | None]) -> tuple[str, str]:
-        """Median and worst as text; a repetition that never recovered is worse than any number."""
-        values = sorted(self.values(of))
-        missing = sum(cost is None for cost in self.costs)
-        if not values and not missing:
-            return "-", "-"
-        everything = [*values, *[math.inf] * missing]
-        return _text(statistics.median_high(everything) if missing else statistics.median(values)), _text(
-            everything[-1]
-        )
+    def median(self, of: Callable[[Recovery], float | None]) -> float | None:
+        """Of all repetitions; infinity when half of them did not go on, None when there is no such number."""
+        values = self.values(of)
+        if not values:
+            return None
+        return statistics.median_high(values) if math.inf in values else statistics.median(values)
 
-    def note(self) -> str:
-        """What happened besides."""
-        counts = {note: self.notes.count(note) for note in sorted(set(self.notes)) if note}
-        return ", ".join(note if len(self.notes) == 1 else f"{note} ({n}x)" for note, n in counts.items())
+    @property
+    def figure(self) -> float | None:
+        """What the event costs: the pause where the others train on meanwhile, else the next step. Median, seconds."""
+        return self.median(_pause if self.row.counts_pause else _next_step)
 
-    def line(self) -> str:
-        """The row of the table."""
-        step, pause = self.shown(lambda cost: cost.next_step_s), self.shown(lambda cost: cost.pause_s)
-        ground = self.shown(lambda cost: cost.new_ground_s)[0] if self.event != "start" else "-"
-        lost, attempts = self.values(lambda cost: cost.lost), self.values(lambda cost: cost.attempts)
-        return "{:24} {:38} {:>8} {:>8}  {:>8} {:>8}  {:>8}  {:>6} {:>6} {:>4}  {}".format(
-            TITLES[self.event],
-            self.rival,
-            *step,
-            *pause,
-            ground,
-            f"{statistics.median(lost):g}" if lost and self.event != "start" else "-",
-            f"{max(attempts):g}" if attempts else "-",
-            len(self.costs),
-            self.note(),
-        ).rstrip()
+    def notes(self) -> str:
+        """What happened besides, with how often."""
+        all_notes = [each.note for each in self.repetitions]
+        return ", ".join(f"{note} ({all_notes.count(note)}x)" for note in sorted(set(all_notes)) if note)
 
-
-def _text(value: float) -> str:
-    return "never" if math.isinf(value) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def table(cells: list[Cell], head: str) -> str:
-    """The results as text."""
-    names = "{:24} {:38} {:>8} {:>8}  {:>8} {:>8}  {:>8}  {:>6} {:>6} {:>4}".format(
-        "event", "", "next step", "worst", "pause", "worst", "new step", "lost", "tries", "reps"
-    )
-    lines = ["Seconds until training goes on. " + head, "", names, "-" * len(names)]
-    before = None
-    for cell in cells:
-        if before not in (None, cell.event):
-            lines.append("")
-        before = cell.event
-        lines.append(cell.line())
-    lines += [
-        "",
-        "next step: from the kill (or start) until all ranks have finished a step in the new world. pause: from the",
-        "last step before until then. new step: until a step that nobody had finished before. lost: steps done again.",
-        "tries: the most times that a node had to start its workers. torchrun's rank-0 node is never its store's host.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-COLOURS = ("#0b7a75", "#4fb3a9", "#c9a227", "#c8553d", "#6d3b47", "#5b7db1", "#8a8a8a")
-LEFT, WIDTH, BAR, GAP, TOP = 190, 560, 13, 14, 64
-
-
-def chart(cells: list[Cell], timeout_s: float) -> str:
-    """Medians as bars on a logarithmic scale: the pause where the others train on, else the next step."""
-    rivals = list(dict.fromkeys(cell.rival for cell in cells))
-    colours = dict(zip(rivals, COLOURS, strict=False))
-    least, most = 0.05, max(100.0, timeout_s * 1.2)
-
-    def x(value: float) -> float:
-        return LEFT + WIDTH * math.log(max(value, least) / least) / math.log(most / least)
-
-    body, y, event = [], TOP, ""
-    for cell in cells:
-        if cell.event != event:
-            y += GAP if event else 0
-            event = cell.event
-            what = " (pause)" if event in PAUSE_COUNTS else ""
-            body.append(_words(LEFT - 8, y + BAR - 3, TITLES[event] + what, anchor="end", weight="bold"))
-        shown = cell.shown(_pause if event in PAUSE_COUNTS else _next_step)[0]
-        value = most if shown in ("never", "-") else float(shown)
-        opacity = 0.35 if shown == "never" else 1.0
-        body.append(
-            f'<rect x="{LEFT}" y="{y}" width="{x(value) - LEFT:.1f}" height="{BAR - 2}" '
-            f'fill="{colours[cell.rival]}" fill-opacity="{opacity}"/>'
-        )
-        body.append(
-            _words(x(value) + 4, y + BAR - 4, f"{shown} {cell.note()}".strip() + (" s" if value < most else ""))
-        )
-        y += BAR
-    ticks = []
-    for tick in (0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60):
-        ticks.append(f'<line x1="{x(tick):.1f}" y1="{TOP - 6}" x2="{x(tick):.1f}" y2="{y + 4}" stroke="#ddd"/>')
-        ticks.append(_words(x(tick), TOP - 10, f"{tick:g} s", anchor="middle", colour="#666"))
-    legend, at = [], float(LEFT)
-    for rival in rivals:
-        legend.append(f'<rect x="{at}" y="{22}" width="10" height="10" fill="{colours[rival]}"/>')
-        legend.append(_words(at + 14, 31, rival))
-        at += 26 + 6.1 * len(rival)
-    size = f'width="{max(at, LEFT + WIDTH + 130):.0f}" height="{y + 20}"'
-    title = _words(LEFT, 14, "Until training goes on (median, logarithmic)", weight="bold")
-    style = 'font-family="sans-serif" font-size="11"'
-    picture = "\n".join([title, *legend, *ticks, *body])
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n<rect width="100%" height="100%" fill="white"/>'
-    return f"{start}\n{picture}\n</svg>\n"
-
-
-def _pause(cost: Recovery) -> float | None:
-    return cost.pause_s
+    def phases(self) -> dict[str, float]:
+        """The median of each phase that our agents wrote of, in ms."""
+        known = [each.phases_ms for each in self.repetitions if each.phases_ms]
+        names = dict.fromkeys(name for each in known for name in each)
+        return {name: statistics.median(each.get(name, 0.0) for each in known) for name in names}
 
 
 def _next_step(cost: Recovery) -> float | None:
     return cost.next_step_s
 
 
-def _words(
-    x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", colour: str = "#222"
-) -> str:
-    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" fill="{colour}"'
-    return f"<text {where}>{escape(text)}</text>"
+def _pause(cost: Recovery) -> float | None:
+    return cost.pause_s
+
+
+def cells_of(repetitions: Sequence[Repetition]) -> list[Cell]:
+    """In the order of the rows, and in each of the runtimes."""
+    found = []
+    for row in ROWS.values():
+        for runtime in RUNTIMES.values():
+            mine = tuple(each for each in repetitions if (each.row, each.runtime) == (row.name, runtime.name))
+            if mine:
+                found.append(Cell(row, runtime, mine))
+    return found
+
+
+def table(cells: list[Cell]) -> list[str]:
+    """One line for each cell, with a blank one between rows."""
+    shape = "{:30} {:38} {:>7} {:>7} {:>6}  {:>7} {:>7}  {:>7}  {:>5} {:>5}  {:>5} {:>4}  {}"
+    head = shape.format(
+        "event", "", "next", "worst", "times", "pause", "worst", "ground", "lost", "again", "tries", "reps", ""
+    ).rstrip()
+    lines = [head, "-" * len(head)]
+    ours = {cell.row.name: cell.figure for cell in cells if cell.runtime.name == OURS}
+    for index, cell in enumerate(cells):
+        if index and cells[index - 1].row != cell.row:
+            lines.append("")
+        start = cell.row.name == "start"
+        lines.append(
+            shape.format(
+                cell.row.title,
+                cell.runtime.text,
+                seconds(cell.median(_next_step)),
+                seconds(max(cell.values(_next_step))),
+                _times(cell.figure, ours.get(cell.row.name)) if cell.runtime.name != OURS else "",
+                "-" if start else seconds(cell.median(_pause)),
+                "-" if start else seconds(max(cell.values(_pause), default=None)),
+                "-" if start else seconds(cell.median(lambda cost: cost.new_ground_s)),
+                "-" if start else _number(statistics.median, cell.costs, "lost"),
+                "-" if start else _number(statistics.median, cell.costs, "repeated"),
+                _number(max, cell.costs, "attempts"),
+                len(cell.repetitions),
+                cell.notes(),
+            ).rstrip()
+        )
+    return lines
+
+
+def phase_lines(cells: list[Cell]) -> list[str]:
+    """Where the time of our recoveries goes; nothing when no agent wrote of it."""
+    known = [(cell, phases) for cell in cells if (phases := cell.phases())]
+    if not known:
+        return []
+    lines = ["", "Phases of elasticrt's recoveries, medians in ms (each of the slowest node):", ""]
+    for cell, phases in known:
+        words = "  ".join(f"{name} {value:.0f}" for name, value in phases.items())
+        lines.append(f"{cell.row.title:30} {cell.runtime.text:38} {words}  = {sum(phases.values()):.0f}")
+    return lines
+
+
+def aims(cells: list[Cell]) -> list[str]:
+    """Each aim that these cells can be held against, and whether it is met."""
+    found = {(cell.row.name, cell.runtime.name): cell for cell in cells}
+    lines = []
+
+    def line(text: str, met: bool) -> None:
+        lines.append(f"{'met' if met else 'MISSED':8}{text}")
+
+    power = LEASE_TTL_S + 2.0
+    for name, median_max, worst_max, factor in (
+        ("worker", 0.25, None, 10),
+        ("node", 0.5, None, 80),
+        ("rank0", 0.5, None, 80),
+        ("power", 3.5, power, None),
+        ("join", 0.3, None, None),
+        ("leave", 0.3, None, None),
+    ):
+        for runtime in (OURS, "loop"):
+            cell = found.get((name, runtime))
+            if cell is None or cell.figure is None:
+                continue
+            of = _pause if cell.row.counts_pause else _next_step
+            what, worst = f"{cell.row.title}, {cell.runtime.text}:", max(cell.values(of))
+            line(f"{what} median {seconds(cell.figure)} <= {median_max:g} s", cell.figure <= median_max)
+            limit = 3 * cell.figure if worst_max is None else worst_max
+            line(f"{what} worst {seconds(worst)} <= {seconds(limit)} s", worst <= limit)
+            if name in ("join", "leave") and runtime == "loop":
+                lost = max((cost.lost for cost in cell.costs), default=0)
+                again = max((cost.repeated for cost in cell.costs), default=0)
+                line(f"{what} at most {lost} steps lost, {again} repeated; 0 and 0", lost == again == 0)
+        best = found.get((name, "fresh"))
+        mine = found.get((name, OURS))
+        if factor and best and mine and best.figure is not None and mine.figure:
+            times = best.figure / mine.figure
+            line(
+                f"{mine.row.title}: {times:.0f} x faster than torchrun with a fresh store, >= {factor}", times >= factor
+            )
+    return ["", "What was to be reached:", "", *lines] if lines else []
+
+
+def seconds(value: float | None) -> str:
+    """As the table has it."""
+    if value is None:
+        return "-"
+    return "never" if math.isinf(value) else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _times(theirs: float | None, ours: float | None) -> str:
+    if theirs is None or not ours or math.isinf(theirs) or math.isinf(ours):
+        return ""
+    return f"{theirs / ours:.0f}x" if theirs / ours >= 10 else f"{theirs / ours:.1f}x"
+
+
+def _number(of: Callable[[list[int]], float], costs: list[Recovery], name: str) -> str:
+    return f"{of([getattr(cost, name) for cost in costs]):g}" if costs else "-"
+
+
+LEGEND = """
+next: from the kill (or the start of the processes) until all ranks have finished a step in the new world; median and
+worst, seconds. times: that against elasticrt run (of the pause, where the others train on meanwhile). pause: from the
+last step before until then. ground: until all ranks have finished a step that nobody had finished before. lost: steps
+that had been finished and were gone. again: steps finished once more. tries: the most times that a node had to start
+its workers. never: not within the timeout. torchrun's rank-0 node is never its store's host. torchft's survivors train
+on without the one that is lost; its worker comes back later. In the row with 5 s of set-up those 5 s are the script's.
+""".strip().splitlines()
+
+
+def text(lines: Sequence[Run | Repetition | Skipped], cells: list[Cell]) -> str:
+    """The whole of recovery.txt."""
+    counted = {each.run for each in lines if not isinstance(each, Run)}
+    runs = [each for each in lines if isinstance(each, Run) and each.run in counted]
+    skipped = {f"{ROWS[each.row].title}: skipped, {each.reason}" for each in lines if isinstance(each, Skipped)}
+    together = max((each.together for each in lines if isinstance(each, Repetition)), default=1)
+    out = ["Seconds until training goes on, after the same faults to the same script.", ""]
+    for each in dict.fromkeys((run.machine, run.versions, tuple(run.settings.items())) for run in runs):
+        settings = ", ".join(f"{name} {value:g}" for name, value in each[2])
+        out += [f"{each[0]}; {each[1]}", f"one worker per node; {settings}", ""]
+    out += [f"{run.date}  commit {run.commit}, load {run.load:g}:  {run.command}" for run in runs]
+    out += ["", *table(cells), *sorted(skipped), "", *LEGEND]
+    if together > 1:
+        out.append(f"Events in which torchrun waits for 15 s or more were measured up to {together} jobs at a time.")
+    return "\n".join([*out, *phase_lines(cells), *aims(cells), ""])
+
+
+def write(path: Path) -> str:
+    """Write table and chart of all raw lines of a file beside it; the table."""
+    lines = read(path)
+    cells = cells_of([each for each in lines if isinstance(each, Repetition)])
+    timeout_s = max((run.settings["timeout_s"] for run in lines if isinstance(run, Run)), default=90.0)
+    whole = text(lines, cells)
+    path.with_suffix(".txt").write_text(whole)
+    bars = [
+        chart.Bar(cell.row.title, cell.runtime.text, cell.figure, cell.notes() if cell.figure == math.inf else "")
+        for cell in cells
+        if cell.figure is not None
+    ]
+    path.with_suffix(".svg").write_text(chart.draw(bars, timeout_s))
+    return whole
+
+
+def main() -> None:
+    """Write both files, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--raw", type=Path, default=RAW)
+    print(write(parser.parse_args().raw))
+
+
+if __name__ == "__main__":
+    main()

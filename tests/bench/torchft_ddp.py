@@ -14,6 +14,7 @@ from datetime import timedelta
 
 DIRECTORY = sys.argv[1]
 PAUSE_S = float(sys.argv[3]) if len(sys.argv) > 3 else 0.02
+SETUP_S = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
 MARKS = os.open(f"{DIRECTORY}/marks/{os.getppid()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -32,6 +33,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 def main():
     """Train until somebody ends it."""
+    time.sleep(SETUP_S)
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     inner = torch.optim.AdamW(bare.parameters())

@@ -6,25 +6,8 @@ import json
 import secrets
 from pathlib import Path
 
+from tests.bench.kills import SCRIPT, Attempts
 from tests.cluster import Cluster
-
-SCRIPT = """
-import json, os, signal, sys
-import torch, torch.distributed as dist
-
-dist.init_process_group("gloo")
-rank, count = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-record = {"count": count, "rank": rank, "total": total.item(), "generation": os.environ["ELASTICRT_GENERATION"]}
-with open(os.path.join(sys.argv[1], f"{count}-{rank}.json"), "x") as file:
-    json.dump(record, file)
-dist.barrier()
-if count < int(sys.argv[2]) and rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
 def test_thirty_kills_need_thirty_one_groups(tmp_path: Path) -> None:
@@ -37,7 +20,8 @@ def test_thirty_kills_need_thirty_one_groups(tmp_path: Path) -> None:
     with Cluster(tmp_path, f"thirty-{secrets.token_hex(4)}", options, [str(script), str(records), "30"]) as cluster:
         cluster.start("n0")
         assert cluster.ended() == {"n0": 0}
-    found = [json.loads(path.read_text()) for path in records.iterdir()]
+    assert Attempts.read(records).succeeded == (True,) * 31
+    found = [json.loads(path.read_text()) for path in records.glob("well-*.json")]
     assert sorted((entry["count"], entry["rank"]) for entry in found) == [(n, r) for n in range(31) for r in range(2)]
     assert {entry["total"] for entry in found} == {3.0}
     assert len({entry["generation"] for entry in found}) == 31

@@ -1,4 +1,4 @@
-"""Jobs to be disturbed: the same script on several nodes of this machine, under `elasticrt run` or under torchrun.
+"""Jobs to be disturbed: the same script on several nodes of this machine, under `elasticrt run` or another runtime.
 
 A node is an agent and everything below it; killing a node kills them all. Whatever a job has started carries its mark
 in the environment, and is gone when the job is closed.
@@ -7,6 +7,7 @@ in the environment, and is gone when the job is closed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -15,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.bench.marks import Marks
+from tests.bench.places import Loopback, Place
 from tests.servers import EtcdServer, free_port, wheel_binary
 
 HERE = Path(__file__).resolve().parent
@@ -29,11 +33,12 @@ TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 
 
 @dataclass(frozen=True)
-class Rival:
+class Runtime:
     """One way to launch the script. `rendezvous` is added to torchrun's --rdzv-conf, `env` to its environment.
 
     With `plug_in` torchrun's agents meet in an etcd by our rendezvous. With `shrinks` (torchft) the others go on
-    without a dead worker, which comes back later; every node is a torchrun of its own.
+    without a dead worker, which comes back later; every node is a torchrun of its own. With `lasts` a job is expected
+    to take one disturbance after the other, nodes that go and come among them.
     """
 
     name: str
@@ -42,21 +47,22 @@ class Rival:
     ours: bool = False
     plug_in: bool = False
     shrinks: bool = False
+    lasts: bool = False
     rendezvous: str = ""
     env: tuple[tuple[str, str], ...] = ()
 
 
 _FRESH_STORE = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
-RIVALS = {
-    rival.name: rival
-    for rival in (
-        Rival("elasticrt", "elasticrt run", ours=True),
-        Rival("loop", "elasticrt run, script with Loop", script="loop_ddp.py", ours=True),
-        Rival("tuned", "torchrun, fresh store, tuned (unsafe)", rendezvous=TUNED, env=_FRESH_STORE),
-        Rival("fresh", "torchrun, fresh store", env=_FRESH_STORE),
-        Rival("default", "torchrun"),
-        Rival("plugin", "torchrun, elasticrt's rendezvous", plug_in=True),
-        Rival("torchft", "torchft, script of its own (survivors)", script="torchft_ddp.py", shrinks=True),
+RUNTIMES = {
+    runtime.name: runtime
+    for runtime in (
+        Runtime("elasticrt", "elasticrt run", ours=True, lasts=True),
+        Runtime("loop", "elasticrt run, script with Loop", script="loop_ddp.py", ours=True, lasts=True),
+        Runtime("tuned", "torchrun, fresh store, tuned (unsafe)", rendezvous=TUNED, env=_FRESH_STORE),
+        Runtime("fresh", "torchrun, fresh store", env=_FRESH_STORE),
+        Runtime("default", "torchrun"),
+        Runtime("plugin", "torchrun, elasticrt's rendezvous", plug_in=True),
+        Runtime("torchft", "torchft, script of its own (survivors)", script="torchft_ddp.py", shrinks=True, lasts=True),
     )
 }
 
@@ -65,27 +71,41 @@ RIVALS = {
 class Node:
     """One agent."""
 
-    name: str
+    index: int
     process: subprocess.Popen[bytes]
 
     def processes(self) -> list[int]:
         """The agent and all its descendants."""
         return [self.process.pid, *descendants(self.process.pid)]
 
+    def lives(self) -> bool:
+        """Whether the agent has not ended."""
+        return self.process.poll() is None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the script trains: a save every so many steps, a pause in each step, its own set-up before the first."""
+
+    steps_per_save: int = 20
+    pause_s: float = 0.02
+    setup_s: float = 0.0
+
 
 @dataclass
 class Job:
-    """A run of one rival. Use it as a context manager: nothing is left afterwards."""
+    """A run under one runtime. Use it as a context manager: nothing is left afterwards."""
 
-    rival: Rival
+    runtime: Runtime
     max_nodes: int
-    steps_per_save: int
-    pause_s: float
+    pace: Pace = field(default_factory=Pace)
+    place: Place = field(default_factory=Loopback)
     keep: Path | None = None
     torchft: Path | None = None  # The directory of its programs, in an environment that has torchft.
     nodes: list[Node] = field(default_factory=list)
 
     def __enter__(self) -> Job:
+        self._stack = ExitStack()
         self.directory = Path(tempfile.mkdtemp(prefix="ertb-"))  # Short: sockets in it have long names.
         for name in ("marks", "tmp", "run"):
             (self.directory / name).mkdir(mode=0o700)
@@ -93,15 +113,25 @@ class Job:
         self.id = f"bench-{secrets.token_hex(4)}"
         self.port = free_port()
         self._mark = secrets.token_hex(8)
-        self._etcd = EtcdServer(wheel_binary(), self.directory / "etcd") if self.rival.plug_in else None
-        if self._etcd is not None:
-            self._etcd.start()
-        if self.rival.shrinks:
+        try:
+            self._open()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _open(self) -> None:
+        self.place.open(self._stack)
+        self._etcd: EtcdServer | None = None
+        if self.runtime.plug_in or (self.runtime.ours and not isinstance(self.place, Loopback)):
+            server = EtcdServer(wheel_binary(), self.directory / "etcd")
+            server.address = type(server.address)("http", self.place.host, server.port)
+            self._etcd = self._stack.enter_context(server)
+        if self.runtime.shrinks:
             assert self.torchft is not None, "--torchft"
             quorum = ["--min_replicas", "1", "--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "20"]
-            where = [f"{self.torchft}/torchft_lighthouse", "--bind", f"127.0.0.1:{self.port}"]
+            where = [f"{self.torchft}/torchft_lighthouse", "--bind", f"{self.place.host}:{self.port}"]
             self._popen([*where, *quorum, "--join_timeout_ms", "500"], "lighthouse.log")
-        return self
 
     def __exit__(self, *_: object) -> None:
         deadline = time.monotonic() + END_S
@@ -111,35 +141,35 @@ class Job:
             for node in self.nodes:
                 node.process.poll()
             time.sleep(0.02)
-        if self._etcd is not None:
-            self._etcd.kill()
+        self._stack.close()
         if self.keep is not None:
             self.keep.mkdir(parents=True, exist_ok=True)
-            for path in self.directory.glob("*.log"):
+            for path in [*self.directory.glob("*.log"), *self.directory.glob("logs/events-*.jsonl")]:
                 shutil.copy(path, self.keep / path.name)
         shutil.rmtree(self.directory, ignore_errors=True)
         if left:
-            raise AssertionError(f"processes of {self.rival.name} that could not be killed: {left}")
+            raise AssertionError(f"processes of {self.runtime.name} that could not be killed: {left}")
 
     def start_node(self) -> Node:
         """Start one more node."""
-        index = len(self.nodes)
-        command = self._command(index)
-        script = [str(HERE / self.rival.script), str(self.directory), str(self.steps_per_save), str(self.pause_s)]
-        process = self._popen([*command, *script], f"node-{index}.log", REPLICA=str(index))
-        self.nodes.append(Node(f"node-{index}", process))
+        index, pace = len(self.nodes), self.pace
+        script = [str(HERE / self.runtime.script), str(self.directory)]
+        script += [str(pace.steps_per_save), str(pace.pause_s), str(pace.setup_s)]
+        command = self.place.command(index, [*self._command(index), *script])
+        process = self._popen(command, f"node-{index}.log", REPLICA=str(index))
+        self.nodes.append(Node(index, process))
         return self.nodes[-1]
 
     def _popen(self, command: list[str], log_name: str, **more: str) -> subprocess.Popen[bytes]:
         env = {
             **os.environ,
-            **dict(self.rival.env),
+            **dict(self.runtime.env),
             **more,
             MARK: self._mark,
-            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
+            "TORCHFT_LIGHTHOUSE": f"http://{self.place.host}:{self.port}",
             "RUST_LOG": "error",
             "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": self.place.interface,
             "TMPDIR": str(self.directory / "tmp"),
             "XDG_RUNTIME_DIR": str(self.directory / "run"),
         }
@@ -155,31 +185,49 @@ class Job:
             )
 
     def _command(self, index: int) -> list[str]:
-        if self.rival.shrinks:
-            torchrun = [f"{self.torchft}/python", "-m", "torch.distributed.run", "--standalone"]
-            return [*torchrun, "--nproc-per-node", "1", "--max-restarts", "100"]
-        return self._elasticrt(index) if self.rival.ours else self._torchrun(index)
+        if self.runtime.ours:
+            return self._elasticrt(index)
+        python = sys.executable if not self.runtime.shrinks else f"{self.torchft}/python"
+        command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "100"]
+        if self.runtime.shrinks:
+            address = self.place.address(index)
+            command += ["--nnodes", "1", "--rdzv-id", f"{self.id}-{index}", "--rdzv-backend", "c10d"]
+            return [*command, "--rdzv-endpoint", f"{address}:0", "--rdzv-conf", "is_host=1", "--local-addr", address]
+        command += ["--nnodes", f"1:{self.max_nodes}", "--rdzv-id", self.id]
+        if self._etcd is not None:
+            return [*command, "--rdzv-backend", "elasticrt", "--rdzv-endpoint", str(self._etcd.address)]
+        # The first node hosts the store.
+        conf = f"is_host={int(index == 0)}" + (f",{self.runtime.rendezvous}" if self.runtime.rendezvous else "")
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.place.address(0)}:{self.port}"]
+        return [*command, "--rdzv-conf", conf, "--local-addr", self.place.address(index)]
 
     def _elasticrt(self, index: int) -> list[str]:
         command = [sys.executable, "-m", "elasticrt", "run", "--run-id", self.id, "--node", f"node-{index}"]
         command += ["--min-nodes", "1", "--max-nodes", str(self.max_nodes), "--workers-per-node", "1"]
-        command += ["--max-restarts", "100", "--join", "now", "--run-dir", str(self.directory / "logs")]
-        return [*command, "--etcd-linger", "2s"]
-
-    def _torchrun(self, index: int) -> list[str]:
-        # The first node hosts the store. Its address sorts last, so that rank 0 is another one.
-        conf = f"is_host={int(index == 0)}" + (f",{self.rival.rendezvous}" if self.rival.rendezvous else "")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{self.max_nodes}"]
-        command += ["--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-id", self.id]
+        command += ["--max-restarts", "1000", "--join", "now", "--run-dir", str(self.directory / "logs")]
         if self._etcd is not None:
-            return [*command, "--rdzv-backend", "elasticrt", "--rdzv-endpoint", str(self._etcd.address)]
-        command += ["--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-conf", conf]
-        return [*command, "--local-addr", "127.0.0.2" if index == 0 else "127.0.0.1"]
+            return [*command, "--etcd", str(self._etcd.address), "--insecure-etcd"]
+        return [*command, "--etcd-linger", "2s"]
 
     def node_of(self, pid: int) -> Node:
         """The node that a worker belongs to."""
         return next(node for node in self.nodes if pid in descendants(node.process.pid))
+
+    def living(self) -> list[Node]:
+        """The nodes whose agents have not ended."""
+        return [node for node in self.nodes if node.lives()]
+
+    def power_off(self, node: Node) -> float:
+        """Cut a node's power; when that began (CLOCK_MONOTONIC, s)."""
+        return self.place.power_off(node.index)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that our agents have written about this run, in order of time; nothing under another runtime."""
+        found = []
+        for path in (self.directory / "logs").glob("events-*.jsonl"):
+            # The last line of a killed agent may be cut.
+            found += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return sorted(found, key=lambda event: event["at"])
 
     def store_processes(self) -> list[int]:
         """An etcd that this job's agents have started, and its keeper; torchrun's store is inside an agent."""
@@ -193,7 +241,7 @@ class Job:
 
     def ended(self) -> bool:
         """Whether every agent has ended."""
-        return all(node.process.poll() is not None for node in self.nodes)
+        return not self.living()
 
     def processes(self) -> list[int]:
         """Everything that carries this job's mark and has not ended."""

@@ -1,0 +1,93 @@
+"""The protocol as stories: a generation that ends without a handover resumes from a copy in a survivor's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elasticrt.rendezvous.records import CopyRecord, FailureRecord, HeadRecord
+from elasticrt.store.protocol import Put, Txn
+from tests.virtual.world import VirtualMember, World, check_ranks, running
+
+
+def _copy(step: int, digest: str = "c") -> CopyRecord:
+    return CopyRecord(step=step, epoch=0, size=1, digest=digest * 64, world_size=2)
+
+
+def _fail(member: VirtualMember, copy: CopyRecord | None) -> None:
+    failure = FailureRecord(rank=0, code=1, collateral=False, summary=f"rank 0 on {member.name}")
+    member.report("failed", failure, memory=copy)
+
+
+def _commit(world: World, step: int) -> None:
+    """A checkpoint of the present generation becomes the head."""
+    member = world.members["n0"]
+    head = HeadRecord(
+        step=step,
+        epoch=0,
+        generation=member.me.running,
+        nonce="e" * 16,
+        parent="",
+        directory="/ckpt",
+        file="step.pt",
+        digest="f" * 64,
+        size=1,
+    )
+    assert member.store.commit(Txn((), (Put(member.keys.checkpoint, head.encode()),))).succeeded
+    world.settle()
+
+
+def test_a_failure_goes_back_to_the_newest_copy_that_was_stated() -> None:
+    """The node that holds it gets rank 0; what another node holds in addition does not matter."""
+    world = running(3)
+    _fail(world.members["n1"], _copy(40))
+    _fail(world.members["n2"], _copy(41))
+    world.settle()
+    check_ranks(world, 2, ["n2", "n0", "n1"])
+    generation, seat = world.members["n2"].ran[-1]
+    assert (generation.memory, seat.rank_offset) == (_copy(41), 0)
+
+
+def test_the_leader_need_not_report_its_own_copy() -> None:
+    """A node is silent and nothing fails: the leader's workers hang, and its copy is there all the same."""
+    world = running(3)
+    leader = world.members["n0"]
+    leader.me = replace(leader.me, copy=_copy(40))
+    world.members["n2"].silent = True
+    world.pass_time(10.0)
+    check_ranks(world, 2, ["n0", "n1"])
+    assert leader.ran[-1][0].memory == _copy(40)
+
+
+def test_a_copy_that_is_older_than_the_checkpoint_is_not_used() -> None:
+    """S6: nobody goes back behind what is committed."""
+    world = running(2)
+    _commit(world, 50)
+    _fail(world.members["n1"], _copy(50))
+    world.settle()
+    generation, _ = world.members["n0"].ran[-1]
+    assert generation.number == 2
+    assert generation.memory is None
+    assert generation.resume is not None
+    assert generation.resume.step == 50
+
+
+def test_a_copy_of_another_life_or_generation_is_not_used() -> None:
+    """S6: a leader that has no seat in the generation that is replaced has no copy of it, whatever it holds."""
+    world = running(3)
+    stranger = world.members["n0"]
+    stranger.me = replace(stranger.me, copy=_copy(99), seated=0)
+    _fail(world.members["n1"], _copy(40))
+    world.settle()
+    assert world.members["n1"].ran[-1][0].memory == _copy(40)
+
+
+def test_the_step_of_a_resumed_copy_stands_until_there_is_a_newer() -> None:
+    """S5: a second failure at once goes back to the same copy, not to the checkpoint behind it."""
+    world = running(2)
+    _fail(world.members["n1"], _copy(40))
+    world.settle()
+    assert world.members["n1"].ran[-1][0].memory == _copy(40)
+    _fail(world.members["n1"], _copy(40))
+    world.settle()
+    assert world.generations() == [1, 2, 3]
+    assert world.members["n1"].ran[-1][0].memory == _copy(40)
