@@ -20,7 +20,6 @@ _ROOTS = ("torch", "numpy", "elasticrt")
 _LAZY = (
     # What DistributedDataParallel, the optimizers and the first backward import on first use: 0.9 s of a restart.
     "torch._dynamo",
-    "torch.distributed.optim",
     "torch.nn.parallel.distributed",
     "torch.optim.lr_scheduler",
     "torch.optim.swa_utils",
@@ -41,6 +40,14 @@ def warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
     `directory` is what the script has first on its path. The thread count is the one that a fresh interpreter would
     have used, where OMP_NUM_THREADS is not set.
     """
+    gc.disable()  # Imports make no garbage worth the time to look for it.
+    try:
+        return _warm_up(modules, directory)
+    finally:
+        gc.enable()
+
+
+def _warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
     sockets_before = trial.sockets()
     for name in _ROOTS:
         if directory and _shadows(name, directory):
@@ -64,7 +71,6 @@ def warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
 
 def freeze() -> None:
     """Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker."""
-    gc.collect()
     gc.freeze()
 
 

@@ -22,7 +22,7 @@ from elasticrt.agent.warm import WorkerParent
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import Warm
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @dataclass
@@ -39,16 +39,20 @@ class Ended:
 class Rig:
     """A worker parent with its group. Generations are numbered from 1."""
 
-    def __init__(self, method: str, **options: Any) -> None:
+    def __init__(self, method: str, env: dict[str, str] | None = None, **options: Any) -> None:
         self.events: queue.Queue[Any] = queue.Queue()
         self.parent = WorkerParent(self.events.put)
-        self.base_env = worker_environment(os.environ, 2)
+        self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
         self.parent.start(method=method, env=self.base_env, directory=Path.cwd(), **options)
         logs = LogOptions(console_ranks=frozenset())
         self.group = WorkerGroup(self.parent, self.events.put, logs=logs, console=Console({}))
         self.generation = 0
         self.run_dir = Path()
-        self.warm = self.wait(Warm)
+        try:
+            self.warm = self.wait(Warm)
+        except BaseException:
+            self.close()
+            raise
 
     def wait(
         self, kind: type, matches: Callable[[Any], bool] = lambda _event: True, seen: list[Any] | None = None
@@ -129,12 +133,19 @@ class Rig:
 
 
 def plainly(body: str, directory: Path, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The same script with `python -u`, for comparison."""
+    """The same script with `python -u`, for comparison; in a session of its own, as launchers start programs."""
     script = directory / "script.py"
     script.write_text(textwrap.dedent(body))
     command = [sys.executable, "-u", str(script), *arguments]
     return subprocess.run(
-        command, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, check=False
+        command,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+        start_new_session=True,
     )
 
 

@@ -123,11 +123,35 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
     assert (log / "rank-0.out").read_text() == "end\nhook\n"
 
 
+@pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "sys.exit(5)", "raise ValueError('a fork of mine')"])
+def test_a_fork_of_the_script_does_not_speak_for_the_worker(warm, tmp_path, end):
+    """A child by `os.fork` that ends like a program neither lingers nor says that rank 0 is done, or why it failed."""
+    body = f"""
+        import os, sys
+        child = os.fork()
+        if child == 0:
+            {end}
+        else:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(code, os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]))
+            raise RuntimeError("the worker's own")
+        """
+    result = warm.run(body, tmp_path, workers=2)
+    code = 5 if "5" in end else int("raise" in end)
+    assert result.out == {0: f"{code} False\n", 1: f"{code} False\n"}
+    for rank in (0, 1):
+        failure = result.ended[rank].failure
+        assert failure is not None
+        assert (failure.code, failure.message) == (1, "the worker's own")
+    assert not [e for e in result.events if isinstance(e, WorkerSaid)]
+
+
 def test_a_lingering_worker_ends_with_its_agent(own, tmp_path, is_alive, until):
     """Nobody lingers for an agent that is gone."""
-    (tmp_path / "x.py").write_text("")
+    (tmp_path / "x.py").write_text("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
     own.start(Command(("x.py",)), tmp_path, 2)
     pids = own.pids(2)
+    (tmp_path / "go").write_text("")
     for _ in range(2):
         own.wait(WorkerEnded)
     own.parent.close()

@@ -228,7 +228,7 @@ def test_a_program_that_cannot_be_executed(tmp_path, session_mark, program, code
     (tmp_path / "not-executable").write_text("#!/bin/sh\n")
     (tmp_path / "empty").write_bytes(b"\0\1")
     (tmp_path / "empty").chmod(0o755)
-    rig = Rig("exec", no_python=True)
+    rig = Rig("exec", kind="program")
     try:
         rig.start(Command((program,), "program"), tmp_path, 2)
         result = rig.finish(2)

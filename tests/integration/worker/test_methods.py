@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import py_compile
+import threading
+import zipfile
+from pathlib import Path
+
 import pytest
 
 
@@ -30,7 +35,7 @@ def test_a_script_with_a_torch_of_its_own(session_mark, tmp_path, name):
     from conftest import Rig
 
     (tmp_path / f"{name}.py").write_text("who = 'mine'")
-    rig = Rig("fork", script=str(tmp_path / "script.py"))
+    rig = Rig("fork", target=str(tmp_path / "script.py"))
     try:
         result = rig.run(f"import {name}; print({name}.who)", tmp_path)
     finally:
@@ -43,21 +48,29 @@ def test_a_script_with_a_torch_of_its_own(session_mark, tmp_path, name):
     ("body", "reason"),
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(300,), daemon=True).start()", "thread"),
+        ("import torch\ntorch.set_num_threads(2)\nx = torch.ones(600, 600)\nx = x @ x", "thread"),
+        ("import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', ''])", "process"),
+        ("from multiprocessing import resource_tracker as r\nr.ensure_running()", "process"),
         ("import socket\ns = socket.socket()", "socket"),
+        # No GPU is needed to see that the question is asked and the answer believed.
+        ("import torch\ntorch.cuda.is_initialized = lambda: True", "CUDA"),
         ("raise ImportError('not today')", "not today"),
     ],
 )
 def test_what_cannot_be_forked_is_not(session_mark, tmp_path, body, reason):
-    """A preloaded module with a thread or a socket makes forking unsafe: seen, said, and workers are started anew."""
+    """Threads (those of a large matrix product: children would hang), processes, sockets, CUDA: seen, said, not forked.
+
+    Workers are fresh interpreters then.
+    """
     from conftest import Rig
 
     (tmp_path / "preloaded.py").write_text(body)
-    rig = Rig("fork", preload=["preloaded"], script=str(tmp_path / "script.py"))
+    rig = Rig("fork", preload=["preloaded"], target=str(tmp_path / "script.py"))
     try:
-        result = rig.run("print('runs')", tmp_path)
+        result = rig.run("import sys; print('torch' in sys.modules)", tmp_path)
     finally:
         rig.close()
-    assert (rig.warm.method, result.out[0]) == ("exec", "runs\n")
+    assert (rig.warm.method, result.out[0]) == ("exec", "False\n")
     assert reason in rig.warm.reason
 
 
@@ -66,9 +79,80 @@ def test_preload(session_mark, tmp_path):
     from conftest import Rig
 
     (tmp_path / "slow.py").write_text("import os\nwho = os.getpid()")
-    rig = Rig("fork", preload=["slow"], script=str(tmp_path / "script.py"))
+    rig = Rig("fork", preload=["slow"], target=str(tmp_path / "script.py"))
     try:
         result = rig.run("import slow, sys; print(slow.who, sys.path.count(sys.path[0]))", tmp_path)
     finally:
         rig.close()
     assert result.out[0] == f"{rig.parent.pid} 1\n"
+
+
+EARLY = "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint(torch.get_num_threads())"
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_a_script_that_sets_variables_before_its_imports(session_mark, tmp_path, monkeypatch, kind):
+    """What it sets is obeyed: its workers are fresh interpreters, the parent stays small, and the reason is said."""
+    from conftest import Rig
+
+    from elasticrt.agent.group import Command
+
+    (tmp_path / "early.py").write_text(EARLY)
+    monkeypatch.chdir(tmp_path)
+    name = "early.py" if kind == "script" else "early"
+    rig = Rig("fork", kind=kind, target=name)
+    try:
+        rig.start(Command((name,), kind), tmp_path)
+        result = rig.finish()
+    finally:
+        rig.close()
+    reason = "early.py line 2 sets OMP_NUM_THREADS before `import torch` in line 3, which is too late in a fork"
+    assert (rig.warm.method, rig.warm.reason, result.out[0]) == ("exec", reason, "2\n")
+    assert rig.warm.rss_bytes < 60_000_000
+
+
+@pytest.mark.parametrize("name", ["directory", "archive", "compiled.pyc"])
+def test_what_is_no_source_file(session_mark, tmp_path, monkeypatch, name):
+    """A directory, an archive and byte code are run by fresh interpreters, which is said before they start."""
+    from conftest import Rig
+
+    from elasticrt.agent.group import Command
+
+    main = tmp_path / "directory" / "__main__.py"
+    main.parent.mkdir()
+    main.write_text("print('runs')")
+    with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
+        archive.write(main, "__main__.py")
+    py_compile.compile(str(main), str(tmp_path / "compiled.pyc"))
+    monkeypatch.chdir(tmp_path)
+    rig = Rig("fork", target=name)
+    try:
+        rig.start(Command((name,)), tmp_path)
+        result = rig.finish()
+    finally:
+        rig.close()
+    assert (rig.warm.method, rig.warm.reason) == ("exec", f"{name} is not a plain source file")
+    assert (result.codes[0], result.out[0]) == (0, "runs\n")
+
+
+def test_the_parent_stays_what_a_fork_can_copy(warm, tmp_path):
+    """A warm parent has one thread, although `import torch` alone leaves two, and so has a worker when it starts."""
+    result = warm.run("import os; print(len(os.listdir('/proc/self/task')))", tmp_path)
+    assert len(list(Path(f"/proc/{warm.parent.pid}/task").iterdir())) == 1
+    assert result.out[0] == "1\n"
+
+
+def test_the_thread_that_started_the_parent_ends(session_mark, tmp_path):
+    """A parent-death signal comes when the parent's *thread* ends; the one that started a worker parent may end."""
+    from conftest import Rig
+
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Rig("exec")))
+    thread.start()
+    thread.join()
+    rig = made[0]
+    try:
+        result = rig.run("print('runs')", tmp_path)
+    finally:
+        rig.close()
+    assert result.out[0] == "runs\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
+import os
 import random
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
 from elasticrt.contract.messages import Save, Step
-from elasticrt.contract.page import Page
+from elasticrt.contract.page import STACKS_SIGNAL, Page
 from elasticrt.train import archive, link, order
 
 SAMPLES, BATCH = 20, 6
@@ -500,6 +502,50 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
     assert (steps[0].step, steps[0].first, steps[0].resumed_from) == (1, True, 0)
     assert steps[0].scalars == {"loss": 0.25, "rate": 3.0}
     assert len(steps) < 4
+    page.close()
+
+
+def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
+    """L5: from an epoch's first batch to its last, but for pauses; not before, between epochs, or after."""
+    page_fd = Page.create()
+    page = Page(page_fd)
+    with under(Agent(), monkeypatch, page_fd=page_fd):
+        run = Run(tmp_path)
+        inside, paused, between = [], [], [page.stepping]
+        for _ in run.loop.epochs(2):
+            between.append(page.stepping)
+            for batch in run.loop.batches(run.loader):
+                inside.append(page.stepping)
+                with run.loop.pause("look"):
+                    paused.append(page.stepping)
+                inside.append(page.stepping)
+                run.train(batch)
+                if run.loop.epoch and run.loop.steps % PER_EPOCH == 2:
+                    break
+            between.append(page.stepping)
+        between.append(page.stepping)
+        link.status_page().close()
+    assert set(inside) == {1}
+    assert (set(paused), set(between)) == ({0}, {0})
+    assert len(inside) == 2 * len(paused) == 2 * (PER_EPOCH + 3)
+    page.close()
+
+
+def test_shows_its_stacks(tmp_path, monkeypatch):
+    """W07: at the agent's signal a worker writes where it is, behind the words of its page, and goes on."""
+    page_fd = Page.create()
+    page = Page(page_fd)
+    with under(Agent(), monkeypatch, page_fd=page_fd):
+        run = Run(tmp_path)
+        assert run.to_the_end(1) == [0]
+        link.status_page().close()
+        words = bytes(page.words)
+        for _ in range(2):
+            before = len(page.text())
+            os.kill(os.getpid(), STACKS_SIGNAL)
+            assert b"in test_shows_its_stacks" in page.text()[before:]
+        assert bytes(page.words) == words
+        faulthandler.unregister(STACKS_SIGNAL)
     page.close()
 
 

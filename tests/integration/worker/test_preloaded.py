@@ -1,0 +1,89 @@
+"""What a restart does not pay for any more: everything up to the first step is there before the fork."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PLAIN = Path(__file__).parents[2] / "bench" / "plain_ddp.py"
+
+ONE_STEP = """
+    import os, runpy, sys, time
+    before = set(sys.modules)
+    def end(seconds):
+        if seconds == 0.5:  # The pause after a step.
+            raise SystemExit
+    os.makedirs("marks", exist_ok=True)
+    sys.argv = ["{script}", ".", "1", "0.5"]
+    import time
+    time.sleep = end
+    try:
+        runpy.run_path("{script}", run_name="__main__")
+    except SystemExit:
+        pass
+    import torch
+    print(os.environ["RANK"], torch.distributed.is_initialized())
+    print(sorted(set(sys.modules) - before))
+    """
+
+FIRST_TIMES = """
+    import sys
+    before = set(sys.modules)
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    data = TensorDataset(torch.randn(16, 4))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    for (x,) in DataLoader(data, batch_size=4, sampler=sampler, num_workers=1): pass
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        optimizer = kind(model.parameters(), lr=0.1)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=9, cycle_momentum=False)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), torch.zeros(4, dtype=torch.long))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(); optimizer.zero_grad(); schedulers[0].step()
+    torch.amp.GradScaler("cpu", enabled=False)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "x.pt")
+    torch.load("x.pt", weights_only=True)
+    print(sorted(set(sys.modules) - before))
+    """
+
+
+def test_the_first_step_imports_nothing(warm, tmp_path):
+    """A plain DDP script meets its group, wraps its model, steps and saves without importing one module."""
+    result = warm.run(ONE_STEP.format(script=PLAIN), tmp_path, workers=2)
+    assert result.out == {0: "0 True\n[]\n", 1: "1 True\n[]\n"}, result.err
+    assert (tmp_path / "snapshot.pt").exists()
+
+
+def test_first_times_import_nothing(warm, tmp_path):
+    """Nor do the first use of a DataLoader with workers, of optimizers, schedulers, autocast, clipping and loading."""
+    assert warm.run(FIRST_TIMES, tmp_path).out[0] == "[]\n"
+
+
+WATCHED = """
+import os, sys
+from elasticrt.worker import trial
+watched = trial.watch_environment()
+from elasticrt.worker import preload
+print(preload.warm_up([], "")[0])
+print(watched.of_one_worker())
+print("HOME" in watched.read)
+before = set(sys.modules)
+from elasticrt.worker import boot
+import elasticrt.train.loop
+print(set(sys.modules) - before)
+"""
+
+
+def test_nothing_preloaded_depends_on_the_rank():
+    """What is imported for all workers at once reads no variable meanwhile that each worker has for itself.
+
+    What runs in a worker before the script, and what the training library consists of, is there as well.
+    """
+    done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=110, check=True)
+    assert done.stdout == "\n\nTrue\nset()\n"
