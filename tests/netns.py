@@ -72,12 +72,18 @@ class NetworkNode:
         return [int(word) for word in _run("ip", "netns", "pids", self.namespace).split()]
 
     def rules(self, rules: Sequence[str]) -> None:
-        """Replace what this node drops: lines like `in 10.0.0.2` and `out 10.0.0.2`; none lets everything through."""
+        """Replace what this node drops: none lets everything through.
+
+        Rules are `in 10.0.0.2`, `out 10.0.0.2`, or with a share of the packets, `out 10.0.0.2 30` for 30 %.
+        """
         chains = {"in": "type filter hook input priority 0;", "out": "type filter hook output priority 0;"}
         script = f"table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n"
         for chain, head in chains.items():
             field = "saddr" if chain == "in" else "daddr"
-            drops = "".join(f"ip {field} {rule.split()[1]} drop; " for rule in rules if rule.split()[0] == chain)
+            drops = ""
+            for direction, address, *share in map(str.split, rules):
+                if direction == chain:
+                    drops += f"ip {field} {address} {f'numgen random mod 100 < {share[0]} ' if share else ''}drop; "
             script += f"chain {chain} {{ {head} {drops}}}\n"
         script += "}\n"
         _run("ip", "netns", "exec", self.namespace, "nft", "-f", "-", text=script)
@@ -130,7 +136,9 @@ class Network:
         return f"{self._subnet}.1"
 
     def __enter__(self) -> Network:
-        _run("ip", "link", "add", self._bridge, "type", "bridge")
+        # An address of its own: otherwise it has one of its ports', and when that node goes nobody finds the host.
+        address = "02:" + ":".join(f"{byte:02x}" for byte in secrets.token_bytes(5))
+        _run("ip", "link", "add", self._bridge, "address", address, "type", "bridge")
         used = _run("ip", "-o", "-4", "address")
         while not self._subnet or f" {self._subnet}." in used:
             self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(255)}"

@@ -56,6 +56,7 @@ PURE = (
     "rendezvous/decision.py",
     "rendezvous/seats.py",
     "rendezvous/fence.py",
+    "agent/pace.py",
     "agent/policy.py",
     "agent/report.py",
     "train/order.py",

@@ -21,7 +21,7 @@ from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.handler import Entered, Rendezvous
 from elasticrt.rendezvous.records import Keys, Member, Result, decode
-from elasticrt.store.protocol import KeyValue, Lease, StoreUnavailable
+from elasticrt.store.protocol import KeyValue, Lease, LeaseLost, StoreUnavailable
 from elasticrt.store.session import Session
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Membership:
         self.lease = self.session.open()
         self.rendezvous = Rendezvous(self.meeting.store, self._keys, me.record.node, self._queue.put)
         self.courier = Courier(self.meeting.store, self._keys, self._queue.put)
-        me, answer = self._enter(me, self.lease.lease_id)
+        me, answer = self._enter(me)
         if isinstance(answer, Result):
             return answer
         self.rendezvous.refresh()
@@ -93,13 +93,19 @@ class Membership:
             self.session.close(revoke=True, timeout_s=CLOSE_S)
         self.meeting.store.close()
 
-    def _enter(self, me: Me, lease: int) -> tuple[Me, Entered | Result]:
+    def _enter(self, me: Me) -> tuple[Me, Entered | Result]:
         """Register, whatever it takes: other newcomers, an old life's key, another agent of the same name."""
         deadline = time.monotonic() + me.spec.join_timeout_s
-        name, tries = me.record.node, 1
+        name, tries, lost = me.record.node, 1, False
         while time.monotonic() < deadline:
             try:
-                answer = self.rendezvous.enter(me.spec, me.record, lease, again=self._settings.again)
+                if lost:
+                    self.renew()
+                lost = False
+                answer = self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.again)
+            except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
+                log.warning("%s; registering with another one", error)
+                answer, lost = None, True
             except StoreUnavailable as error:
                 log.warning("etcd does not answer: %s", error)
                 answer = None

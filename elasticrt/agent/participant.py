@@ -24,7 +24,7 @@ from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me
 from elasticrt.rendezvous.handler import Entered, Rendezvous
 from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Seat
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import Lease, Store, StoreUnavailable
+from elasticrt.store.protocol import Lease, LeaseLost, Store, StoreUnavailable
 from elasticrt.store.session import Session
 
 log = logging.getLogger(__name__)
@@ -98,10 +98,16 @@ class Participant(Cycle):
     def open(self, timeout_s: float) -> None:
         """Register, and begin to take part. Raises RendezvousTimeoutError, DuplicateError, StoreError."""
         self._lease = self._session.open()
-        deadline = time.monotonic() + timeout_s
+        deadline, lost = time.monotonic() + timeout_s, False
         while True:
             try:
+                if lost:
+                    self._lease = self._session.reopen()
+                lost = False
                 answer = self.rendezvous.enter(self.me.spec, self.me.record, self._lease.lease_id, again=True)
+            except LeaseLost as error:
+                log.warning("%s; registering with another one", error)
+                answer, lost = None, True
             except StoreUnavailable as error:
                 log.warning("etcd does not answer: %s", error)
                 answer = None

@@ -139,7 +139,8 @@ def _follow(me: Me, view: View) -> Decision:
     leader = view.members.get(view.oldest or "")
     if leader is None:
         return Wait("looking for the leader")
-    trouble = [at for at in (me.failed_at, me.standing_since) if at is not None]
+    standing = me.standing_since if me.running == view.number else None  # Not of those that are being replaced.
+    trouble = [at for at in (me.failed_at, standing) if at is not None]
     if not trouble or me.started != view.number:
         return Wait(f"{leader.record.node} leads")
     what = "steps stand still" if me.failed_at is None else "workers failed"

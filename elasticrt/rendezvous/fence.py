@@ -119,9 +119,9 @@ def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
 
 
 def file(keys: Keys, guard: Guard, report: Report) -> Txn:
-    """Store a report about the current generation."""
+    """Store a report about the current generation. It is true of the workers, whatever became of the member's key."""
     return Txn(
-        compares=(_unchanged(keys.generation, guard.generation), _alive(keys, report.node, guard)),
+        compares=(_unchanged(keys.generation, guard.generation),),
         operations=(Put(keys.report(report.generation, report.node), report.encode()),),
         why=f"{report.node} reports {report.status} in generation {report.generation}",
     )
@@ -141,7 +141,7 @@ def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn
     """Write a roster ahead of its generation. Its nonce is new, so nobody reads it until the generation names it."""
     puts = [Put(keys.chunk(nonce, k), chunk.encode()) for k, chunk in enumerate(chunks)]
     parts = [tuple(puts[first : first + CHUNKS_PER_TXN]) for first in range(0, len(puts), CHUNKS_PER_TXN)]
-    return tuple(Txn((_absent(part[0].key),), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
+    return tuple(Txn((), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
 
 
 def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, before: Entry[Generation] | None) -> Txn:

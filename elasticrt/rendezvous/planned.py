@@ -78,8 +78,6 @@ def planned(led: Led) -> Decision:
     told_at = asked.since + LEAVE_S_MAX
     if missing and led.now < told_at:
         return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
-    if asked.record.save and not missing and len(candidates(led.view)) < led.spec.min_nodes:
-        return Wait("saved; too few nodes remain")
     return _re_form(led, wish)
 
 

@@ -115,7 +115,7 @@ class History:
         for head in self.committed():
             if head.run != run:
                 continue
-            later = []
+            later: list[Manifest] = []
             for manifest in self.lineage(head.commit.nonce):
                 if manifest.commit.nonce == nonce:
                     return later

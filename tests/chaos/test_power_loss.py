@@ -1,0 +1,90 @@
+"""A machine loses its power: no reset, no goodbye. The others see that their steps stand still, and ask around.
+
+Nodes are network namespaces. The lease lasts for a minute here and a collective for half an hour, so that nothing but
+the standing steps can have told; how long it took is printed, not judged.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.split.test_networks import Site
+from tests.integration.trouble.stepping import History
+from tests.netns import Network, missing
+from tests.servers import EtcdServer, wheel_binary
+
+pytestmark = [pytest.mark.root]
+
+NAMES = ("a", "b", "c")
+
+
+class Powered(Site):
+    """A run in which no collective ends by itself."""
+
+    def __init__(self, tmp_path: Path, network: Network, etcd: EtcdServer, ttl_s: float) -> None:
+        super().__init__(tmp_path, network, etcd, "1:3", ttl_s=ttl_s)
+        self.script[-1] = "1800"
+
+    def leader(self) -> str:
+        """The holder of the oldest member key."""
+        keys: dict[str, int] = {}
+        for revision, name, member in History.read(self.etcd.address, self.run_id).members:
+            if member is None:
+                del keys[name]
+            else:
+                keys.setdefault(name, revision)
+        return min(keys, key=lambda name: keys[name])
+
+    def without_power(self, victim: str) -> float:
+        """Cut its power and wait for the others' next step, of all of them; the seconds between."""
+        survivors = [name for name in NAMES if name != victim]
+        number = self.number()
+        at = time.monotonic()
+        self.network.nodes[victim].power_off()
+        self.together(*survivors)
+        assert self.number() == number + 1, self.story()
+        first: dict[int, float] = {}
+        for mark in self.marks(number + 1):
+            first.setdefault(mark.rank, mark.at)
+        assert len(first) == len(survivors)
+        return max(first.values()) - at
+
+
+@contextmanager
+def powered(tmp_path: Path, ttl_s: float) -> Iterator[Powered]:
+    """Three nodes that train together."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    with Network() as network:
+        server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
+        server.address = type(server.address)("http", network.host, server.port)
+        with server as etcd, Powered(tmp_path, network, etcd, ttl_s) as run:
+            for name in NAMES:
+                run.start(name)
+            run.together(*NAMES)
+            run.wait_for_commits(1)
+            yield run
+
+
+@pytest.mark.parametrize(
+    "leads", [pytest.param(False, id="N11-follower"), pytest.param(True, id="A07-leader", marks=pytest.mark.slow)]
+)
+def test_a_power_loss_is_found_long_before_the_lease_ends(tmp_path: Path, leads: bool) -> None:
+    """N11, L1, L5: two of three see their steps stand, ask the third, hear nothing, and go on without it."""
+    with powered(tmp_path, ttl_s=60.0) as run:
+        leader = run.leader()
+        victim = leader if leads else next(name for name in NAMES if name != leader)
+        took_s = run.without_power(victim)
+        print(f"power loss to next step: {took_s:.2f} s, with a lease of 60 s")
+        history = run.ends_well(victim)
+        (lost,) = run.events("member_lost")
+        assert lost["lost"] == victim
+        generation = history.generations[-1][1]
+        assert (generation.kind, generation.restarts_total) == ("lost", 0), "it costs no restart"

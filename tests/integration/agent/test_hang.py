@@ -1,0 +1,154 @@
+"""Workers that live and make no steps: found by their agents, shown with their stacks, ended and started anew.
+
+Real processes. Rank 1 of two nodes gets stuck in one of several ways in the first generation, after enough steps.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, kill
+from tests.integration.trouble.stepping import Stepping
+
+SCRIPT = """
+import ctypes, os, signal, sys, time
+import torch, torch.distributed as dist, torch.nn.functional as F, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+def stuck_here():
+    time.sleep(600)
+
+def keeps_the_interpreter():
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+WAYS = {
+    "sleeps": stuck_here,
+    "keeps-the-interpreter": keeps_the_interpreter,
+    "is-stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "waits-for-more-than-others": dist.barrier,
+}
+directory, way, always = sys.argv[1:]
+ctx = elasticrt.init()
+data = TensorDataset(torch.randn(320, 2), torch.randn(320, 1))
+sampler = elasticrt.ElasticBatchSampler(data, 8)
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+ours = {"sampler": sampler, "model": model, "optimizer": optimizer}
+loop = elasticrt.Loop(os.path.join(directory, "ckpt"), every="10 steps", **ours)
+for epoch in loop.epochs(2):
+    for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step(); optimizer.zero_grad()
+        time.sleep(0.02)
+        if loop.steps == 25 and ctx.rank == 1 and way in WAYS and (ctx.generation == 1 or always == "always"):
+            WAYS[way]()
+    if way == "pauses":
+        with loop.pause("evaluate"):
+            time.sleep(5.0)
+            ctx.sum(1)
+"""
+
+
+def _run(tmp_path: Path, way: str, *options: str, always: str = "once") -> Cluster:
+    script = tmp_path / "stuck.py"
+    script.write_text(SCRIPT)
+    given = ["--nnodes", "2", "--settle", "2", "--hang-timeout", "2s", *options]
+    return Cluster(tmp_path, f"hang-{secrets.token_hex(4)}", given, [str(script), str(tmp_path), way, always])
+
+
+def _stacks(run: Cluster) -> dict[int, str]:
+    """The last stacks of each rank, as text."""
+    found = {}
+    for event in run.events("stalled"):
+        assert event["final"] in (True, False)
+        if event["final"]:
+            found.update({int(rank): "\n".join(lines) for rank, lines in event["stacks"].items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "shows"),
+    [
+        pytest.param("sleeps", r"stuck\.py.* in stuck_here|stuck_here \(.*stuck\.py", id="L5-sleeps"),
+        pytest.param(
+            "keeps-the-interpreter", r"keeps_the_interpreter", id="W07-keeps-the-interpreter", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "is-stopped",
+            r"<lambda>" if shutil.which("py-spy") else r"stopped by a signal",
+            id="W08-is-stopped",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("waits-for-more-than-others", r"in barrier|barrier \(", id="W09-barrier", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hang_is_shown_and_ended(tmp_path: Path, way: str, shows: str) -> None:
+    """W07, W08, W09, L5: both nodes show what their workers were doing, and the next generation does it better."""
+    with _run(tmp_path, way) as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        stacks = _stacks(run)
+        assert set(stacks) == {0, 1}, run.story()
+        assert re.search(shows, stacks[1]), stacks[1]
+        assert "stuck.py" in stacks[0], stacks[0]
+        causes = [(event["number"], event["cause"]) for event in run.events("generation") if event["node"] == "n0"]
+        assert [number for number, _ in causes] == [1, 2], causes
+        assert re.search(r"no progress for \d+ s after step 2\d", causes[1][1]), causes
+        warned = [event for event in run.events("stalled") if not event["final"]]
+        assert warned, "people are told at half of the time"
+        for rank in (0, 1):
+            assert (tmp_path / "run" / "logs" / "generation-1" / f"rank-{rank}.stacks").read_text()
+
+
+def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
+    """L5: with the budget spent the run ends with code 1, and its report has the stacks of every node's workers."""
+    with _run(tmp_path, "sleeps", "--max-restarts", "0", always="always") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 1, "n1": 1}, run.story()
+        (failure,) = run.events("failure")
+        assert "stuck_here" in failure["text"], failure["text"]
+        assert {"rank 0 on n", "rank 1 on n"} <= set(re.findall(r"rank [01] on n", failure["text"])), failure["text"]
+        assert run.events("result")[-1]["reason"].count("no progress") == 1
+
+
+def test_a_pause_is_no_hang(tmp_path: Path) -> None:
+    """L5: an evaluation that takes longer than the time for a hang is left alone when it is in `loop.pause`."""
+    with _run(tmp_path, "pauses", "--hang-timeout", "1s") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        assert run.events("stalled") == []
+        assert {event["number"] for event in run.events("generation")} == {1}
+
+
+@pytest.mark.slow
+def test_a_node_that_stands_still_is_left_out_before_its_lease_ends(tmp_path: Path) -> None:
+    """A06, L1: of three nodes one is stopped as a whole; the lease lasts for a minute, but its silence tells."""
+    with Stepping(tmp_path, "--nnodes", "2:3", "--settle", "2", "--lease-ttl", "60") as run:
+        agents = run.start_many(["n0", "n1", "n2"], steps=10)
+        run.wait("all are in", lambda: len(run.events("generation")[-1]["nodes"]) == 3)
+        number = run.number()
+        run.wait_for_steps(10, generation=number)
+        stopped = agents[2]
+        pids = [stopped.pid, *stopped.worker_pids().values()]
+        for pid in pids:
+            kill(pid, signal.SIGSTOP)
+        run.wait_for_steps(5, generation=number + 1, timeout_s=40)
+        assert sorted(run.events("generation")[-1]["nodes"]) == ["n0", "n1"]
+        for pid in pids:
+            kill(pid, signal.SIGCONT)
+        run.wait("it is back", lambda: sorted(run.events("generation")[-1]["nodes"]) == ["n0", "n1", "n2"])
+        run.wait_for_steps(5, generation=run.number())
+        run.finish()
+        assert set(run.ended().values()) == {0}, run.story()

@@ -1,0 +1,194 @@
+"""The protocol as stories: steps that stand still, because a node has lost its power, or for no reason at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticrt.rendezvous.decide import STACKS_GRACE_S
+from elasticrt.rendezvous.decision import End, Fence, Probe
+from elasticrt.rendezvous.records import FailureRecord
+from tests.virtual.world import VirtualMember, World, check_ranks, running
+
+
+def _stand(world: World, *names: str) -> None:
+    """The steps of these nodes' workers stand still from now on."""
+    for name in names:
+        world.members[name].me = replace(world.members[name].me, standing_since=world.now)
+
+
+def _go_on(world: World) -> None:
+    for member in world.members.values():
+        member.me = replace(member.me, standing_since=None)
+
+
+def _fenced(world: World) -> list[str]:
+    """Whom anybody has fenced, in the order of members and of their decisions."""
+    stories = [decision for member in world.members.values() for decision in member.story]
+    return [decision.member.record.node for decision in stories if isinstance(decision, Fence)]
+
+
+def _rounds(member: VirtualMember) -> int:
+    return sum(isinstance(decision, Probe) for decision in member.story)
+
+
+def test_a_node_without_power_is_fenced_before_its_lease_ends() -> None:
+    """N11, L1: nobody fails and nobody is told; the steps stand, the silent one is asked, and the others go on."""
+    world = running(3)
+    world.members["n2"].silent = True
+    _stand(world, "n0", "n1")
+    before = world.now
+    world.settle()
+    assert world.now == before, "its lease has not ended"
+    check_ranks(world, 2, ["n0", "n1"])
+    generation, _ = world.members["n0"].ran[-1]
+    assert (generation.kind, generation.restarts_total) == ("lost", 0)
+
+
+def test_steps_that_stand_among_the_living_cost_one_question_each() -> None:
+    """L6, L8: all answer: the stand is somebody's long step. Nothing is asked again before steps have gone on."""
+    world = running(4)
+    rounds = {name: _rounds(member) for name, member in world.members.items()}
+    for stand in (1, 2):
+        _stand(world, *world.members)
+        world.pass_time(30.0)
+        assert {name: _rounds(world.members[name]) - before for name, before in rounds.items()} == dict.fromkeys(
+            rounds, stand
+        )
+        _go_on(world)
+        world.pass_time(1.0)
+    assert world.generations() == [1]
+
+
+def test_moving_steps_cost_no_question() -> None:
+    """L6: in the steady state nobody asks anybody."""
+    world = running(4)
+    before = {name: _rounds(member) for name, member in world.members.items()}
+    world.pass_time(60.0)
+    assert {name: _rounds(member) for name, member in world.members.items()} == before
+
+
+def test_of_two_the_silent_one_has_a_lease_term() -> None:
+    """N02: neither can tell whose fault the silence is; only after a lease term in which etcd kept both one is out."""
+    world = running(2)
+    world.cuts.append({"n0", "n1"})
+    _stand(world, "n0", "n1")
+    world.pass_time(4.5)
+    assert not _fenced(world)
+    world.pass_time(1.0)
+    assert _fenced(world) == ["n1"]
+
+
+def test_steps_that_go_on_are_an_answer() -> None:
+    """L8: of two, one was silent for a moment; its steps go on, so it is not fenced when the lease term is over."""
+    world = running(2)
+    world.cuts.append({"n0", "n1"})
+    _stand(world, "n0", "n1")
+    world.pass_time(3.0)
+    world.cuts.clear()
+    _go_on(world)
+    world.pass_time(30.0)
+    assert world.generations() == [1]
+    world.members["n1"].silent = True
+    _stand(world, "n0")
+    world.pass_time(0.25)
+    assert world.members["n0"].rendezvous.view.verdicts[world.members["n1"].me.record.incarnation].kind == "silent"
+
+
+def test_an_old_answer_does_not_settle_a_new_failure() -> None:
+    """A01: a node that answered while steps stood is asked again when workers fail later, and is found to be gone."""
+    world = running(3)
+    _stand(world, "n0", "n1", "n2")
+    world.pass_time(2.0)
+    world.members["n2"].crash()
+    world.members["n1"].fail(collateral=True)
+    before = world.now
+    world.settle()
+    assert world.now == before
+    check_ranks(world, 2, ["n0", "n1"])
+
+
+def test_a_leader_without_power_is_fenced_by_the_others() -> None:
+    """A07, N11: who finds the leader silent asks all others; it is out when most of the generation can be reached."""
+    world = running(3)
+    world.members["n0"].silent = True
+    _stand(world, "n1", "n2")
+    before = world.now
+    world.settle()
+    assert world.now == before, "its lease has not ended"
+    check_ranks(world, 2, ["n1", "n2"])
+    assert set(_fenced(world)) == {"n0"}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5])
+def test_a_follower_that_is_cut_off_fences_nobody(nodes: int) -> None:
+    """N02, L4: it hears neither the leader nor the others: it is this node whose cable is cut, and it stays quiet."""
+    world = running(nodes)
+    alone = f"n{nodes - 1}"
+    world.cuts += [{alone, name} for name in world.members if name != alone]
+    _stand(world, alone)
+    world.pass_time(20.0)
+    assert _fenced(world) == []
+    assert world.generations() == [1]
+
+
+def test_followers_that_are_cut_off_from_the_leader_in_halves_fence_nobody() -> None:
+    """N05: two of four hear only each other: half is no majority, and the leases tell."""
+    world = running(4)
+    world.cuts += [{near, far} for near in ("n0", "n1") for far in ("n2", "n3")]
+    _stand(world, "n2", "n3")
+    world.pass_time(20.0)
+    assert _fenced(world) == []
+
+
+def _hang(member: VirtualMember) -> None:
+    """This node has seen no step for too long."""
+    rank = member.ran[-1][1].rank_offset
+    summary = f"on {member.name}: no progress for 600 s after step 7"
+    text = f"rank {rank} on {member.name}:\n" + "  | File train.py, line 7\n" * 200
+    member.report(
+        "failed", FailureRecord(rank=rank, code=-9, collateral=False, summary=summary, text=text, stalled=True)
+    )
+    member.me = replace(member.me, running=member.me.started)  # Its workers hang on, until the next generation.
+
+
+def test_a_hang_waits_for_all_stacks() -> None:
+    """L5, W09: each node finds a hang by its own clock; the next generation comes when all have. It is a restart."""
+    world = running(3)
+    _hang(world.members["n1"])
+    world.pass_time(1.0)
+    _hang(world.members["n0"])
+    world.pass_time(1.0)
+    assert world.generations() == [1]
+    _hang(world.members["n2"])
+    before = world.now
+    world.settle()
+    assert world.now == before
+    check_ranks(world, 2, ["n0", "n1", "n2"])
+    generation, _ = world.members["n0"].ran[-1]
+    assert (generation.kind, generation.restarts_total) == ("failure", 1)
+    assert "no progress" in generation.cause
+
+
+def test_a_hang_does_not_wait_for_ever() -> None:
+    """L5: a node that takes its time is not waited for longer than a few seconds."""
+    world = running(3)
+    _hang(world.members["n1"])
+    world.pass_time(STACKS_GRACE_S - 0.5)
+    assert world.generations() == [1]
+    world.pass_time(1.0)
+    assert world.generations() == [1, 2]
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_the_end_after_a_hang_shows_everybodys_stacks(nodes: int) -> None:
+    """L5: with the budget spent the run's result has a share of each node's stacks, and still fits."""
+    world = running(nodes, max_restarts=0)
+    for member in world.members.values():
+        _hang(member)
+    world.pass_time(1.0)
+    ended = world.members["n0"].ended
+    assert isinstance(ended, End)
+    for name in world.members:
+        assert f"on {name}:\n" in ended.result.text
