@@ -9,7 +9,9 @@ Started as `python -m tests.bench.crowd JSON`; commands come as lines on stdin, 
 
 from __future__ import annotations
 
+import gc
 import heapq
+import itertools
 import json
 import queue
 import resource
@@ -35,6 +37,7 @@ from elasticrt.store.protocol import Address
 
 REGISTER_AT_ONCE = 8
 ASK_AT_ONCE = 32
+ANSWER_S = 0.5
 LIVE_AT_ONCE = 4
 """Loops that run at the same time in one process: while one waits for etcd, another computes."""
 
@@ -68,11 +71,12 @@ class Answers:
                 try:
                     connection, _ = self._listeners[key.data].accept()
                     with connection:
+                        connection.settimeout(ANSWER_S)
                         question = json.loads(connection.recv(512))
                         answer = {"nonce": question["nonce"], "incarnation": self.incarnations[key.data]}
                         connection.sendall(json.dumps(answer).encode() + b"\n")
-                except (OSError, KeyError):
-                    continue  # Closed in between.
+                except (OSError, KeyError, ValueError):
+                    continue  # Closed in between, or asked by somebody else.
 
 
 class VirtualAgent:
@@ -96,7 +100,7 @@ class VirtualAgent:
         self.me = Me(record=record, spec=crowd.spec)
         self.rendezvous = Rendezvous(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
         self.lease = 0
-        self.lost = False
+        self.lost = self.pausing = False
 
     def register(self) -> float:
         """Become a member; when the key was there."""
@@ -131,9 +135,13 @@ class VirtualAgent:
                 self.me = replace(self.me, report=report, failed_at=time.monotonic(), running=0)
 
     def live(self) -> float | None:
-        """As `Agent._loop`, until there is nothing to do; until when."""
+        """As `Agent._loop`, until there is nothing to do; until when.
+
+        After reading its seat an agent pauses until all of this process have read theirs: what it writes then would
+        take time from the others that on machines of their own they would have.
+        """
         self.rendezvous.complete()
-        while True:
+        while not self.pausing:
             decision = decide(self.me, self.rendezvous.view, time.monotonic())
             match decision:
                 case Wait(until=until):
@@ -150,10 +158,8 @@ class VirtualAgent:
                         report=None,
                         failed_at=None,
                     )
+                    self.pausing = True
                     self._crowd.seated(number)
-                    # What follows is written when all agents of this process have read their seats: on machines of
-                    # their own they would not wait for each other.
-                    self._crowd.queue.put((self, None))
                     return None
                 case Register():
                     self.rendezvous.register_again(self.me.record, self.lease)
@@ -173,6 +179,7 @@ class VirtualAgent:
                     raise SystemExit(f"the run ended: {decision.reason}")
                 case _:
                     raise SystemExit(f"unexpected in this benchmark: {decision}")
+        return None
 
 
 class Crowd:
@@ -183,7 +190,14 @@ class Crowd:
         total = order["total"]
         self.ttl_s = order["ttl_s"]
         self.spec = RunSpec(
-            min_nodes=max(1, total - 2), max_nodes=total, command=("bench",), join="now", lease_ttl_s=self.ttl_s
+            # Everybody is waited for, and some may get lost.
+            min_nodes=max(1, total - order["spare"]),
+            max_nodes=total,
+            command=("bench",),
+            join="now",
+            lease_ttl_s=self.ttl_s,
+            settle_quiet_s=60.0,
+            settle_max_s=600.0,
         )
         self.queue: queue.SimpleQueue[tuple[VirtualAgent | None, Any]] = queue.SimpleQueue()
         self.answers = Answers()
@@ -199,13 +213,18 @@ class Crowd:
         self._alive = len(self.agents)
         self._seats: dict[int, int] = {}
         self._alarms: list[tuple[float, int, VirtualAgent]] = []
+        self._serial = itertools.count()  # Orders alarms of the same time.
 
     def seated(self, number: int) -> None:
-        """An agent has read its seat; the last one of this process in this generation is told."""
+        """An agent has read its seat; when it is the last one of this process, that is said, and all go on."""
         with self._lock:
             self._seats[number] = self._seats.get(number, 0) + 1
-            if self._seats[number] == self._alive:
-                say("seated", generation=number, at=time.monotonic())
+            if self._seats[number] < self._alive:
+                return
+        say("seated", generation=number, at=time.monotonic())
+        for agent in self.agents:
+            agent.pausing = False
+            self.queue.put((agent, None))
 
     def ask(self, agent: VirtualAgent, seats: Any) -> None:
         """Probe, as `Prober` does; each question of an agent once at a time."""
@@ -234,8 +253,8 @@ class Crowd:
                 pass
             touched: dict[int, VirtualAgent] = {}
             while self._alarms and self._alarms[0][0] <= time.monotonic():
-                agent = heapq.heappop(self._alarms)[2]
-                touched[agent.index] = agent
+                woken = heapq.heappop(self._alarms)[2]
+                touched[woken.index] = woken
             for agent, event in events:
                 if agent is None:
                     self._obey(event)
@@ -243,9 +262,9 @@ class Crowd:
                     agent.fold(event)
                     touched[agent.index] = agent
             living = [agent for agent in touched.values() if not agent.lost]
-            for agent, until in zip(living, self._lives.map(VirtualAgent.live, living), strict=True):
-                if until is not None:
-                    heapq.heappush(self._alarms, (until, agent.index, agent))
+            for alarms in self._lives.map(_live, (living[start::LIVE_AT_ONCE] for start in range(LIVE_AT_ONCE))):
+                for until, sleeper in alarms:
+                    heapq.heappush(self._alarms, (until, next(self._serial), sleeper))
 
     def _obey(self, words: list[str]) -> None:
         match words:
@@ -286,6 +305,12 @@ class Crowd:
                 time.sleep(max(0.0, due - time.monotonic()))
 
 
+def _live(agents: list[VirtualAgent]) -> list[tuple[float, VirtualAgent]]:
+    """Let some agents live, one after the other; who wants to be woken, and when."""
+    untils = [(agent.live(), agent) for agent in agents]
+    return [(until, agent) for until, agent in untils if until is not None]
+
+
 def say(event: str, **fields: Any) -> None:
     """One JSON line."""
     sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
@@ -294,4 +319,7 @@ def say(event: str, **fields: Any) -> None:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    Crowd(json.loads(sys.argv[1])).run()
+    crowd = Crowd(json.loads(sys.argv[1]))
+    if len(crowd.agents) > 1:
+        gc.disable()  # Walking over the memory of a thousand agents is a cost that no single agent has.
+    crowd.run()
