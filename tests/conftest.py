@@ -5,7 +5,7 @@ checked, not a special one. Three nets, from cheap to wide:
 
 * children of this process, and theirs, as the kernel lists them;
 * processes that are no longer our children (daemons), found by a variable in the environment they inherited;
-* names that begin with `elasticrt` in /dev/shm and in the temporary directory, which is private to the session.
+* names of ours, or of what the tests use, in /dev/shm and in the temporary directory, which is private to the session.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import pytest
 MARK = "ELASTICRT_TEST_RUN"
 GRACE_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
+NAMES = ("elasticrt", "faketime_", "sem.faketime_")
+"""How names begin that nothing may leave behind. libfaketime's stay if its first process is killed."""
 
 
 def children(pid: int) -> set[int]:
@@ -84,7 +86,13 @@ def alive(pids: set[int]) -> list[psutil.Process]:
 def shared_names() -> set[str]:
     """Our names in places that outlive a process."""
     places = (SHARED_MEMORY, Path(tempfile.gettempdir()))
-    return {str(place / name) for place in places for name in os.listdir(place) if name.startswith("elasticrt")}  # noqa: PTH208  As above.
+    return {str(place / name) for place in places for name in os.listdir(place) if _left(name)}  # noqa: PTH208  As above.
+
+
+def _left(name: str) -> bool:
+    """Whether a name is one of ours. libfaketime's end with a process id: while that lives they are in use."""
+    in_use = "faketime_" in name and Path(f"/proc/{name.rpartition('_')[2]}").exists()
+    return name.startswith(NAMES) and not in_use
 
 
 def describe_and_kill(leftovers: list[psutil.Process]) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,7 @@ class EtcdServer:
         self.port = free_port()
         self.address = Address("https" if scheme == "https" else "http", "127.0.0.1", self.port)
         self.options = options
+        self.prefix: tuple[str, ...] = ()  # A command that runs another one as itself, such as `unshare ...`.
         self.token = uuid4().hex
         self._peer_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -128,6 +130,15 @@ class EtcdServer:
         shutil.rmtree(self._data())
         self.token = uuid4().hex
 
+    def save(self, path: Path) -> None:
+        """Of a stopped server: copy the data."""
+        shutil.copytree(self._data(), path)
+
+    def load(self, path: Path) -> None:
+        """Of a stopped server: replace the data by a copy made earlier; it comes back as the same cluster."""
+        shutil.rmtree(self._data())
+        shutil.copytree(path, self._data())
+
     def __enter__(self) -> EtcdServer:
         self.start()
         return self
@@ -144,6 +155,7 @@ class EtcdServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         url, peer = str(self.address), f"http://127.0.0.1:{self._peer_port}"
         command = [
+            *self.prefix,
             str(self.binary),
             *("--name", "test", "--data-dir", str(self._data()), "--initial-cluster-token", self.token),
             *("--listen-client-urls", url, "--advertise-client-urls", url),
@@ -201,10 +213,10 @@ def etcd_server(binary: Path | None = None, *, options: tuple[str, ...] = ()) ->
 
 
 class Proxy:
-    """A TCP proxy in front of a server that can swallow the answers, or refuse, for faults in between.
+    """A TCP proxy in front of a server that can swallow the answers, refuse, or be slow, for faults in between.
 
     `mode` may be changed at any time: "forward"; "swallow" (requests arrive, answers don't); "refuse" (connections
-    are reset, old ones too).
+    are reset, old ones too). `delay_s`, in each direction, counts for what comes from now on.
     """
 
     def __init__(self, target: Address) -> None:
@@ -212,6 +224,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = Address("http", "127.0.0.1", self._listener.getsockname()[1])
         self.mode = "forward"
+        self.delay_s = 0.0
+        self._late: deque[tuple[float, socket.socket, bytes]] = deque()
         self._selector = selectors.DefaultSelector()
         self._other: dict[socket.socket, socket.socket] = {}
         self._clients: set[socket.socket] = set()
@@ -242,7 +256,9 @@ class Proxy:
 
     def _run(self) -> None:
         while self.mode != "end":
-            for key, _ in self._selector.select():
+            self._deliver()
+            wait_s = max(0.0, self._late[0][0] - time.monotonic()) if self._late else None
+            for key, _ in self._selector.select(wait_s):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock is self._woken:
@@ -272,12 +288,24 @@ class Proxy:
     def _pass_on(self, sock: socket.socket) -> None:
         try:
             data = sock.recv(1 << 16)
-            if data and (self.mode == "forward" or sock in self._clients):
-                self._other[sock].sendall(data)
         except OSError:
             data = b""
         if not data:
             self._drop(sock)
+        elif self.mode == "forward" or sock in self._clients:
+            # Nothing overtakes what was late before it.
+            due = max(time.monotonic() + self.delay_s, self._late[-1][0] if self._late else 0.0)
+            self._late.append((due, sock, data))
+
+    def _deliver(self) -> None:
+        """Pass on what is due. What belongs to a connection that has ended is lost with it."""
+        while self._late and self._late[0][0] <= time.monotonic():
+            _, sock, data = self._late.popleft()
+            try:
+                if sock in self._other:
+                    self._other[sock].sendall(data)
+            except OSError:
+                self._drop(sock)
 
     def _drop(self, sock: socket.socket) -> None:
         for end in (sock, self._other[sock]):

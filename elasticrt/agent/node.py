@@ -128,7 +128,7 @@ class Node:
             copy=copy_record(self._ends.kept) if generation else None,
             standing_since=self.watch.standing_since(now),
             pause_s=self.progress.pause_s,
-            starting=self.progress.starting(now),
+            starting=self._wanted is not None or self.progress.starting(now),
             holding=self._holding,
             going=self._going,
         )

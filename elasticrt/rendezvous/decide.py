@@ -90,7 +90,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
         return Halt(EXIT_DUPLICATE, f"the run has other options now: {difference(me.spec, view.spec.record.spec)}")
 
     if not view.roster_known:
-        return Wait(f"reading the roster of generation {view.number}")
+        return _without_etcd(me, f"reading the roster of generation {view.number}")
     seat = view.seat_of(name, life)
     generation = view.generation.record if view.generation else None
     bound = max(me.running, me.seated)
@@ -100,9 +100,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
         return Run(generation, seat, f"generation {generation.number}: {generation.cause}")
 
     if me.lease == "suspended":
-        if me.running and me.heard > me.running:
-            return Rejoin(f"etcd does not answer, but another node is in generation {me.heard} already")
-        return Wait("etcd does not answer: workers run on, nothing is committed")
+        return _without_etcd(me, "etcd does not answer: workers run on, nothing is committed")
     mine = view.members.get(name)
     if me.lease == "lost" or mine is None or mine.record.incarnation != life:
         return Register("no member key of this life in the store")
@@ -116,6 +114,13 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if step is not None:
         return step
     return _lead(me, view, now) if view.leads else _follow(me, view)
+
+
+def _without_etcd(me: Me, waiting: str) -> Decision:
+    """What cannot be read cannot be decided; but workers whose generation is over, as another node says, are ended."""
+    if me.lease == "suspended" and 0 < me.running < me.heard:
+        return Rejoin(f"etcd does not answer, but another node is in generation {me.heard} already")
+    return Wait(waiting)
 
 
 def _stop_all(view: View, reason: str) -> Decision:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -47,6 +48,10 @@ def run(first: int, seeds: int) -> Tally:
         except Failed as failed:
             tally.failures.append((seed, str(failed)))
             tally.ended["violation"] += 1
+            continue
+        except Exception:  # noqa: BLE001  The other seeds are still worth running.
+            tally.failures.append((seed, f"exception: {traceback.format_exc()}"))
+            tally.ended["exception"] += 1
             continue
         tally.events += outcome.events
         tally.generations += outcome.generations

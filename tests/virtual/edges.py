@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
-from elasticrt.agent.memory import Memory
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.protocol import Lease
 from elasticrt.store.session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, Session
@@ -39,18 +38,10 @@ class VirtualEvents:
         if event in self.KEPT:
             self.sim.engine.say(self.node, f"* {event} " + " ".join(f"{k}={v}" for k, v in fields.items() if v != {}))
         if event == "committed":
-            self.sim.invariants.told(self.node, fields["step"])
+            self.sim.invariants.work.told(self.node, fields["step"])
 
     def close(self) -> None:
         """See `EventLog`."""
-
-
-class VirtualMemory(Memory):
-    """No memory for states: virtual scripts have no Loop, so that nothing is handed over."""
-
-    def renew(self, *_: object, **__: object) -> int:
-        """See `Memory`."""
-        return -1
 
 
 class VirtualPorts:
@@ -172,5 +163,5 @@ class VirtualCourier:
     def _work(self) -> None:
         while (errand := self._waiting.get()) is not None:
             reply = self._errands.carry_out(errand)
-            self._sim.invariants.answered(self._process, errand, reply)
+            self._sim.invariants.work.answered(self._process, errand, reply)
             errand.answer(reply)

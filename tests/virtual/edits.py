@@ -43,12 +43,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "reports of an older generation count": (
         (_VIEW, "View.reports", "if entry.record.generation == self.number", ""),
         (_VIEW, "_generation", "if report.record.generation >= entry.record.number", ""),
-        (_VIEW, "_report", "if e.record.generation >= view.number", ""),
+        (_VIEW, "_report", " and entry.record.generation >= view.number", ""),
     ),
     "members that left are seated": ((_LED, "candidates", "left | away", "away"),),
     "cold members are seated": ((_VIEW, "_member", "ready = entry.record.warm and not entry.record.draining", "ready = True"),),
     "old deliveries replace newer reads": (
-        (_VIEW, "apply", "if change.mod_revision > known:", "if True:"),
+        (_VIEW, "_read_until", "covers(range_, key)", "False"),
         (_VIEW, "_entry", "old.mod_revision >= value.mod_revision", "False"),
     ),
     "a key made anew keeps its seniority": ((_VIEW, "_member", "oldest = None if again and view.oldest == node else view.oldest", "oldest = view.oldest"),),
@@ -77,12 +77,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "node", "Node.run", "self._workers.kill(self._running)", "pass"),
     ),
     "a node that was left out keeps its workers": ((_A + "agent", "Agent._left_out", "self._kill_workers()", "pass"),),
+    "only workers that run bind a life": ((_DECIDE, "decide", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "cycle", "Cycle._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
     "who has not the claim publishes": (
         (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
     ),
-    "two build": (
-        (_COMMIT, "Errands._claim", 'if record.state == "building":', "if False:"),
-        (_COMMIT, "Errands._claim", "if record.generation == errand.generation:", 'if record.state == "failed":'),
-    ),
+    "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
 }  # fmt: skip

@@ -21,12 +21,23 @@ SPIN_MAX = 3000
 """Events in one instant before we call it a livelock."""
 
 
+def nanoseconds(seconds: float) -> int:
+    """A time as an integer; exact, so that the difference of two does not depend on where a clock began."""
+    return int(seconds * TICKS) * 10**9 // TICKS
+
+
 class Violation(AssertionError):  # noqa: N818  The protocol's word, not ours.
     """An invariant does not hold. `name` is its row in the table of invariants."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"{name}: {text}")
         self.name = name
+
+
+def require(holds: object, name: str, text: str) -> None:
+    """An invariant, or the end of this run."""
+    if not holds:
+        raise Violation(name, text)
 
 
 class Gone(BaseException):
@@ -53,7 +64,8 @@ class Task:
         self.done = False
         self._engine = engine
         self._body = body
-        self._go = threading.Semaphore(0)
+        self._go = threading.Lock()  # Held, except for the moment in which control is handed over; so is `back`.
+        self._go.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
         self.error: BaseException | None = None
@@ -114,9 +126,11 @@ class Engine:
         self.events = 0
         self.story: list[str] = []
         self.check: Callable[[], None] = lambda: None
+        self.heard: Callable[[str], None] = lambda _: None
         self.task: Task | None = None
         self.place: Place | None = None
-        self.back = threading.Semaphore(0)
+        self.back = threading.Lock()
+        self.back.acquire()
         self.tasks: list[Task] = []
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -170,6 +184,7 @@ class Engine:
     def say(self, who: str, text: str) -> None:
         """One line of the story."""
         self.story.append(f"{self.now:10.3f}  {who:<7} {text}")
+        self.heard(f"{who} {text}")
 
     def run(self, until: float) -> None:
         """Let everything happen up to a time."""
@@ -209,9 +224,11 @@ class VirtualQueue:
         task = self._engine.task
         assert task is not None, "only a task can wait"
         until = None if timeout is None else self._engine.now + timeout / self._rate()
+        waited = False  # Even a wait that is over at once is an event: who waits so again and again spins.
         while not self._items:
-            if until is not None and self._engine.now >= until:
+            if until is not None and self._engine.now >= until and waited:
                 raise self.Empty
+            waited = True
             self._reader = task
             if until is not None:
                 self._engine.at(until, task.resume, task.token)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Any
 
-from elasticrt.rendezvous.records import Keys
-from elasticrt.store.protocol import Delete, Txn
+from elasticrt.rendezvous import fence
+from elasticrt.rendezvous.records import Keys, Member, SpecRecord, decode
+from elasticrt.store.protocol import Delete, LeaseLost, Txn
+from tests.virtual.engine import require
 from tests.virtual.plan import Fault
 
 if TYPE_CHECKING:
@@ -14,18 +17,42 @@ if TYPE_CHECKING:
 
 BURST = 3
 
+KEPT = ("revision", "_keys", "_values", "_history", "_leases", "_expiries")
+"""What a copy of the memory server's data consists of."""
+
+SLEEP_S = 10_000.0
+"""A sleeper is woken when all has been submitted again."""
+
 
 class Faults:
     """The faults of a plan, and how they stop."""
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
+        self._pending: list[Fault] = []
+        self._unsaid = {snag.on for snag in sim.plan.snags if snag.on}
+        self._backup: dict[str, Any] = {}
+
+    def has_said(self, on: str) -> bool:
+        """Whether the story has said this."""
+        return on not in self._unsaid
+
+    def _heard(self, line: str) -> None:
+        self._unsaid = {on for on in self._unsaid if on not in line}
+        for fault in [fault for fault in self._pending if fault.on in line]:
+            self._pending.remove(fault)
+            self.sim.engine.after(fault.at, self._happen, fault)
 
     def schedule(self) -> None:
         """Put all of the plan's faults on the heap, and count those that are there from the beginning."""
         sim, plan = self.sim, self.sim.plan
         for fault in plan.faults:
-            sim.engine.at(sim.began + fault.at, self._happen, fault)
+            if fault.on:
+                self._pending.append(fault)
+            else:
+                sim.engine.at(sim.began + fault.at, self._happen, fault)
+        if self._pending or self._unsaid:
+            sim.engine.heard = self._heard
         if any(plan.offsets) or any(rate != 1.0 for rate in plan.clock_rates):
             sim.fired["clock_skew"] += 1
         if len(plan.arrivals) >= BURST and not any(plan.arrivals):
@@ -40,13 +67,16 @@ class Faults:
         self._thaw()
         sim.cut_etcd.clear()
         sim.cut_peers.clear()
+        sim.cut_pairs.clear()
         for process in list(sim.processes.values()):
             sim.unpause(process)
         for index in range(sim.plan.nodes):
             name = f"n{index}"
             if name in sim.plan.doomed:
                 process = sim.processes.get(name)
-                if process is not None and not process.gone:
+                if process is not None and not process.gone and name == sim.plan.sleeper and sim.plan.again:
+                    sim.pause(process, SLEEP_S)
+                elif process is not None and not process.gone:
                     process.silent_death = sim.net.random() < 0.5
                     sim.kill(process, "is dead for good")
             else:
@@ -57,7 +87,7 @@ class Faults:
             return
         name = self.sim.leader() if fault.who == "leader" else fault.who
         process = self.sim.processes.get(name or "")
-        if fault.who and (process is None or process.gone):
+        if fault.who and fault.kind != "start" and (process is None or process.gone):
             return
         if process is not None:
             if fault.kind != "key_deleted":
@@ -77,6 +107,10 @@ class Faults:
         """SIGKILL of the agent."""
         self.sim.kill(process, "is killed")
         self._return(process)
+
+    def start(self, process: Process | None, fault: Fault) -> None:
+        """Somebody starts the agent again."""
+        self.sim.spawn(fault.who)
 
     def power_loss(self, process: Process, fault: Fault) -> None:
         """The machine is gone without a word."""
@@ -109,6 +143,23 @@ class Faults:
         self.cut_etcd(process, fault)
         self.cut_peers(process, fault)
 
+    def cut_pair(self, process: Process, fault: Fault) -> bool:
+        """Two nodes cannot reach each other; both reach everybody else."""
+        other = self.sim.processes.get(fault.other)
+        if other is None:
+            return False
+        other.trouble_at = process.trouble_at
+        self.sim.cut_pairs[frozenset((process.name, fault.other))] = self.sim.engine.now + fault.for_s
+        return True
+
+    def missed(self, process: Process, fault: Fault) -> None:
+        """What a node's watches would have told is compacted before they are connected again."""
+        process.wire.miss(fault.for_s)
+
+    def deaf_to(self, process: Process, fault: Fault) -> None:
+        """A node's watches of one range miss what happens for a while."""
+        process.wire.miss(fault.for_s, fault.other)
+
     def leave(self, process: Process, fault: Fault) -> None:
         """SIGTERM to the agent."""
         process.signal()
@@ -126,11 +177,11 @@ class Faults:
             self.sim.engine.after(0.7, self.sim.spawn, name)
 
     def worker_failure(self, process: Process, fault: Fault) -> bool:
-        """A worker raises."""
+        """A worker raises; `other`: what makes its failure final, 5 or 6."""
         living = process.group.living
         if not living:
             return False
-        living[-1].fail("it raises", collateral=False)
+        living[-1].fail("it raises", collateral=False, final_code=int(fault.other or 0))
         return True
 
     def collateral_first(self, process: Process, fault: Fault) -> bool:
@@ -164,6 +215,85 @@ class Faults:
         server = self.sim.server
         for kv in server.read(Keys("run").members).keys:
             server.revoke(kv.lease)
+
+    def resubmit(self, _: None, fault: Fault) -> None:
+        """Everything is killed and started again, with other options perhaps; one old agent may only be stopped."""
+        sim = self.sim
+        sim.trouble_at = sim.engine.now + 2 * sim.plan.spec.lease_ttl_s
+        sim.spec = sim.plan.resubmitted or sim.spec
+        for process in list(sim.processes.values()):
+            if process.name == sim.plan.sleeper and not sim.plan.again:
+                sim.pause(process, 12.0 + sim.net.uniform(0.0, 8.0))
+            else:
+                sim.kill(process, "is killed, to be submitted again")
+        for index in range(sim.plan.nodes):
+            sim.engine.after(sim.net.uniform(0.3, 6.0), sim.spawn, f"n{index}")
+
+    def wiped(self, process: None, fault: Fault) -> None:
+        """etcd's data are gone: an empty store answers."""
+        self.sim.wipe()
+
+    def resize(self, process: None, fault: Fault) -> bool:
+        """The operator changes how many nodes the run may have to `other`, MIN:MAX; between reading and writing it is
+        `for_s` slow."""
+        found = self.sim.server.read(Keys("run").spec, exact=True).keys
+        if not found:
+            return False
+        record = decode(SpecRecord, found[0].key, found[0].value)
+        least, most = map(int, fault.other.split(":"))
+        spec = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
+        to = record.model_copy(update={"spec": spec})
+        txn = fence.resize(Keys("run"), to, found[0].mod_revision)
+        self.sim.engine.after(fault.for_s, self._resize, txn, found[0].mod_revision)
+        return True
+
+    def _resize(self, txn: Txn, seen: int) -> None:
+        now = self.sim.server.read(Keys("run").spec, exact=True).keys
+        done = self.sim.server.commit(txn).succeeded
+        lost = done and (not now or now[0].mod_revision != seen)
+        require(not lost, "S3", "a resize undoes what another has changed since it was read")
+
+    def drain(self, process: Process, fault: Fault) -> bool:
+        """The operator asks a node to drain; between reading and writing its key `for_s` pass."""
+        found = self.sim.server.read(Keys("run").member(process.name), exact=True).keys
+        if not found:
+            return False
+        member = decode(Member, found[0].key, found[0].value)
+        if self.sim.plan.leaves_within_s:  # Otherwise the wish may be lost with its key.
+            process.told_at = self.sim.engine.now + fault.for_s
+        txn = fence.drain(Keys("run"), found[0], member.model_copy(update={"draining": True}))
+        self.sim.engine.after(fault.for_s, self._drain, process, txn)
+        return True
+
+    def _drain(self, process: Process, txn: Txn) -> None:
+        try:
+            done = self.sim.server.commit(txn).succeeded
+        except LeaseLost:
+            done = False
+        if not done:
+            process.told_at = None
+        else:
+            self.sim.engine.after(8.0, self._return, process)
+
+    def deleted(self, process: None, fault: Fault) -> None:
+        """Somebody deletes a part of the run's keys by hand."""
+        sim = self.sim
+        sim.invariants.running = False
+        sim.server.commit(Txn((), (Delete(Keys("run").prefix + fault.other, prefix=True),), "by hand"))
+        sim.lost_data()
+        sim.invariants.take_over(sim.server.read(Keys("run").prefix))
+
+    def backup(self, process: None, fault: Fault) -> None:
+        """Somebody keeps a copy of etcd's data."""
+        self._backup = {name: copy.deepcopy(vars(self.sim.server)[name]) for name in KEPT}
+
+    def restored(self, process: None, fault: Fault) -> None:
+        """etcd comes back from the copy: what it had acknowledged since is gone."""
+        sim = self.sim
+        sim.lost_data()
+        sim.server.replace(sim.server.store_id)
+        vars(sim.server).update(self._backup)
+        sim.server.watch("/elasticrt/run/", sim.recorded, from_revision=1)
 
     def key_deleted(self, process: Process, fault: Fault) -> None:
         """Somebody deletes one member key by hand."""

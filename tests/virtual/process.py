@@ -8,16 +8,18 @@ probes, the worker parent and the workers.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
+import os
 import queue
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from elasticrt.agent import memory
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.group import Command
 from elasticrt.agent.membership import Membership
@@ -25,21 +27,22 @@ from elasticrt.agent.node import Node
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.messages import Warm
 from elasticrt.errors import ElasticError
-from elasticrt.rendezvous.decision import Decision, Publish
+from elasticrt.rendezvous.decision import Decision, Me, Publish
 from elasticrt.rendezvous.handler import Rendezvous
+from elasticrt.rendezvous.records import Result
 from elasticrt.store.protocol import Address, Credentials
+from tests.virtual.conduct import Intent
 from tests.virtual.edges import (
     CURRENT,
     VirtualCourier,
     VirtualEvents,
-    VirtualMemory,
     VirtualPorts,
     VirtualProber,
     VirtualSession,
 )
-from tests.virtual.engine import Engine, Task, VirtualQueue
-from tests.virtual.training import VirtualGroup
+from tests.virtual.engine import Engine, Task, VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
+from tests.virtual.workers import VirtualGroup
 
 if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
@@ -66,6 +69,12 @@ class Process:
         self.reached_at = self.awake_at = sim.engine.now
         self.trouble_at = sim.engine.now
         self.told_at: float | None = None
+        self.began_at = sim.engine.now
+        self.spec = sim.spec_of(name)
+        self.attempt = 0
+        self.knew = 0  # The generation that it knew when the store lost its data.
+        self.incarnations: set[str] = set()
+        self.fencing = ("", 0)
         self.wire = Wire(sim, self)
         self.tasks: list[Task] = []
         self.probe_port = sim.port()
@@ -99,6 +108,14 @@ class Process:
         self.ended_at = self.sim.engine.now
         self.sim.engine.after(0.0, self.sim.bury, self, "exits")
 
+    def intent(self) -> Intent:
+        """What it knows now."""
+        me = getattr(self.agent, "me", None)
+        if me is None:
+            return Intent()
+        self.incarnations.add(me.record.incarnation)
+        return Intent(me.record.incarnation, self.fencing)
+
     def signal(self) -> None:
         """SIGTERM."""
         self.told_at = self.sim.engine.now
@@ -111,14 +128,14 @@ class VirtualAgent(Agent):
     def __init__(self, process: Process) -> None:
         self.process = process
         self.published: Publish | None = None
-        super().__init__(_settings(process), process.sim.plan.spec)
+        super().__init__(_settings(process), process.spec)
 
     def _decide(self) -> Decision:
         before = self.reason
         decision = super()._decide()
         if decision.reason != before:
             self.process.sim.say(self.process, f"{type(decision).__name__}: {decision.reason}")
-        self.process.sim.invariants.decided(self.process, decision)
+        self.process.sim.invariants.conduct.decided(self.process, decision)
         return decision
 
     def say(self, text: str) -> None:
@@ -128,15 +145,14 @@ class VirtualAgent(Agent):
 class VirtualNode(Node):
     """The production node over virtual workers."""
 
-    group: VirtualGroup
+    def __init__(self, settings: Settings, put: Callable[[Any], None], *more: Any) -> None:
+        super().__init__(settings, put, *more)
+        self.group = VirtualGroup(process_of(settings), put)
+        self._group = self.group  # type: ignore[assignment]  It is one as far as a node can see.
 
     def open(self) -> None:
         """Start the worker parent: it is warm after a while."""
-        process = process_of(self._settings)
-        if self._group is None:
-            self.group = VirtualGroup(process, self._put)
-            self._group = self.group  # type: ignore[assignment]
-        sim = process.sim
+        sim = process_of(self._settings).sim
         sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s, 0))
 
     def close(self) -> None:
@@ -147,24 +163,22 @@ class VirtualNode(Node):
 class VirtualMembership(Membership):
     """The production membership; only the courier and the meeting are virtual."""
 
+    def open(self, me: Me) -> Me | Result:
+        """See `Membership`."""
+        joined = super().open(me)
+        if isinstance(joined, Me):
+            process_of(self._settings).attempt = joined.attempt
+        return joined
+
     def embedded_died(self) -> bool:
         """Never: etcd is outside."""
         return False
 
 
-PRODUCTION = [
-    importlib.import_module(f"elasticrt.{name}")
-    for name in (
-        "agent.agent",
-        "agent.cycle",
-        "agent.membership",
-        "agent.node",
-        "agent.outage",
-        "agent.voice",
-        "rendezvous.handler",
-    )
-]
-"""Where edges are replaced: modules that name a clock, a queue, a thread or a process."""
+def _production() -> list[ModuleType]:
+    """Where edges are replaced: modules that may name a clock, a queue, a thread or a process."""
+    found = [key for key in sys.modules if key.startswith(("elasticrt.agent.", "elasticrt.rendezvous."))]
+    return [sys.modules[key] for key in sorted(found)]
 
 
 def process_of(settings: Settings) -> Process:
@@ -187,10 +201,11 @@ def _settings(process: Process) -> Settings:
         etcd=(Address("http", "virtual", 2379),),
         credentials=Credentials(),
         serve=None,
-        again=False,
+        again=process.sim.again,
         run_dir=Path("/virtual"),
-        max_restarts=process.sim.plan.spec.max_restarts,
+        max_restarts=process.spec.max_restarts,
         stop_timeout_s=2.0,
+        drain_timeout_s=process.sim.drain_s,
         events_fd=0,  # Nothing is narrated.
     )
 
@@ -212,7 +227,7 @@ def virtual(sim: Simulator) -> Iterator[None]:
 
     clock = SimpleNamespace(
         monotonic=engine.clock,
-        monotonic_ns=lambda: int(engine.clock() * 1e9),
+        monotonic_ns=lambda: nanoseconds(engine.clock()),
         sleep=lambda seconds: here().sleep(seconds),
     )
     secrets = SimpleNamespace(token_hex=draw)
@@ -227,7 +242,7 @@ def virtual(sim: Simulator) -> Iterator[None]:
         "queue": queues,
         "EventLog": VirtualEvents,
         "Node": VirtualNode,
-        "Memory": VirtualMemory,
+        "SEATS_PER_CHUNK": sim.plan.seats_per_chunk,
         "Ports": VirtualPorts,
         "Prober": VirtualProber,
         "Membership": VirtualMembership,
@@ -242,12 +257,13 @@ def virtual(sim: Simulator) -> Iterator[None]:
     }
     before = [
         (module, name, vars(module)[name])
-        for module in PRODUCTION
+        for module in _production()
         for name in replacing
-        if name in vars(module)
-        and not (isinstance(vars(module)[name], type) and vars(module)[name].__module__ == module.__name__)
+        if name in vars(module) and getattr(vars(module)[name], "__module__", "") != module.__name__
     ]
     replaced = [(module, name, replacing[name]) for module, name, _ in before]
+    before.append((memory, "os", os))
+    replaced.append((memory, "os", SimpleNamespace(memfd_create=lambda *_: sim.port(), close=id, MFD_CLOEXEC=0)))
     CURRENT.append(sim)
     logger = logging.getLogger("elasticrt")
     level = logger.level

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
 from elasticrt.rendezvous.records import Keys
+from elasticrt.spec import RunSpec, resized
 from elasticrt.store.memory import MemoryServer
 from elasticrt.store.protocol import Changes, Resync, Txn, TxnResult
-from tests.virtual.engine import STORY_TAIL, Engine, Violation
+from tests.virtual.conduct import Intent
+from tests.virtual.engine import STORY_TAIL, Engine, Violation, require
 from tests.virtual.faults import Faults
-from tests.virtual.invariants import Invariants, require
-from tests.virtual.plan import Plan
+from tests.virtual.invariants import Invariants
+from tests.virtual.plan import Plan, Snag
 from tests.virtual.process import Process, virtual
-from tests.virtual.training import Group, Training
+from tests.virtual.training import Training
+from tests.virtual.workers import Group, State
 
 RECOVER_S = 60.0
 FINISH_S = 60.0
+ADMIT_S = 40.0
+DRAIN_S = 6.0
 GENERATIONS_MAX = 12
 """L8: more generations than this while nothing goes wrong any more are a livelock."""
 
@@ -64,8 +70,10 @@ class Simulator:
         self.net = random.Random(f"net {plan.seed}")
         self.fired: Counter[str] = Counter()
         self.calm = False
-        self.running = True
-        self.last_step: int | None = None
+        self.spec = plan.spec
+        self.again = False
+        self.drain_s = DRAIN_S if plan.loops else 0.0
+        self.last_step: int | None = plan.ends_after or None
         self.slack = plan.rates.late_s * (plan.rates.late > 0) * 3 + 4 * plan.timeout_s + 40 * plan.latency_s
         self.began = self.engine.now
         self.frozen_s = 0.0
@@ -75,14 +83,19 @@ class Simulator:
         self.processes: dict[str, Process] = {}
         self.lives: Counter[str] = Counter()
         self.disk: dict[str, tuple[int, ...]] = {}
+        self.copies: dict[str, State] = {}
         self.trainings: dict[str, Training] = {}
         self.down_until = 0.0
         self.trouble_at = 0.0
         self.cut_etcd: dict[str, float] = {}
         self.cut_peers: dict[str, float] = {}
+        self.cut_pairs: dict[frozenset[str], float] = {}
+        self.wiped_at: float | None = None
+        self._snagged: Counter[Snag] = Counter()
+        self._first: Violation | None = None
         self.faults = Faults(self)
         self._ports = 10_000
-        self.server.watch("/elasticrt/run/", self._recorded, from_revision=1)
+        self.server.watch("/elasticrt/run/", self.recorded, from_revision=1)
         self.engine.check = self.invariants.after_event
 
     # What others ask of it.
@@ -116,11 +129,51 @@ class Simulator:
     def linked(self, one: Process, other: Process) -> bool:
         """Whether two machines can talk to each other."""
         now = self.engine.now
-        return one is other or (self.cut_peers.get(one.name, 0.0) <= now and self.cut_peers.get(other.name, 0.0) <= now)
+        if one is other:
+            return True
+        if self.cut_pairs and self.cut_pairs.get(frozenset((one.name, other.name)), 0.0) > now:
+            return False
+        return self.cut_peers.get(one.name, 0.0) <= now and self.cut_peers.get(other.name, 0.0) <= now
 
-    def commit(self, process: Process, txn: Txn) -> TxnResult:
+    def snag(self, process: Process, txn: Txn) -> Snag | None:
+        """What the plan has in store for this transaction."""
+        due = None
+        for snag in self.plan.snags:
+            if snag.who in ("", process.name) and snag.what in txn.why and self.faults.has_said(snag.on):
+                self._snagged[snag] += 1
+                due = snag if self._snagged[snag] == snag.nth else due
+        return due
+
+    def commit(self, process: Process, txn: Txn, intent: Intent) -> TxnResult:
         """A transaction arrives at etcd."""
-        return self.server.commit(txn)
+        conduct = self.invariants.conduct
+        self.server.expire()  # What leases do now is not this writer's doing.
+        conduct.writer = (process, txn, intent)
+        try:
+            done = self.server.commit(txn)
+        finally:
+            conduct.writer = None
+        return done
+
+    def wipe(self) -> None:
+        """Another, empty etcd answers. Whoever knew the old one's generations must not go on."""
+        self.lost_data()
+        self.server.replace("memory-2")
+        self.server.watch("/elasticrt/run/", self.recorded, from_revision=1)
+
+    def lost_data(self) -> None:
+        """What was true of the store is so no more; agents that knew it have to find out."""
+        self.wiped_at = self.trouble_at = self.engine.now
+        self.invariants.running = False
+        self.invariants = Invariants(self)
+        self.engine.check = self.invariants.after_event
+        for process in self.processes.values():
+            process.knew = max(process.knew, getattr(getattr(process.agent, "me", None), "known", 0))
+
+    def spec_of(self, name: str) -> RunSpec:
+        """The options that a node is started with."""
+        others = self.plan.others
+        return others.get(f"{name}.{self.lives[name]}") or others.get(name, self.spec)
 
     def training(self, group: Group) -> Training:
         """The process group of a generation."""
@@ -186,12 +239,18 @@ class Simulator:
         self.say(process, f"{how} with code {process.code}")
         codes = {result.code for result in self.invariants.results.values()}
         allowed = process.code == EXIT_TERMINATED or process.code in codes
-        if not hasattr(process.agent, "me") or process.agent.me.known == 0:
+        if not process.attempt:
             # It could not get in (etcd is away, or its own former life seems to live): somebody starts it again.
             allowed = allowed or process.code in (EXIT_STORE, EXIT_DUPLICATE)
-            self.engine.after(2.0, self.spawn, process.name)
+        if self.wiped_at is not None and process.began_at <= self.wiped_at:
+            allowed = allowed or process.code == EXIT_STORE
+        stored = self.invariants.spec
+        if (
+            stored is not None and resized(process.spec, stored.spec) != stored.spec
+        ) or process.attempt != self.invariants.attempt():
+            allowed = allowed or process.code == EXIT_DUPLICATE
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
-        if self.calm and process.name not in self.plan.doomed:
+        if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):
             self.engine.after(2.0, self.spawn, process.name)
         self.engine.end(process)
         process.group.vanish(how)
@@ -217,9 +276,14 @@ class Simulator:
             self.engine.after(0.0, task.resume, token)
         self.say(process, "! goes on after a pause")
 
-    def _recorded(self, item: Changes | Resync) -> None:
-        assert isinstance(item, Changes)
-        self.invariants.follow(item)
+    def recorded(self, item: Changes | Resync) -> None:
+        """All that changes in the store."""
+        if isinstance(item, Changes) and self.invariants.running:  # Otherwise the store has been wiped.
+            try:
+                self.invariants.follow(item)
+            except Violation as violation:
+                self._first = self._first or violation  # Its writer's code ends in its own time, and others go on.
+                raise
 
     # The run.
 
@@ -232,10 +296,12 @@ class Simulator:
                 self.faults.schedule()
                 self.engine.run(self.began + self.plan.safety_s)
                 self._live()
+                if self.plan.again is not None:
+                    self._again(self.plan.again)
             except Violation as violation:
-                raise Failed(violation, self.plan, self.engine.story) from violation
+                raise Failed(self._first or violation, self.plan, self.engine.story) from violation
             finally:
-                self.running = False
+                self.invariants.running = False
                 self._close()
         results = self.invariants.results.values()
         return Outcome(
@@ -254,16 +320,47 @@ class Simulator:
         self._until(began + RECOVER_S, lambda: self.invariants.head_at > began + 0.5, "L1", "no commit")
         published = len(self.invariants.generations) - before
         require(published <= GENERATIONS_MAX, "L8", f"{published} generations while nothing went wrong")
-        self.last_step = max(training.step for training in self.trainings.values()) + 3 if self.trainings else 3
+        if self.spec.join == "now":
+            self._until(self.engine.now + ADMIT_S, self._all_are_in, "L4", "not everybody has a seat")
+        self._finish()
+
+    def _all_are_in(self) -> bool:
+        """Whether all agents have seats, or there are no more. A resized run may have others."""
+        seats, living = self.invariants.roster(), [one for one in self.processes.values() if not one.gone]
+        most = self.invariants.spec.spec.max_nodes if self.invariants.spec is not None else self.spec.max_nodes
+        return len(seats) == most or (len(seats) < most and all(one.paused or one.name in seats for one in living))
+
+    def _finish(self) -> None:
+        """Let the script end soon, and see every agent end after it."""
+        self.last_step = max((training.step for training in self.trainings.values()), default=0) + 3
         self._until(self.engine.now + FINISH_S, lambda: False, "L1", "no result")
         ended_at = self.engine.now
-        while any(not process.gone for process in self.processes.values()):
+        while any(not process.gone and not process.paused for process in self.processes.values()):
             self.engine.run(self.engine.now + 0.5)
             self._dismiss()
-            late = [process.name for process in self.processes.values() if not process.gone]
+            late = [process.name for process in self.processes.values() if not process.gone and not process.paused]
             require(self.engine.now < ended_at + 30.0, "L2", f"{late} have not ended 30 s after the result")
+        self.engine.run(self.engine.now + 1.5)
         for process in self.processes.values():
-            require(not process.group.living, "L2", f"workers of {process.name} live on after its agent")
+            if not process.paused:
+                require(not process.group.living, "L2", f"workers of {process.name} live on after its agent")
+
+    def _again(self, spec: RunSpec) -> None:
+        """The run is submitted once more under the same run id; then the sleeper wakes."""
+        self.fired["second_attempt"] += 1
+        self.engine.say("-----", "submitted again")
+        self.again, self.spec = True, spec
+        self.last_step, self.invariants.result_at = None, None
+        attempt = self.invariants.attempt() + 1
+        for index in range(self.plan.nodes):
+            if f"n{index}" not in self.plan.doomed:
+                self.engine.after(self.net.uniform(0.0, 2.0), self.spawn, f"n{index}")
+        for process in list(self.processes.values()):
+            self.engine.after(self.net.uniform(0.0, 3.0), self.unpause, process)
+        began = self.engine.now
+        started = lambda: self.invariants.attempt() == attempt and self.invariants.head_at > began  # noqa: E731
+        self._until(began + RECOVER_S, started, "L1", "no commit of the second attempt")
+        self._finish()
 
     def _dismiss(self) -> None:
         """Agents that had not got in before the result are sent home: they would begin another attempt."""
@@ -274,11 +371,14 @@ class Simulator:
             if me is None or (me.known == 0 and not process.agent.rendezvous.view.members):
                 self.kill(process, "is sent home")
 
-    def _until(self, deadline: float, done: object, name: str, text: str) -> None:
+    def _until(self, deadline: float, done: Callable[[], bool], name: str, text: str) -> None:
         began = self.engine.now
-        while self.invariants.result_at is None and not done():  # type: ignore[operator]  A function of nothing.
+        while not self._ended() and not done():
             require(self.engine.now < deadline, name, f"{text} in {self.engine.now - began:.0f} s without faults")
             self.engine.run(self.engine.now + 0.5)
+
+    def _ended(self) -> bool:
+        return self.invariants.result_at is not None
 
     def _close(self) -> None:
         for task in list(self.engine.tasks):

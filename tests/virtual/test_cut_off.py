@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elasticrt.rendezvous.decide import decide
-from elasticrt.rendezvous.decision import Rejoin, Wait
+from elasticrt.rendezvous.decision import Probe, Rejoin, Wait
 from tests.virtual.world import World, spec
 
 
-def _world(nodes: int) -> World:
+def _world(nodes: int, **changes: object) -> World:
     """A world in which `nodes` members run generation 1."""
-    world = World(spec(max_nodes=nodes))
+    world = World(spec(max_nodes=nodes, **changes))
     for index in range(nodes):
         world.add(f"n{index}")
     world.settle()
@@ -39,6 +39,26 @@ def test_a_follower_that_nobody_reaches_is_left_out_once() -> None:
     world.pass_time(6.0)
     assert _newest(world) == ["n0", "n1", "n2"]
     assert world.generations() == [1, 2, 3]
+
+
+def test_who_was_out_of_reach_is_asked_again_while_it_is_needed() -> None:
+    """N02: below the minimum the leader waits for a node that did not answer, and asks it once a lease term.
+
+    It neither gives up on it (the run would end at its deadline, with every node alive) nor asks it all the time.
+    """
+    world = _world(3, min_nodes=3)
+    world.cuts = [{"n2", "n0"}, {"n2", "n1"}]
+    for member in world.members.values():
+        member.fail(collateral=True)
+    world.settle()
+    world.pass_time(22.0)
+    assert world.generations() == [1]
+    again = [d for d in world.members["n0"].story if isinstance(d, Probe) and d.reason == "can they be reached by now?"]
+    assert 3 <= len(again) <= 5, "once in five seconds"
+    world.cuts = []
+    world.pass_time(5.5)
+    assert world.generations() == [1, 2]
+    assert _newest(world) == ["n0", "n1", "n2"]
 
 
 def test_a_leader_that_nobody_reaches_lets_another_lead() -> None:

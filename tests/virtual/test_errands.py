@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from elasticrt.agent.commit import Errand, Errands
 from elasticrt.contract.env import Commit
-from elasticrt.contract.messages import Reply, Save
+from elasticrt.contract.messages import Claim, Reply, Save
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import StoreUnavailable, Txn, TxnResult
@@ -60,6 +60,21 @@ def test_a_commit_that_took_effect_between_reading_and_trying_again_is_found() -
 def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
     """More lost answers than anybody would count: a worker that was told "refused" could never commit again."""
     assert _save(["never"] * 40) == (Reply(1, True), 1)
+
+
+def _claim(errands: Errands, life: str, lease: int) -> str:
+    told = errands.carry_out(Errand(Claim(1, "data", "1"), 1, 0, 1, "n0", life * 16, lease, lambda _: None))
+    return "yes" if told.ok else told.reason
+
+
+def test_a_builder_that_begins_another_life_may_claim_again() -> None:
+    """L1: a node that was left out while it built comes back with its lease; nobody waits for its former life."""
+    server = MemoryServer(lambda: 0.0)
+    errands = Errands(MemoryStore(server), Keys("run"), lambda _: None, lambda: True)
+    mine, other = server.grant(5.0).lease_id, server.grant(5.0).lease_id
+    assert _claim(errands, "a", mine) == "yes"
+    assert _claim(errands, "b", other) == "wait: n0"
+    assert _claim(errands, "c", mine) == "yes"
 
 
 def test_a_closing_agent_says_that_it_does_not_know() -> None:

@@ -8,16 +8,14 @@ from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Wait
 from elasticrt.rendezvous.view import apply_range
 from elasticrt.store.protocol import Delete, Put, Txn
-from tests.virtual.test_protocol import _check_ranks as check_ranks
-from tests.virtual.test_protocol import _leaving as leaving
-from tests.virtual.test_protocol import _world as make_world
+from tests.virtual.world import check_ranks, running, told_to_leave
 
 
 def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
     """S3: between seeing a new generation and reading its roster, the last one's seats say nothing about it."""
-    world = make_world(3)
+    world = running(3)
     slow = world.members["n2"]
-    world.members["n1"].me = leaving(world.members["n1"])
+    world.members["n1"].me = told_to_leave(world.members["n1"])
     for _ in range(20):
         for name in ("n0", "n1"):
             world.members[name].step()
@@ -31,7 +29,7 @@ def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
 
 def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
     """L1: a read that finds another creation of the oldest key asks who is oldest; else each waits for the other."""
-    world = make_world(2)
+    world = running(2)
     world.pass_time(1.0)
     follower, key = world.members["n1"].rendezvous, "/elasticrt/run/members/n0"
     assert follower.view.oldest == "n0"
@@ -44,7 +42,7 @@ def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
 
 def test_who_was_fenced_for_silence_is_not_fenced_again_for_it() -> None:
     """L8: below the minimum, a node that was silent and comes back completes the next generation."""
-    world = make_world(4, min_nodes=4)
+    world = running(4, min_nodes=4)
     quiet = world.members["n3"]
     quiet.silent = True
     world.members["n1"].fail(collateral=True)
@@ -59,7 +57,7 @@ def test_who_was_fenced_for_silence_is_not_fenced_again_for_it() -> None:
 
 def test_a_leader_that_sees_nobody_at_all_comes_back() -> None:
     """E08: all member keys are deleted while the leader looks; it registers again instead of giving up."""
-    world = make_world(1)
+    world = running(1)
     world.server.commit(Txn((), (Delete("/elasticrt/run/members/", prefix=True),)))
     world.settle()
     assert world.generations() == [1]
@@ -68,7 +66,7 @@ def test_a_leader_that_sees_nobody_at_all_comes_back() -> None:
 
 def test_a_new_leader_gives_missing_keys_their_whole_lease_term() -> None:
     """L7: after all leases were lost the first to register leads; who is a little slower is not taken for lost."""
-    world = make_world(3)
+    world = running(3)
     world.pass_time(10.0)
     for member in world.members.values():
         world.server.revoke(member.lease.lease_id)

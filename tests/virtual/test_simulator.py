@@ -12,7 +12,7 @@ from tests.virtual.simulator import simulate
 
 
 def test_invariants_hold_in_a_hundred_seeds() -> None:
-    """S1-S13, S16, L1-L3, L6, L8: in every seed nothing wrong happens, and work goes on once faults stop."""
+    """S1-S13, S16, L1-L4, L6-L8: in every seed nothing wrong happens, and work goes on once faults stop."""
     tally = run(0, 100)
     assert not tally.failures, tally.failures[0][1]
 
@@ -39,5 +39,5 @@ def test_no_clock_of_another_host_matters(seed: int) -> None:
     plan = draw(seed)
     even = replace(plan, clock_rates=(1.0,) * plan.nodes)
     together = simulate(replace(even, offsets=(0.0,) * plan.nodes))
-    apart = simulate(replace(even, offsets=tuple((-1) ** i * 3.1e8 * (i + 1) for i in range(plan.nodes))))
+    apart = simulate(replace(even, offsets=tuple(3e9 + (-1) ** i * 3.1e8 * (i + 1) for i in range(plan.nodes))))
     assert together.story == apart.story

@@ -18,22 +18,28 @@ from tests.virtual.simulator import simulate
 TRACES = Path(__file__).with_name("traces")
 
 
-def _plan(name: str, nodes: int, *faults: Fault, arrivals: tuple[float, ...] = (), **changes: object) -> Plan:
+def _plan(
+    name: str, nodes: int, *faults: Fault, arrivals: tuple[float, ...] = (), loops: bool = False, **changes: object
+) -> Plan:
     spec = RunSpec(**{"min_nodes": 1, "max_nodes": nodes, "command": ("script", "train.py"), "join": "now", **changes})
     arrivals = arrivals or (0.0,) * nodes
     ones = (1,) * nodes
     return Plan(
         seed=name, nodes=nodes, spec=spec, workers=ones, arrivals=arrivals, offsets=(0.0,) * nodes,
         clock_rates=(1.0,) * nodes, latency_s=0.002, step_s=1.0, commit_every=2, faults=faults, safety_s=15.0,
-        returns=0.0,
+        returns=0.0, loops=loops,
     )  # fmt: skip
 
 
 PLANS: dict[str, tuple[str, Plan]] = {
     "start": ("Three nodes start together; the run trains, commits, and ends.", _plan("start", 3)),
     "join": (
-        "Two nodes train; a third comes and is let in as soon as it is warm.",
-        _plan("join", 3, arrivals=(0.0, 0.0, 6.0)),
+        "Two nodes train in a Loop; a third comes, and all hand over to a generation with it.",
+        _plan("join", 3, arrivals=(0.0, 0.0, 6.0), loops=True),
+    ),
+    "drain": (
+        "A node that trains in a Loop is told to leave: all hand over, and the others go on after the very same step.",
+        _plan("drain", 3, Fault(6.0, "leave", "n1"), loops=True),
     ),
     "crash": (
         "A node that does not lead is killed: its peers' workers fail, the leader asks it, is refused, and goes on.",
@@ -44,7 +50,7 @@ PLANS: dict[str, tuple[str, Plan]] = {
         _plan("leader_crash", 3, Fault(6.0, "crash", "leader")),
     ),
     "leave": (
-        "A node is told to leave: it says so and goes, nobody waits for it, and no restart is counted.",
+        "A node without a Loop is told to leave: it says so and goes, nobody waits for it, and no restart is counted.",
         _plan("leave", 3, Fault(6.0, "leave", "n1")),
     ),
     "etcd_outage": (

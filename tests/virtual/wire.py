@@ -26,6 +26,8 @@ from elasticrt.store.protocol import (
 )
 
 if TYPE_CHECKING:
+    from tests.virtual.conduct import Intent
+    from tests.virtual.plan import Snag
     from tests.virtual.process import Process
     from tests.virtual.simulator import Simulator
 
@@ -41,9 +43,10 @@ class Channel:
         self._sim = sim
         self._process = process
         self._sink = sink
-        self._what = what
+        self.what = what
         self._items: deque[Changes | Resync | Broken] = deque()
         self._due = 0.0
+        self._missing = False
         rates = sim.plan.rates
         self._late_s = sim.net.uniform(0.0, rates.late_s) if sim.chance("late", rates.late) else 0.0
 
@@ -59,7 +62,7 @@ class Channel:
         self._sim.engine.at(self._due, self._deliver)
 
     def _deliver(self) -> None:
-        if not self.active or self._process.gone or not self._items:
+        if not self.active or self._process.gone or not self._items or self._missing:
             return
         if self._sim.unreachable(self._process):
             self._sim.engine.after(0.25, self._deliver)
@@ -72,6 +75,17 @@ class Channel:
         self._sink(item)
         if isinstance(item, Changes) and self._sim.chance("doubled", self._sim.plan.rates.doubled):
             self._sink(item)
+
+    def miss(self, for_s: float) -> None:
+        """The connection is gone for a while, and what happens meanwhile is compacted before it is back."""
+        if self.active and not self._missing:
+            self._missing = True
+            self._sim.engine.after(for_s, self._catch_up)
+
+    def _catch_up(self) -> None:
+        if self.active and not self._process.gone:
+            self.cancel()
+            self._sink(Resync("compacted"))
 
     def cancel(self) -> None:
         """See `protocol.Watch`."""
@@ -101,7 +115,11 @@ class Wire:
 
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store`."""
-        return self._ask(lambda: self._sim.commit(self.process, txn), txn)
+        intent = self.process.intent()
+        done = self._ask(lambda: self._sim.commit(self.process, txn, intent), txn)
+        if not done.succeeded:
+            self._sim.invariants.conduct.refused(self.process, txn)
+        return done
 
     def grant(self, ttl_s: float) -> Lease:
         """See `protocol.Store`."""
@@ -122,6 +140,12 @@ class Wire:
         self._channels = [other for other in self._channels if other.active] + [channel]
         return channel
 
+    def miss(self, for_s: float, what: str = "") -> None:
+        """All watches of ranges whose name ends so miss what happens in this time."""
+        for channel in self._channels:
+            if channel.what.endswith(what):
+                channel.miss(for_s)
+
     def close(self) -> None:
         """See `protocol.Store`."""
         for channel in self._channels:
@@ -133,38 +157,49 @@ class Wire:
         if sim.unreachable(self.process):
             sim.engine.sleep(plan.timeout_s)
             raise StoreUnavailable("no answer (etcd cannot be reached)")
+        snag = sim.snag(self.process, txn) if txn is not None else None
         if txn is not None:
-            self._maybe_freeze("before", txn)
-            if sim.chance("unsent", plan.rates.unsent):
-                self._unheard(txn, "never arrived")
-            if sim.chance("belated", plan.rates.belated):
-                sim.engine.after(plan.timeout_s + sim.net.uniform(0.0, 4.0), self._belated, txn)
-                self._unheard(txn, "will arrive late")
+            self._trouble_before(txn, snag)
         result = act()
         if txn is not None:
-            if sim.chance("unheard", plan.rates.unheard):
+            if sim.chance("unheard", plan.rates.unheard) or (snag and snag.how == "unheard"):
                 self._unheard(txn, "answer lost")
-            self._maybe_freeze("after", txn)
+            self._maybe_freeze("after", txn, snag)
         sim.engine.sleep(plan.latency_s * sim.net.uniform(0.1, 0.5))
         return result
+
+    def _trouble_before(self, txn: Txn, snag: Snag | None) -> None:
+        sim, plan = self._sim, self._sim.plan
+        self._maybe_freeze("before", txn, snag)
+        if snag is not None and snag.how == "slow":
+            sim.say(self.process, f"slow: {txn.why} (for {snag.for_s:.1f} s)")
+            sim.engine.sleep(snag.for_s)
+        if sim.chance("unsent", plan.rates.unsent) or (snag and snag.how == "unsent"):
+            self._unheard(txn, "never arrived")
+        belated = snag is not None and snag.how == "belated"
+        if sim.chance("belated", plan.rates.belated) or belated:
+            late_s = snag.for_s if snag is not None and belated else plan.timeout_s + sim.net.uniform(0.0, 4.0)
+            sim.engine.after(late_s, self._belated, txn, self.process.intent())
+            self._unheard(txn, "will arrive late")
 
     def _unheard(self, txn: Txn, how: str) -> None:
         self._sim.say(self.process, f"no answer to: {txn.why} ({how})")
         self._sim.engine.sleep(self._sim.plan.timeout_s)
         raise StoreUnavailable("no answer within the deadline")
 
-    def _belated(self, txn: Txn) -> None:
+    def _belated(self, txn: Txn, intent: Intent) -> None:
         try:
-            done = self._sim.commit(self.process, txn)
+            done = self._sim.commit(self.process, txn, intent)
         except StoreError as error:
             self._sim.say(self.process, f"arrived late: {txn.why}: {error}")
             return
         self._sim.say(self.process, f"arrived late: {txn.why}: {'done' if done.succeeded else 'refused'}")
 
-    def _maybe_freeze(self, when: str, txn: Txn) -> None:
+    def _maybe_freeze(self, when: str, txn: Txn, snag: Snag | None) -> None:
         rates = self._sim.plan.rates
-        if self._sim.chance("frozen", rates.frozen):
-            for_s = self._sim.net.uniform(0.5, rates.frozen_s)
+        asked = snag is not None and snag.how == when
+        if asked or self._sim.chance("frozen", rates.frozen):
+            for_s = snag.for_s if snag is not None and asked else self._sim.net.uniform(0.5, rates.frozen_s)
             self._sim.say(self.process, f"stops {when}: {txn.why} (for {for_s:.1f} s)")
             self._sim.pause(self.process, for_s)
             self._sim.engine.sleep(0.0)

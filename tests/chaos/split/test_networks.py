@@ -28,10 +28,12 @@ GROUP_TIMEOUT_S = 6.0
 class Site(Stepping):
     """A run whose nodes have a network namespace each; etcd is on the host."""
 
-    def __init__(self, tmp_path: Path, network: Network, etcd: EtcdServer, nodes: str, **options: float) -> None:
+    def __init__(
+        self, tmp_path: Path, network: Network, etcd: EtcdServer, nodes: str, ttl_s: float = TTL_S, **options: float
+    ) -> None:
         self.network = network
         self.etcd = etcd
-        flags = ["--nnodes", nodes, "--lease-ttl", f"{TTL_S:g}", "--settle", "2", "--insecure-etcd"]
+        flags = ["--nnodes", nodes, "--lease-ttl", f"{ttl_s:g}", "--settle", "2", "--insecure-etcd"]
         flags += ["--etcd", str(etcd.address)]
         super().__init__(tmp_path, *flags, timeout_s=GROUP_TIMEOUT_S, **options)
         self.host = network.host
@@ -77,7 +79,9 @@ class Site(Stepping):
 
 
 @contextmanager
-def site(tmp_path: Path, nodes: str, names: tuple[str, ...], **options: float) -> Iterator[Site]:
+def site(
+    tmp_path: Path, nodes: str, names: tuple[str, ...], *, kind: type[Site] = Site, **options: float
+) -> Iterator[Site]:
     """Nodes that train together. Skips, loudly, where there can be no network namespaces."""
     reason = missing()
     if reason:
@@ -85,7 +89,7 @@ def site(tmp_path: Path, nodes: str, names: tuple[str, ...], **options: float) -
     with Network() as network:
         server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
         server.address = type(server.address)("http", network.host, server.port)
-        with server as etcd, Site(tmp_path, network, etcd, nodes, **options) as run:
+        with server as etcd, kind(tmp_path, network, etcd, nodes, **options) as run:
             for name in names:
                 run.start(name)
             run.together(*names)

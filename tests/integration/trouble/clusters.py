@@ -22,13 +22,13 @@ def etcdctl(server: EtcdServer, *arguments: str) -> str:
 class ClusterMember(EtcdServer):
     """One member of a cluster; the flags that make it one come last, and the last flag counts."""
 
-    def join(self, name: str, token: str, peer_port: int, initial: str) -> None:
-        """Say which cluster it belongs to, before its first start."""
-        self.token = token
+    def join(self, name: str, token: str, peer_port: int, initial: str, *, state: str = "new") -> None:
+        """Say which cluster it belongs to, before its first start. `state`: "existing" for one that is running."""
+        self.name, self.token = name, token
         peer = f"http://127.0.0.1:{peer_port}"
         self.options = (
             *self.options,
-            *("--name", name, "--initial-cluster", initial),
+            *("--name", name, "--initial-cluster", initial, "--initial-cluster-state", state),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             # Elections by the tests' usual 100 ms would also be caused by a busy machine.
             *("--heartbeat-interval", "50", "--election-timeout", "500"),
@@ -63,3 +63,23 @@ def cluster_of_three(directory: Path) -> Iterator[list[ClusterMember]]:
         for member in members:
             member.wait()
         yield sorted(members, key=lambda member: not member.leads)
+
+
+@contextmanager
+def replace(members: list[ClusterMember], victim: ClusterMember, directory: Path) -> Iterator[ClusterMember]:
+    """Take one member out of a running cluster for good, and another one, at other ports, in its place."""
+    other = next(member for member in members if member is not victim)
+    ids = dict(reversed(line.split(", ")[:3:2]) for line in etcdctl(other, "member", "list").splitlines())
+    etcdctl(other, "member", "remove", ids[victim.name])
+    victim.kill()
+    other.wait()  # It may have been the leader.
+    peer_port = free_port()
+    added = etcdctl(other, "member", "add", "m-new", f"--peer-urls=http://127.0.0.1:{peer_port}")
+    initial = next(line.partition("=")[2].strip('"') for line in added.splitlines() if "ETCD_INITIAL_CLUSTER=" in line)
+    newcomer = ClusterMember(wheel_binary(), directory)
+    newcomer.join("m-new", other.token, peer_port, initial, state="existing")
+    with ExitStack() as stack:
+        stack.push(newcomer)
+        newcomer.launch()
+        newcomer.wait()
+        yield newcomer

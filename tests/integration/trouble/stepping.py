@@ -218,8 +218,13 @@ class History:
             generation = by_number[number]
             mine = [mark for mark in marks if mark.generation == number]
             assert len({mark.pid for mark in mine}) == len({mark.rank for mark in mine}) <= generation.world_size
-            start = generation.memory or generation.resume
-            assert min(mark.step for mark in mine) == (start.step if start is not None else 0) + 1
+            start = _start(generation)
+            assert min(mark.step for mark in mine) == start + 1
+            if generation.memory is not None:
+                # A copy is of the generation that is replaced: of a step that was done there, or of its own start.
+                before = by_number[number - 1]
+                done = {mark.step for mark in marks if mark.generation == before.number}
+                assert start in done | {_start(before)}, f"S6: generation {number} starts from a copy of step {start}"
 
     def lives(self, node: str) -> list[str]:
         """The incarnations that this node has had a key for, in order."""
@@ -232,6 +237,12 @@ class History:
     def rank_count(self) -> dict[int, int]:
         """World size by generation number."""
         return {generation.number: generation.world_size for _, generation in self.generations}
+
+
+def _start(generation: Generation) -> int:
+    """The step that a generation goes on after."""
+    start = generation.memory or generation.resume
+    return 0 if start is None else start.step
 
 
 def raw_delete(address: Address, key: str, *, prefix: bool = False) -> None:

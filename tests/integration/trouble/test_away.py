@@ -26,7 +26,7 @@ def _options(*etcds: EtcdServer, ttl: str = "2") -> list[str]:
     return ["--nnodes", "2", "--lease-ttl", ttl, "--etcd", ",".join(str(etcd.address) for etcd in etcds)]
 
 
-def _undisturbed(run: Stepping, before: dict[str, dict[int, int]], since: float) -> None:
+def undisturbed(run: Stepping, before: dict[str, dict[int, int]], since: float) -> None:
     """The same workers run, in generation 1, and have stepped without a gap since then."""
     assert run.started() == [1], run.story()
     assert run.pids() == before
@@ -36,7 +36,7 @@ def _undisturbed(run: Stepping, before: dict[str, dict[int, int]], since: float)
         assert max(after - at for at, after in itertools.pairwise(times)) < GAP_S_MAX, f"rank {rank} stood still"
 
 
-def _ends_well(run: Stepping, server: EtcdServer) -> History:
+def ends_well(run: Stepping, server: EtcdServer) -> History:
     """The run commits again, ends with code 0 everywhere, and its history is sound."""
     run.wait_for_commits(len(run.events("committed")) + 2)
     run.finish()
@@ -54,10 +54,10 @@ def _outage(tmp_path: Path, etcd: EtcdServer, seconds: float, begin: str, end: s
         before, since = run.pids(), time.monotonic()
         getattr(etcd, begin)()
         run.wait_for_silence(seconds)
-        _undisturbed(run, before, since)
+        undisturbed(run, before, since)
         assert not [event for event in run.events("committed") if event["at"] > since + 1], "nothing commits meanwhile"
         getattr(etcd, end)()
-        history = _ends_well(run, etcd)
+        history = ends_well(run, etcd)
         _undisturbed_pids(run, before)
         assert history.numbers() == [1]
 
@@ -95,11 +95,11 @@ def test_silence_is_noticed_and_survived(tmp_path: Path, etcd: EtcdServer) -> No
         before, since = run.pids(), time.monotonic()
         proxy.set("swallow")
         run.wait_for_silence(4.0)
-        _undisturbed(run, before, since)
+        undisturbed(run, before, since)
         # The connections stay in their state for good; what heals a real network also ends them.
         proxy.set("refuse")
         proxy.set("forward")
-        history = _ends_well(run, etcd)
+        history = ends_well(run, etcd)
         _undisturbed_pids(run, before)
         assert history.numbers() == [1]
 
@@ -116,8 +116,8 @@ def test_connections_that_break_all_the_time(tmp_path: Path, etcd: EtcdServer) -
             proxy.set("refuse")
             proxy.set("forward")
             run.wait_for_silence(1.0)
-        _undisturbed(run, before, since)
-        history = _ends_well(run, etcd)
+        undisturbed(run, before, since)
+        history = ends_well(run, etcd)
         assert [member for _, _, member in history.members if member is None][:-2] == [], (
             "no key has gone before the end"
         )
@@ -137,7 +137,7 @@ def test_a_worker_dies_during_an_outage(tmp_path: Path, etcd: EtcdServer) -> Non
         assert run.started() == [1]
         etcd.restart()
         run.wait_for_steps(5, generation=2)
-        history = _ends_well(run, etcd)
+        history = ends_well(run, etcd)
         assert history.numbers() == [1, 2]
         assert history.generations[1][1].resume.step >= head
         assert history.generations[1][1].restarts == 1
@@ -188,8 +188,8 @@ def test_a_member_of_three_fails(
         if heal:
             getattr(victim, heal)()
             run.wait_for_silence(3.0)
-        _undisturbed(run, before, since)
-        history = _ends_well(run, next(member for member in members if member is not victim))
+        undisturbed(run, before, since)
+        history = ends_well(run, next(member for member in members if member is not victim))
         assert history.numbers() == [1]
         assert run.pids() == before
 
@@ -204,12 +204,12 @@ def test_a_quorum_is_lost_and_comes_back(tmp_path: Path) -> None:
         for member in members[:2]:
             member.kill()
         run.wait_for_silence(8.0)
-        _undisturbed(run, before, since)
+        undisturbed(run, before, since)
         for member in members[:2]:
             member.launch()
         for member in members[:2]:
             member.wait()
-        history = _ends_well(run, members[2])
+        history = ends_well(run, members[2])
         assert history.numbers() == [1]
         assert run.pids() == before
 
@@ -221,4 +221,4 @@ def test_a_dead_endpoint_in_the_list(tmp_path: Path, etcd: EtcdServer) -> None:
     with Stepping(tmp_path, "--nnodes", "2", "--etcd", endpoints) as run:
         run.start_many(["n0", "n1"])
         run.wait_for_commits(1)
-        assert _ends_well(run, etcd).numbers() == [1]
+        assert ends_well(run, etcd).numbers() == [1]

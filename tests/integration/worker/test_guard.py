@@ -186,7 +186,7 @@ def test_term_then_kill(either, tmp_path, until, is_alive):
         "    if os.environ['RANK'] == '0': os._exit(0)\n"
         "signal.signal(signal.SIGTERM, term)\n"
         "open(f'ready {os.environ[\"RANK\"]}', 'w')\n"
-        "while True: time.sleep(300)\n"
+        "while True: time.sleep(0.1)\n"  # Python notices a signal that comes just before a sleep only after it.
     )
     either.start(Command(("stay.py",)), tmp_path, 2)
     pids = either.pids(2)

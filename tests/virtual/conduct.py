@@ -1,0 +1,272 @@
+"""How agents behave: who writes, in which life, on what knowledge, and whether their workers live as they may.
+
+`Conduct` is told of every transaction with its writer, of every decision, and of every event; the history itself is
+checked in `invariants`. The names are the rows of the table of invariants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elasticrt.rendezvous.decision import Decision, End, Fence, Publish
+from elasticrt.rendezvous.records import Generation, Member, Seat
+from elasticrt.spec import resized
+from elasticrt.store.protocol import Compare, Txn
+from tests.virtual.engine import require
+
+if TYPE_CHECKING:
+    from tests.virtual.invariants import Invariants
+    from tests.virtual.process import Process
+    from tests.virtual.simulator import Simulator
+
+LEAVE_S = 8.0
+"""L2: an agent that was told to leave has ended by then."""
+
+STOP_S = 6.0
+"""S16: so long may workers of a replaced generation live on a node that is awake and reaches etcd."""
+
+TOLD_S = 8.0
+"""S16: ... and on one that does not reach etcd, but a peer that is in a newer generation."""
+
+REFUSED_MAX = 3
+"""L8: so often a transaction that was refused may be sent again with the same compares."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What the sender of a transaction knew: its life, and the last fence it decided (whom, in which generation)."""
+
+    incarnation: str = ""
+    fencing: tuple[str, int] = ("", 0)
+
+
+class Conduct:
+    """What agents do, judged by the history that they make."""
+
+    def __init__(self, sim: Simulator, history: Invariants) -> None:
+        self.sim = sim
+        self.history = history
+        self.members: dict[str, tuple[Member, int]] = {}
+        self.writer: tuple[Process, Txn, Intent] | None = None
+        self._refused: Counter[tuple[str, tuple[Compare, ...]]] = Counter()
+        self._fenced: dict[tuple[int, str, int], set[str]] = {}
+        self._named_at: dict[tuple[str, int], float] = {}
+
+    # Writing.
+
+    def refused(self, process: Process, txn: Txn) -> None:
+        """L8: who is refused has old knowledge: it reads before it tries again."""
+        sent = (process.name, txn.compares)
+        self._refused[sent] += 1
+        require(
+            self._refused[sent] < REFUSED_MAX, "L8", f"{process.name} is refused again and again, unread: {txn.why}"
+        )
+
+    def leads(self, name: str, what: str) -> None:
+        """Only the holder of the oldest member key publishes, ends and asks for handovers."""
+        if self.writer is None:
+            return
+        process, _, intent = self.writer
+        text = f"{process.name} {what}, and knew generation {process.knew} of a store that has lost its data"
+        require(not process.knew or name != "S1", "S1", text)
+        oldest = min(self.members, key=lambda node: self.members[node][1], default="")
+        own = oldest == process.name and self.members[oldest][0].incarnation == intent.incarnation
+        require(own, name, f"{process.name} {what}, and {oldest or 'nobody'} leads")
+
+    def registered(self, node: str, member: Member) -> None:
+        """S3, S16: a key is made by a member of this very run, in a life that has not been left out."""
+        if self.writer is None:
+            return
+        process, _, _ = self.writer
+        stored = self.history.spec
+        if stored is not None:
+            same = resized(process.spec, stored.spec) == stored.spec
+            require(same, "S3", f"{node} registers with other options than the run has")
+            if process.attempt:
+                text = f"{node} of attempt {process.attempt} registers in attempt {stored.attempt}"
+                require(process.attempt == stored.attempt, "S3", text)
+        mine = self.history.roster().get(node)
+        left_out = mine is None or mine.incarnation != member.incarnation
+        worked = member.incarnation in self.history.work.worked
+        require(not (worked and left_out), "S3", f"{node} registers in a life that has been left out")
+        for group in process.group.living if not process.gone else ():
+            text = f"{node} begins a new life while workers of the last one live"
+            require(group.incarnation == member.incarnation, "S16", text)
+
+    def removed(self, node: str) -> None:
+        """S1, S3: a farewell takes the own life's key, a fence the life that was asked, in the generation it was in."""
+        before = self.members.pop(node, None)
+        if before is None or self.writer is None:
+            return
+        (member, _), (process, txn, intent) = before, self.writer
+        if txn.why.endswith(" leaves"):
+            own = member.incarnation in process.incarnations
+            require(own, "S3", f"the farewell of a former life of {node} removes the key of its successor")
+        elif txn.why.endswith(" is fenced") and intent.fencing[0]:
+            require(
+                member.incarnation == intent.fencing[0], "S3", f"{process.name} fences a life that it has not asked"
+            )
+            number = self.history.number()
+            text = f"{process.name} fences {node} for what it did in generation {intent.fencing[1]}, in {number}"
+            require(intent.fencing[1] == number, "S1", text)
+
+    # Deciding.
+
+    def decided(self, process: Process, decision: Decision) -> None:
+        """What no agent that follows the rules decides."""
+        if isinstance(decision, End):
+            require(
+                decision.result in self.history.results.values(), "S12", f"{process.name} ends by a result that is none"
+            )
+        if isinstance(decision, Fence):
+            view = process.agent.rendezvous.view
+            process.fencing = (decision.member.record.incarnation, view.number)
+            self._fences(process, decision.member.record.node)
+        if isinstance(decision, Publish):
+            view = process.agent.rendezvous.view
+            agreed = view.handover is not None and view.handover.record.step
+            ends = [node for node, report in view.reports.items() if report.record.status in ("finishing", "ok")]
+            joins = decision.draft.kind in ("join", "drain", "resize") and not agreed
+            require(not (joins and ends), "S12", f"{process.name} lets nodes in, and knows that {ends} have ended well")
+            for seat in decision.draft.seats:
+                report = view.reports.get(seat.node)
+                left = report is not None and report.record.status == "left"
+                same = report is not None and report.record.incarnation == seat.incarnation
+                require(not (left and same), "L6", f"{process.name} seats {seat.node}, and knows that it has left")
+
+    def _fences(self, process: Process, node: str) -> None:
+        """L4: whoever is cut off from its peers, with etcd in reach, does not take the healthy half out of the run."""
+        history = self.history
+        victim, seats = (
+            self.sim.processes[node],
+            history.seats[history.generations[-1].nonce] if history.generations else {},
+        )
+        healthy = not (victim.gone or victim.paused or self.sim.unreachable(victim))
+        if not healthy or node not in seats or len(seats) <= 2:
+            return
+        self._l4_hears_most(process, seats)
+        if victim.agent.me.record.incarnation != seats[node].incarnation:
+            return
+        fenced = self._fenced.setdefault((self.history.number(), process.name, process.life), set())
+        fenced.add(node)
+        require(
+            2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes"
+        )
+
+    def _l4_hears_most(self, process: Process, seats: dict[str, Seat]) -> None:
+        """L4: who takes another out has heard most of the others, as far as they can be heard."""
+        verdicts = process.agent.rendezvous.view.verdicts
+        victim = verdicts.get(process.fencing[0])
+        if victim is not None and victim.kind == "dead":
+            return  # That is certain, whatever else is heard.
+        deaf = []
+        for seat in seats.values():
+            other, said = self.sim.processes[seat.node], verdicts.get(seat.incarnation)
+            there = not (other.gone or other.paused or self.sim.linked(process, other))
+            if there and (said is None or said.kind != "alive"):
+                deaf.append(seat.node)
+        require(2 * len(deaf) < len(seats), "L4", f"{process.name} takes others out, and hears none of {deaf}")
+
+    # Who is left out.
+
+    def replaced(self, old: dict[str, Seat], new: Generation, seats: dict[str, Seat]) -> None:
+        """A generation takes the place of another: nobody is left out, and nobody in, without a reason."""
+        lives = {seat.incarnation for seat in seats.values()}
+        if new.kind == "lost":
+            lost = [seat for seat in old.values() if seat.incarnation not in lives]
+            require(lost, "L7", f"generation {new.number} replaces one that has lost nobody: {new.cause}")
+        if new.kind in ("join", "drain", "resize"):
+            self._planned(old, new, lives)
+        for seat in seats.values():
+            member = self.members.get(seat.node)
+            if member is not None and member[0].incarnation == seat.incarnation:
+                require(member[0].warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
+        out = [seat for seat in old.values() if seat.incarnation not in lives and self._is_well(seat, new)]
+        assert self.history.spec is not None
+        room = len(seats) < self.history.spec.spec.max_nodes
+        self._l4_majority(old, new, out)
+        if not self.sim.plan.rates.late and room:
+            calm = [seat.node for seat in out if self._is_calm(self.sim.processes[seat.node])]
+            require(not calm, "L7", f"{calm} live, and are left out: {new.cause}")
+
+    def _planned(self, old: dict[str, Seat], new: Generation, lives: set[str]) -> None:
+        """L6: a planned change changes something, when it may."""
+        spec, asked = self.history.spec, self.history.handover
+        assert spec is not None
+        if asked is not None and asked.step:
+            return  # Some have left after that step already: there is no way back, whatever has changed since.
+        same = lives == {seat.incarnation for seat in old.values()}
+        require(not same, "L6", f"generation {new.number} has the same members as the one before: {new.cause}")
+        allowed = new.kind != "join" or spec.spec.join != "failure"
+        require(allowed, "L6", f"generation {new.number} lets nodes in without a failure: {new.cause}")
+
+    def _is_well(self, seat: Seat, new: Generation) -> bool:
+        """Whether this life is there, awake, reaches etcd, has not left and does not want to."""
+        process = self.sim.processes[seat.node]
+        if process.gone or process.paused or self.sim.unreachable(process) or process.told_at is not None:
+            return False
+        member, me = self.members.get(seat.node), process.agent.me
+        if me.record.draining or (member is not None and member[0].draining):
+            return False
+        return me.record.incarnation == seat.incarnation and me.attempt == new.attempt
+
+    def _is_calm(self, process: Process) -> bool:
+        """Whether nothing has happened to it for long, and the publisher can hear it."""
+        calm_s = 2 * self.sim.plan.spec.lease_ttl_s + self.sim.slack
+        since = max(process.trouble_at, self.sim.trouble_at)
+        publisher = self.writer[0] if self.writer is not None else process
+        return self.sim.engine.now - since > calm_s and self.sim.linked(process, publisher)
+
+    def _l4_majority(self, old: dict[str, Seat], new: Generation, out: list[Seat]) -> None:
+        """L4: as `_fences`: a leader that cannot hear most of the others does not go on without them."""
+        if self.writer is None or len(old) <= 2:
+            return
+        publisher = self.writer[0]
+        unheard = [seat.node for seat in out if not self.sim.linked(publisher, self.sim.processes[seat.node])]
+        text = f"{publisher.name} goes on without {unheard}, who live: {new.cause}"
+        require(2 * len(unheard) < len(old), "L4", text)
+
+    # Workers.
+
+    def after_event(self) -> None:
+        """S16, L2: workers of a replaced generation end soon, on every node that can know; agents leave when told."""
+        now, current = self.sim.engine.now, self.history.number()
+        for process in self.sim.processes.values():
+            if process.gone:
+                continue
+            cut = not process.paused and self.sim.unreachable(process)
+            if process.paused or cut:
+                process.awake_at = now
+            if cut:
+                self._s16_told_by_peers(process, current)
+            if now - process.awake_at < STOP_S:
+                continue
+            if process.told_at is not None:
+                waited = now - max(process.told_at, process.awake_at)
+                longest = self.sim.plan.leaves_within_s or LEAVE_S + self.sim.slack + self.sim.drain_s
+                require(waited < longest, "L2", f"{process.name} was told to leave {waited:.0f} s ago")
+            for group in process.group.living:
+                if group.generation < current and group.attempt == self.history.attempt():
+                    since = max(self.history.superseded_at.get(group.generation, now), process.awake_at)
+                    slack = STOP_S + self.sim.slack
+                    text = f"{process.name} runs generation {group.generation} {now - since:.1f} s into {current}"
+                    require(now - since < slack, "S16", text)
+
+    def _s16_told_by_peers(self, process: Process, current: int) -> None:
+        now, place = self.sim.engine.now, (process.name, process.life)
+        old = [group for group in process.group.living if group.generation < current]
+        told = False
+        for group in old:
+            for node in self.history.seats.get(group.nonce, {}):
+                peer = self.sim.processes[node]
+                awake = not (peer.gone or peer.paused or peer is process) and self.sim.linked(peer, process)
+                me = getattr(peer.agent, "me", None)
+                told = told or (awake and me is not None and me.started > group.generation)
+        if not told:
+            self._named_at.pop(place, None)
+            return
+        since = self._named_at.setdefault(place, now)
+        text = f"{process.name} runs on, and for {now - since:.0f} s a peer could have told it of generation {current}"
+        require(now - since < TOLD_S + self.sim.slack, "S16", text)

@@ -1,0 +1,54 @@
+"""Mutants that nothing catches because nothing goes wrong, each with the reason why, and why its rule stands."""
+
+from __future__ import annotations
+
+_FOR_PEOPLE = (
+    "harmless because the restart is the same: the leader waits a moment so that the report names the cause (of a "
+    "hang: what all nodes were doing) and not its consequence, for people."
+)
+_NOT_READ = (
+    "harmless because a leader's view lacks members or seats only while reading them fails, and who has no answer "
+    "from etcd waits before it comes to this rule. It says so where it is needed."
+)
+
+HARMLESS: dict[str, str] = {
+    "a head that another wrote is overwritten": (
+        "harmless because only rank 0 of the current generation commits, one commit at a time, and its generation "
+        "begins at the head that was compared when it was published: the head it replaces is the head it knows. "
+        "The rule turns a worker's own mistake, such as two Loops in one run, into a refusal."
+    ),
+    "_stop_all without: view.leads and view.generation is not None": (
+        "harmless because a view that has found its store to be another one is empty: it names no leader, and "
+        "every member ends with the same code by itself."
+    ),
+    "_follow without: not trouble or me.started != view.number": (
+        "harmless because it costs one probe: whoever has failed in an older generation is a newcomer in this "
+        "one, and asks whether the leader lives. A dead leader may be fenced by anybody."
+    ),
+    "_lead without: view.spec is None or not view.complete": _NOT_READ,
+    "_lead without: not view.roster_complete": _NOT_READ,
+    "_start without: short is not None": (
+        "harmless because the next line asks when the min-nodes-th member was ready, and there is no such member: "
+        "nothing can be published. What the rule decides is broken by the mutant of min-nodes, which is caught."
+    ),
+    "_after_failure without: only_collateral": _FOR_PEOPLE,
+    "_after_failure without: led.now < until": _FOR_PEOPLE,
+    "_after_failure without: first.stalled and len(failed) < len(led.seats)": _FOR_PEOPLE,
+    "_doubted without: led.has_left(seat)": (
+        "harmless because the question is answered at once, by an agent that is still ending or by its closed "
+        "port; only a machine that goes off in the instant it leaves would be waited for, one and a half seconds."
+    ),
+    "_fence_or_wait without: led.now < term_over": (
+        "harmless because a leader that cannot hear most of the others then gives its place up after one and a "
+        "half seconds and not after a lease term: it costs this node's life where the leases of dead nodes might "
+        "have told."
+    ),
+    "_fence_or_wait without: len(led.seats) == 2": (
+        "harmless because the leader then comes back as the youngest and the other node leads: the same pause, "
+        "another survivor. The rule keeps the run where rank 0 and its state are."
+    ),
+    "planned without: asked is not None and asked.record.generation != led.generation.number": (
+        "harmless because a handover's key goes in the transaction that ends its generation: an older one is only "
+        "seen until its deletion is heard, and nobody acts upon it meanwhile."
+    ),
+}

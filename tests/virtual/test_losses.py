@@ -1,0 +1,215 @@
+"""The protocol as stories: workers that fail, nodes that die or are silent, keys that go, a store that is wiped."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
+from elasticrt.store.protocol import Delete, Txn
+from tests.virtual.world import World, check_ranks, running, spec
+
+
+def test_a_worker_failure_restarts_all_and_counts_once() -> None:
+    """W01, W05: a failure restarts the same members in one new generation and costs one restart."""
+    world = running(3)
+    world.members["n1"].fail()
+    world.members["n2"].fail(collateral=True)
+    world.settle()
+    check_ranks(world, 2, ["n0", "n1", "n2"])
+    generation, _ = world.members["n0"].ran[-1]
+    assert (generation.kind, generation.restarts_total, generation.cause) == ("failure", 1, "rank 1 on n1")
+
+
+def test_the_cause_is_told_from_its_consequences() -> None:
+    """A collateral report that comes first waits a moment for the cause, which then names the generation."""
+    world = running(2)
+    world.members["n0"].fail(collateral=True)
+    world.settle()
+    assert world.generations() == [1]
+    world.members["n1"].fail()
+    world.settle()
+    assert world.members["n0"].ran[-1][0].cause == "rank 1 on n1"
+
+
+def test_only_collateral_failures_restart_after_the_grace() -> None:
+    """When no cause is ever reported the run still goes on."""
+    world = running(2)
+    world.members["n0"].fail(collateral=True)
+    world.pass_time(0.5)
+    assert world.generations() == [1, 2]
+
+
+def test_a_dead_node_is_fenced_without_waiting_for_its_lease() -> None:
+    """A01: peers of a killed node report, the dead one refuses the probe, the others go on in the same instant."""
+    world = running(3)
+    world.members["n2"].crash()
+    world.members["n1"].fail(collateral=True)
+    before = world.now
+    world.settle()
+    assert world.now == before
+    check_ranks(world, 2, ["n0", "n1"])
+    assert world.members["n0"].ran[-1][0].kind == "lost"
+    assert world.members["n0"].ran[-1][0].restarts_total == 0
+
+
+def test_a_dead_leader_is_fenced_by_the_others() -> None:
+    """A07: the leader's death is found by those whose workers failed; the next in seniority goes on."""
+    world = running(3)
+    world.members["n0"].crash()
+    world.members["n1"].fail(collateral=True)
+    world.members["n2"].fail(collateral=True)
+    world.settle()
+    check_ranks(world, 2, ["n1", "n2"])
+
+
+def test_a_dead_node_without_evidence_goes_with_its_lease() -> None:
+    """The lease is the backstop: no worker failed, yet the node is out once its key has gone."""
+    world = running(2)
+    world.members["n1"].crash()
+    world.pass_time(7.0)
+    check_ranks(world, 2, ["n0"])
+
+
+def test_a_lost_key_alone_restarts_nobody() -> None:
+    """E08: the key of a live member is deleted; it registers again, and the generation goes on."""
+    world = running(2)
+    world.server.commit(Txn((), (Delete("/elasticrt/run/members/n1"),)))
+    world.settle()
+    world.pass_time(10.0)
+    assert world.generations() == [1]
+    assert "n1" in world.members["n0"].rendezvous.view.members
+
+
+def test_all_leases_lost_at_once_restart_nobody() -> None:
+    """etcd can drop every lease while all members live: everybody registers again under the same identity."""
+    world = running(3)
+    for member in world.members.values():
+        world.server.revoke(member.lease.lease_id)
+    world.pass_time(10.0)
+    assert world.generations() == [1]
+    assert len(world.members["n0"].rendezvous.view.members) in (2, 3)
+
+
+def test_a_silent_minority_is_fenced_a_silent_half_is_not() -> None:
+    """Silence is no proof: one silent node of four is taken out at once, two of four only by their leases."""
+    world = running(4)
+    world.members["n3"].silent = True
+    world.members["n1"].fail(collateral=True)
+    world.settle()
+    check_ranks(world, 2, ["n0", "n1", "n2"])
+
+    other = running(4)
+    for name in ("n2", "n3"):
+        other.members[name].silent = True
+    other.members["n1"].fail(collateral=True)
+    other.settle()
+    assert other.generations() == [1]
+    for name in ("n2", "n3"):
+        other.members[name].crash()
+    other.pass_time(8.0)
+    check_ranks(other, 2, ["n0", "n1"])
+
+
+def test_the_budget_is_the_runs() -> None:
+    """S13: with three restarts and no progress the fourth failure ends the run with code 1 everywhere."""
+    world = running(2)
+    for number in range(1, 5):
+        assert world.generations()[-1] == number
+        world.members["n1"].fail()
+        world.settle()
+    codes = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert codes == [1, 1]
+
+
+@pytest.mark.parametrize("code", [5, 6])
+def test_a_failure_that_no_restart_can_cure_is_final(code: int) -> None:
+    """A bad checkpoint or a failed preparation ends the run at once with its own code."""
+    world = running(2)
+    world.members["n1"].fail(final_code=code)
+    world.settle()
+    codes = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert codes == [code, code]
+
+
+def test_a_paused_member_finds_itself_replaced() -> None:
+    """A06: after a pause longer than its lease a member kills its workers first and returns in a new life."""
+    world = running(3)
+    paused = world.members["n2"]
+    paused.alive = False  # Neither acts nor answers...
+    world.members["n1"].fail(collateral=True)
+    world.pass_time(8.0)
+    check_ranks(world, 2, ["n0", "n1"])
+    paused.alive = True  # ... and goes on where it was.
+    world.pass_time(3.0)
+    assert any(isinstance(decision, Rejoin) for decision in paused.story)
+    check_ranks(world, 3, ["n0", "n1", "n2"])
+    assert paused.ran[-1][1].incarnation != paused.ran[0][1].incarnation
+
+
+def test_a_store_that_lost_its_data_stops_the_run() -> None:
+    """E05, E08: a generation key that is gone means lost data: nobody publishes generation 1 again."""
+    world = running(2)
+    world.server.commit(Txn((), (Delete("/elasticrt/run/generation"),)))
+    world.settle()
+    halts = [member.ended for member in world.members.values()]
+    assert all(isinstance(halt, Halt) and halt.code == 4 for halt in halts)
+    assert not any(isinstance(d, Publish) and d.draft.number == 1 for m in world.members.values() for d in m.story[-2:])
+
+
+def test_a_late_failure_runs_all_again() -> None:
+    """W12: a rank that had ended well runs again when another fails before the end."""
+    world = running(2)
+    world.members["n0"].report("ok")
+    world.settle()
+    world.members["n1"].fail()
+    world.settle()
+    check_ranks(world, 2, ["n0", "n1"])
+
+
+def test_below_min_nodes_all_end_alike_at_the_deadline() -> None:
+    """A14, L3: too few members wait until the leader's deadline, then all end with code 3 and the same words."""
+    world = running(3, min_nodes=2, max_nodes=3, join_timeout_s=60.0)
+    for name in ("n1", "n2"):
+        world.members[name].crash()
+    world.members["n0"].fail(collateral=True)
+    world.pass_time(50.0)
+    assert world.members["n0"].ended is None
+    world.pass_time(20.0)
+    ended = world.members["n0"].ended
+    assert isinstance(ended, End)
+    assert ended.result.code == 3
+
+
+def test_a_node_that_comes_in_time_ends_the_wait() -> None:
+    """A16: below the minimum, a newcomer starts the next generation."""
+    world = running(2, min_nodes=2, max_nodes=2, join_timeout_s=60.0)
+    world.members["n1"].crash()
+    world.members["n0"].fail(collateral=True)
+    world.pass_time(30.0)
+    world.add("n2")
+    world.pass_time(1.0)
+    check_ranks(world, 2, ["n0", "n2"])
+
+
+def test_standby_replaces_a_lost_node() -> None:
+    """A13: a member beyond max-nodes stands by and is in the generation that follows a loss."""
+    world = running(2, max_nodes=2)
+    world.add("n2")
+    world.pass_time(5.0)
+    assert world.generations() == [1]
+    world.members["n1"].crash()
+    world.members["n0"].fail(collateral=True)
+    world.settle()
+    check_ranks(world, 2, ["n0", "n2"])
+
+
+def test_a_store_that_lost_its_data_before_the_first_generation_stops_the_run() -> None:
+    """E05: newcomers that wait for others do not wait for ever for options that nobody will write again."""
+    world = World(spec(min_nodes=2))
+    world.add("n0")
+    world.settle()
+    world.server.commit(Txn((), (Delete("/elasticrt/run/", prefix=True),)))
+    world.settle()
+    ended = world.members["n0"].ended
+    assert isinstance(ended, Halt)
+    assert ended.code == 4

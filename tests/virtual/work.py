@@ -1,0 +1,100 @@
+"""What workers do, and what they are told: checked against the history of the store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elasticrt.agent.commit import Errand
+from elasticrt.contract.messages import Reply, Save
+from elasticrt.rendezvous.records import HeadRecord
+from tests.virtual.engine import require
+
+if TYPE_CHECKING:
+    from tests.virtual.invariants import Invariants
+    from tests.virtual.process import Process
+    from tests.virtual.simulator import Simulator
+    from tests.virtual.training import Training
+    from tests.virtual.workers import Group
+
+
+class Work:
+    """Which ranks were started where, how far they came, and how they ended."""
+
+    def __init__(self, sim: Simulator, history: Invariants) -> None:
+        self.sim = sim
+        self.history = history
+        self.started_ranks: dict[str, dict[int, str]] = {}
+        self.worked: set[str] = set()
+        self.well: dict[str, set[int]] = {}
+        self.told_step: dict[str, int] = {}
+        self.furthest = 0
+
+    def started(self, group: Group) -> None:
+        """S3: ranks of a generation belong to one node each, and are those of its roster."""
+        if group.nonce not in self.history.seats and self.sim.wiped_at is not None:
+            return  # A generation of a store that is gone: its last news were under way.
+        seats = self.history.seats.get(group.nonce, {})
+        seat = seats.get(group.process.name)
+        require(seat is not None, "S3", f"{group.process.name} has no seat in generation {group.generation}")
+        assert seat is not None
+        life = group.process.agent.me.record.incarnation
+        require(seat.incarnation == life, "S3", f"{seat.node} took the seat of another life")
+        self.worked.add(life)
+        owners = self.started_ranks.setdefault(group.nonce, {})
+        generation = next(one for one in self.history.generations if one.nonce == group.nonce)
+        for env in group.envs:
+            require(env.rank not in owners, "S3", f"rank {env.rank} of generation {group.generation} was started twice")
+            owners[env.rank] = life
+            same = (env.world_size, env.master_addr, env.master_port, env.generation, env.group_rank)
+            record = generation
+            expected = (record.world_size, record.master_address, record.master_port, record.number, seat.index)
+            require(same == expected, "S3", f"rank {env.rank} was told {same}, not {expected}")
+            require(env.rank == seat.rank_offset + env.local_rank, "S3", f"{seat.node} has rank {env.rank}")
+
+    def formed(self, training: Training) -> None:
+        """S4, S6: one process group holds one generation, and starts from one point."""
+        for group in training.ready:
+            require(group.nonce == training.nonce, "S4", "workers of two generations in one process group")
+            step = group.start
+            require(step == training.step, "S6", f"{group.process.name} starts from step {step}, not {training.step}")
+
+    def stepped(self, training: Training) -> None:
+        """S10: nobody trains below what was committed before the generation began."""
+        generation = next((one for one in self.history.generations if one.nonce == training.nonce), None)
+        if generation is None:
+            return  # Of a store that has been wiped: its agents end it as soon as they know.
+        require(training.step > step_of(generation.resume), "S10", f"step {training.step} is done again")
+        if self.sim.plan.lossless:
+            require(training.step == self.furthest + 1, "S10", f"step {training.step} after {self.furthest}")
+        self.furthest = max(self.furthest, training.step)
+
+    def exited(self, group: Group) -> None:
+        """A node's workers have ended well."""
+        self.well.setdefault(group.nonce, set()).update(env.rank for env in group.envs)
+
+    def answered(self, process: Process, errand: Errand, reply: Reply) -> None:
+        """S8: what a worker is told about its commit is true, as soon as it is told."""
+        if isinstance(errand.request, Save):
+            nonce = errand.request.commit["nonce"]
+            there = any(head.nonce == nonce for head in self.history.heads)
+            if reply.ok:
+                require(there, "S8", f"{process.name} was told that a commit is done, and it is not")
+            elif "unknown" not in reply.reason and "does not answer" not in reply.reason:
+                # Once its generation is over nobody is left to be misled.
+                require(
+                    not there or errand.generation < self.history.number(),
+                    "S8",
+                    f"{process.name} was told '{reply.reason}' of a commit that is done",
+                )
+
+    def told(self, node: str, step: int) -> None:
+        """S10: the steps that a node reports as committed only grow."""
+        require(
+            step >= self.told_step.get(node, 0), "S10", f"{node} reports step {step} after {self.told_step.get(node)}"
+        )
+        self.told_step[node] = step
+
+
+def step_of(head: HeadRecord | None) -> int:
+    """The step of a head, 0 before the first."""
+    return head.step if head is not None else 0

@@ -1,0 +1,272 @@
+"""Virtual workers: a node's group in one generation, and what its agent's node sees of it.
+
+A step is one batch of one endless epoch, and a state is the tuple of batches that it was trained on: whoever reads the
+head's history can see whether a batch is missing or was counted twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.agent.report import failure_of
+from elasticrt.contract.env import Commit, WorkerEnv
+from elasticrt.contract.messages import Claim, HandedOver, Published, Reply, Save
+from elasticrt.contract.page import PAGE_BYTES, Page
+from tests.virtual.engine import require
+
+if TYPE_CHECKING:
+    from tests.virtual.process import Process
+    from tests.virtual.simulator import Simulator
+
+POLL_S = 0.25
+KILL_S = 0.03
+
+
+@dataclass(frozen=True)
+class State:
+    """A training state: the batches it was trained on, and the nonce of the head that it descends from."""
+
+    trained: tuple[int, ...]
+    parent: str
+
+
+class Words(Page):
+    """A worker's status page, in this process's own memory."""
+
+    def __init__(self) -> None:
+        self.words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
+
+
+class Group:
+    """One node's workers in one generation."""
+
+    def __init__(self, owner: VirtualGroup, envs: Sequence[WorkerEnv]) -> None:
+        self.owner = owner
+        self.process = owner.process
+        self.envs = tuple(envs)
+        self.generation = envs[0].generation
+        self.nonce = envs[0].nonce
+        self.alive = True
+        self.stopping = False
+        self.ended_well = 0
+        self.attempt = envs[0].attempt
+        self.incarnation = owner.process.agent.me.record.incarnation
+        self.resume = envs[0].resume
+        self.copy = envs[0].copy
+        self.start = self.copy.step if self.copy else self.resume.step if self.resume else 0
+        self.pages = [Words() for _ in envs]
+        self.ahead = owner.process.sim.net.choice((0, 0, 0, 1, 2))  # How many steps its host runs ahead of its device.
+        self.left = False
+        self.head = self.resume.nonce if self.resume else ""
+        self.parent = self.head
+        self.saving: Commit | None = None
+        self.requests = 0
+
+    @property
+    def sim(self) -> Simulator:
+        """Where it runs."""
+        return self.process.sim
+
+    def emit(self, event: Any) -> None:
+        """Tell the agent, if it is still there."""
+        if not self.process.gone:
+            self.owner.put(event)
+
+    def ask(self, message: Callable[[int], Any]) -> None:
+        """Local rank 0 asks the agent for something."""
+        self.requests += 1
+        env = self.envs[0]
+        self.emit(WorkerSaid(self.generation, env.rank, 0, message(self.requests)))
+
+    def fail(self, summary: str, *, collateral: bool, local_rank: int = 0, final_code: int = 0) -> None:
+        """One worker ends badly; its agent kills the rest."""
+        if not self.alive or self.stopping or self.left:
+            return
+        if self.process.paused and self.process.whole_node:
+            self.sim.engine.after(POLL_S, lambda: self.fail(summary, collateral=collateral, final_code=final_code))
+            return
+        env = self.envs[local_rank % len(self.envs)]
+        failure = failure_of(
+            rank=env.rank, local_rank=env.local_rank, node=env.node, generation=self.generation, code=1,
+            last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
+        )  # fmt: skip
+        failure = replace(failure, collateral=collateral, final_code=final_code)
+        self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
+        self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 1, 0, failure))
+        self.sim.training(self).broken(self)
+
+    def end(self, why: str) -> None:
+        """No process of it is left."""
+        if self.alive:
+            self.alive = False
+            self.emit(GroupEnded(self.generation, 0))
+            if not self.left:
+                self.sim.training(self).broken(self)
+
+    def exit_well(self) -> None:
+        """All its workers reach the end of the script."""
+        if not self.alive or self.stopping:
+            return
+        for env in self.envs:
+            self.ended_well += 1
+            self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 0, 0, None))
+        self.sim.invariants.work.exited(self)
+        self.alive = False
+        self.emit(GroupEnded(self.generation, 0))
+
+    # Handing over.
+
+    def let_in(self, step: int) -> None:
+        """Where its hosts are when `step` is to be done: those that hold stay, those that were told go on."""
+        for page in self.pages:
+            if not page.stop:
+                page.entered = step + self.ahead
+            elif page.go:
+                page.entered = max(page.entered, page.go)
+
+    def has_to_leave(self, step: int) -> bool:
+        """Whether all its workers were told to leave after `step`, or one before."""
+        return all(page.stop and page.go and step >= page.go for page in self.pages)
+
+    def hand_over(self, step: int, state: State) -> None:
+        """Leave the loop: local rank 0 leaves its state, and the processes end soon."""
+        ahead = max(page.entered for page in self.pages)
+        text = f"workers of {self.process.name} have been let into step {ahead}, and all leave after step {step}"
+        require(ahead <= step, "S5", text)
+        self.left = True
+        digest = hashlib.sha256(f"{self.nonce}/{step}".encode()).hexdigest()
+        self.sim.copies[digest] = state
+        self.sim.say(self.process, f"  workers hand over after step {step}")
+        for env in self.envs:
+            left = HandedOver(step, 0, 1, digest) if env.local_rank == 0 else HandedOver(step, 0, 0, "")
+            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, left))
+        self.sim.engine.after(self.sim.net.uniform(0.01, 0.5), self.end, "handed over")
+
+    # Preparing data, then meeting the others.
+
+    def prepare(self) -> None:
+        """Ask for the data until somebody has built them."""
+        if self.alive and not self.stopping:
+            self.ask(lambda number: Claim(number, "data", "1"))
+
+    def answered(self, reply: Reply) -> None:
+        """What the agent says."""
+        if not self.alive:
+            return
+        if self.saving is not None:
+            commit, self.saving = self.saving, None
+            if reply.ok:
+                self.head = self.parent = commit.nonce
+            return
+        training = self.sim.training(self)
+        if self in training.ready:
+            return
+        if reply.ok and reply.request in self.building:
+            self.sim.engine.after(0.0, training.arrive, self)  # Published.
+        elif reply.ok:
+            self.sim.engine.after(self.sim.plan.build_s * self.sim.net.uniform(0.1, 1.0), self._publish)
+        elif reply.reason == "done":
+            self.sim.engine.after(0.0, training.arrive, self)
+        else:
+            self.sim.engine.after(0.3, self.prepare)
+
+    building: tuple[int, ...] = ()
+
+    def _publish(self) -> None:
+        if self.alive and not self.stopping:
+            if self.process.paused and self.process.whole_node:
+                self.sim.engine.after(POLL_S, self._publish)
+                return
+            self.building = (*self.building, self.requests + 1)
+            self.ask(lambda number: Published(number, "data", "1", "d" * 64))
+
+    def save(self, step: int, trained: tuple[int, ...]) -> None:
+        """Rank 0 asks for a commit, one at a time."""
+        if self.saving is not None:
+            return
+        nonce = hashlib.sha256(f"{self.nonce}/{step}/{self.process.life}".encode()).hexdigest()[:16]
+        self.saving = Commit(
+            step=step, epoch=0, generation=self.generation, nonce=nonce, parent=self.parent, directory="/ckpt",
+            file=f"step-{step}", digest="d" * 64, size=1,
+        )  # fmt: skip
+        self.sim.disk[nonce] = trained
+        commit, replaces = self.saving, self.head
+        self.ask(lambda number: Save(number, asdict(commit), replaces))
+
+
+class VirtualGroup:
+    """What the agent's node thinks of as its `WorkerGroup`."""
+
+    def __init__(self, process: Process, put: Callable[[Any], None]) -> None:
+        self.process = process
+        self.put = put
+        self.groups: dict[int, Group] = {}
+
+    def start(  # noqa: PLR0917  As `WorkerGroup` has them.
+        self, generation: int, envs: Sequence[WorkerEnv], command: object, listen: object, base: Mapping[str, str],
+        directory: object, descriptors: Mapping[int, Mapping[str, int]],
+    ) -> None:  # fmt: skip
+        """See `WorkerGroup`."""
+        group = self.groups[generation] = Group(self, envs)
+        sim = self.process.sim
+        sim.invariants.work.started(group)
+        if group.copy is not None and envs[0].rank == 0 and "state" not in descriptors[0]:
+            sim.engine.after(0.1, lambda: group.fail("the copy is not in this node's memory", collateral=False))
+            return
+        for env in envs:
+            sim.engine.after(0.01, group.emit, WorkerStarted(generation, env.rank, env.local_rank, 1, 0))
+        start_s = sim.net.uniform(0.05, 0.4)
+        if sim.plan.prepares:
+            sim.engine.after(start_s, group.prepare)
+        else:
+            sim.engine.after(start_s, sim.training(group).arrive, group)
+
+    def kill(self, generation: int | None = None) -> None:
+        """See `WorkerGroup`."""
+        self._stop(generation, KILL_S)
+
+    def terminate(self, grace_s: float, generation: int | None = None) -> float:
+        """See `WorkerGroup`."""
+        self._stop(generation, self.process.sim.net.uniform(0.05, grace_s))
+        return self.process.clock() + grace_s
+
+    def _stop(self, generation: int | None, after_s: float) -> None:
+        group = self.groups.get(generation or max(self.groups, default=0))
+        if group is not None and group.alive:
+            group.stopping = True
+            self.process.sim.engine.after(after_s, group.end, "killed")
+
+    def release(self, generation: int | None = None) -> None:
+        """See `WorkerGroup`: nobody lingers here."""
+
+    def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
+        """See `WorkerGroup`."""
+        group = self.groups.get(generation or 0)
+        if group is not None:
+            self.process.sim.engine.after(0.0, group.answered, message)
+
+    def page(self, local_rank: int, generation: int | None = None) -> Any:
+        """See `WorkerGroup`."""
+        group = self.groups.get(generation or 0)
+        if group is None or not group.alive:
+            raise KeyError("no such worker")
+        return group.pages[local_rank]
+
+    def pids(self, generation: int | None = None) -> dict[int, int]:
+        """See `WorkerGroup`."""
+        group = self.groups.get(generation or 0)
+        return {0: 1} if group is not None and group.alive else {}
+
+    def vanish(self, why: str) -> None:
+        """The agent has died: so do its workers."""
+        for group in self.groups.values():
+            group.end(why)
+
+    @property
+    def living(self) -> list[Group]:
+        """Groups that have processes."""
+        return [group for group in self.groups.values() if group.alive]
