@@ -1,8 +1,10 @@
 """Whether a node's workers get on: standing steps are evidence that somebody is gone, and too long a stand a failure.
 
 Pure. The agent looks at the status pages of its workers a few times a second (`Sight`), and `Pace` remembers what
-matters of it. Steps are expected only from an epoch's first batch to its last: not in a pause, while saving, or while
-a generation starts. Two things can be said of steps that are expected and do not come:
+matters of it. Steps of a Loop are expected only from an epoch's first batch to its last: not in a pause, while saving,
+or while a generation starts. Of a script without a Loop only the steps of its optimizers are seen, and nothing is known
+of what it does between two of them: there the second of these is never said. Two things can be said of steps that are
+expected and do not come:
 
 * `standing_since`: for several times as long as usual. When a machine loses its power nobody is told, and the others
   hang in their collective: this is what they can see of it. It is a reason to ask around, no more.
@@ -51,7 +53,8 @@ class Sight:
     """All workers of a node at one moment, by the one that is furthest behind.
 
     `step` was finished at `at` (seconds of this machine's monotonic clock; both 0 before the first of this generation);
-    `expected`: steps are to be expected of all of them; `ready_at`: when the worker was ready for its first step.
+    `expected`: steps are to be expected of all of them; `ready_at`: when the worker was ready for its first step, 0
+    when that is not known.
     """
 
     step: int
@@ -91,7 +94,8 @@ class Pace:
         moved = sight.step - self.step
         if not self.first:
             # Until more is known: the first step, with all that it is the first to do, is a step.
-            return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=(sight.at - sight.ready_at,))
+            known = (sight.at - sight.ready_at,) if sight.ready_at else ()
+            return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
         if away:
             return replace(pace, step=sight.step, since=now)
         if not (self.expected and sight.expected):

@@ -77,6 +77,8 @@ class Progress:
         own = self._look()
         if own and own[0].step_at_ns:
             self._last = LastStep(own[0].step, own[0].step_at_ns)
+        elif own and own[0].beat_at_ns:
+            self._last = LastStep(0, own[0].beat_at_ns)
 
     def stepped(self, generation: int, step: Step) -> None:
         """The first step of a generation is done: the recovery is over, and this is what it has cost."""
@@ -103,6 +105,11 @@ class Progress:
         self._marks = {}
 
     # Questions.
+
+    def step(self) -> int | None:
+        """The last step that all workers of this node have finished; None when that is not known (yet)."""
+        own = self._look()
+        return min(page.step for page in own) if own and pages.have_stepped(own) else None
 
     def starting(self, now: float) -> bool:
         """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.

@@ -18,6 +18,9 @@ from elasticrt.agent.stacks import Stacks, keep, take
 from elasticrt.contract.page import Page
 from elasticrt.rendezvous.records import Seat
 
+IDLE_S = 1.0
+"""Between two looks for the first sign of life of a script without a Loop."""
+
 WARN_PART = 0.5
 """At this part of the time after which nothing moves for sure, people are warned."""
 
@@ -50,19 +53,29 @@ class Watch:
         """New workers are being started: nothing is known of their pace."""
         self._pace = Pace(self._limits)
         self._asked = (0, 0.0)  # After which step stacks were asked for, and at which part of the time.
-        self.wake_at: float | None = None
-        """When to look again; None when there is nothing to look at: a first step wakes the agent by its message."""
+        self._looped = False
+        self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
+        self._idle_until: float | None = None
 
     def look(self, now: float, *, held: bool) -> None:
         """Look, if it is time. `held`: the workers were told to stop after their step, so that none is awaited."""
-        if self.wake_at is not None and now < self.wake_at:
+        if self._look_at is not None and now < self._look_at:
             return
         own = self._look()
-        if not own or not all(page.entered for page in own):
-            self.wake_at = None
-            return
-        self.wake_at = now + LOOK_S
-        self._pace = self._pace.looked(_sight(own, held=held), now)
+        in_loop = bool(own) and all(page.entered for page in own)
+        if in_loop or (own and all(page.beats for page in own)):
+            if in_loop and not self._looped:
+                self._looped, self._pace = True, Pace(self._limits)
+            self._look_at = now + LOOK_S
+            self._pace = self._pace.looked(_sight(own, held=held) if in_loop else _sight_of_beats(own, held=held), now)
+        else:
+            self._look_at = None
+        self._idle_until = now + IDLE_S if own else None
+
+    @property
+    def wake_at(self) -> float | None:
+        """When to look again; None when there is nothing to look at."""
+        return self._look_at or self._idle_until
 
     def standing_since(self, now: float) -> float | None:
         """See `Pace`."""
@@ -71,7 +84,7 @@ class Watch:
     def ask_if_stalled(self, now: float, generation: int) -> None:
         """When nothing has moved for too long, or for half of that, ask the workers for their stacks, once each."""
         for part in (1.0, WARN_PART):
-            age_s = self._pace.stalled_s(now, part=part)
+            age_s = self._pace.stalled_s(now, part=part) if self._looped else None
             if age_s is None or self._asked >= (self._pace.step, part):
                 continue
             self._asked = (self._pace.step, part)
@@ -120,3 +133,9 @@ def _sight(own: Sequence[Page], *, held: bool) -> Sight:
         return Sight(0, 0.0, False)
     expected = not held and all(page.stepping for page in own)
     return Sight(last.step, last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
+
+
+def _sight_of_beats(own: Sequence[Page], *, held: bool) -> Sight:
+    """The same of workers without a Loop, where one may take more steps than another: the oldest newest beat counts."""
+    last = min(own, key=lambda page: page.beat_at_ns)
+    return Sight(sum(page.beats for page in own), last.beat_at_ns / 1e9, not held)

@@ -42,6 +42,8 @@ class Page:
         restored_at_ns: when the Loop had its state back.
         stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
             between epochs and outside of a Loop.
+        beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
+        building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -62,6 +64,9 @@ class Page:
     restored_at_ns = _Word(9)
     ending = _Word(10)
     stepping = _Word(11)
+    building = _Word(12)
+    beats = _Word(13)
+    beat_at_ns = _Word(14)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)

@@ -3,13 +3,14 @@
 Some schedulers send SIGTERM to every process of a job at the same instant (SLURM does). The agent then wants all to
 stop together at an agreed step, which dead workers cannot do. So a SIGTERM that the agent has not announced on the page
 is not obeyed at once. If the agent asks for nothing within a while, it was meant for this process alone: it dies of it
-at its next step boundary. A handler that the script has of its own stays, and decides.
+at its next step boundary, or where the loop ends. A handler that the script has of its own stays, and decides.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from types import FrameType
 from elasticrt.contract.page import Page
 from elasticrt.train import link
 
-OBEY_S = 5.0
+OBEY_S = 2.0
 """How long an agent may take to hear of the same signal and to ask for a handover; it takes milliseconds."""
 
 
@@ -40,10 +41,14 @@ class Shield:
             self._up = True
 
     def lower(self) -> None:
-        """No longer."""
+        """No longer. A signal that nobody has acted upon is obeyed now, unless an exception ends the loop anyway."""
         if self._up and signal.getsignal(signal.SIGTERM) == self._received:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._up = False
+        if self.received_at is not None and sys.exc_info()[0] is None:
+            assert self._page is not None, "without a page there is no shield"
+            if not self._page.stop:
+                self._die()
 
     def obey(self) -> None:
         """At a step boundary, after a signal: die of it unless the agent does something about it."""

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import HANDED_OVER_CODE
 from elasticrt.errors import Handover
-from elasticrt.worker import ending, learn, store
+from elasticrt.worker import ending, learn, pulse, store
 
 _LOADED_BY_ANY_PYTHON = frozenset(
     (
@@ -64,6 +64,7 @@ def become(
     tell = learn.Telling(teller, directory)
     if worker is not None:
         store.serve_env_rendezvous(worker, tell)
+        pulse.begin(worker)
     last, me = next(reversed(sys.modules)), os.getpid()
     code = _run(list(command), module=module)
     is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.

@@ -23,6 +23,29 @@ pytestmark = [pytest.mark.root]
 
 NAMES = ("a", "b", "c")
 
+PLAIN = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+directory, pace_s = sys.argv[1], float(sys.argv[2])
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+name = f"{int(os.environ['ELASTICRT_GENERATION']):03d}-{dist.get_rank():02d}-{os.environ['ELASTICRT_NODE']}"
+marks = open(os.path.join(directory, "marks", f"{name}-{os.getpid()}.jsonl"), "a", buffering=1)
+over, step = torch.zeros(1), 0
+while not over:
+    optimizer.zero_grad()
+    model(torch.randn(8, 2)).sum().backward()
+    optimizer.step()
+    step += 1
+    marks.write(json.dumps({"step": step, "at": time.monotonic()}) + "\\n")
+    time.sleep(pace_s)
+    over += os.path.exists(os.path.join(directory, "finish"))
+    dist.all_reduce(over)
+"""
+
 
 class Powered(Site):
     """A run in which no collective ends by itself."""
@@ -57,8 +80,8 @@ class Powered(Site):
 
 
 @contextmanager
-def powered(tmp_path: Path, ttl_s: float) -> Iterator[Powered]:
-    """Three nodes that train together."""
+def powered(tmp_path: Path, ttl_s: float, *, plain: bool = False) -> Iterator[Powered]:
+    """Three nodes that train together; `plain`: by a script that knows nothing of elasticrt."""
     reason = missing()
     if reason:
         pytest.skip(reason)
@@ -66,10 +89,13 @@ def powered(tmp_path: Path, ttl_s: float) -> Iterator[Powered]:
         server = EtcdServer(wheel_binary(), tmp_path / f"etcd-{secrets.token_hex(2)}")
         server.address = type(server.address)("http", network.host, server.port)
         with server as etcd, Powered(tmp_path, network, etcd, ttl_s) as run:
+            if plain:
+                Path(run.script[0]).write_text(PLAIN)
             for name in NAMES:
                 run.start(name)
             run.together(*NAMES)
-            run.wait_for_commits(1)
+            if not plain:
+                run.wait_for_commits(1)
             yield run
 
 
@@ -88,3 +114,16 @@ def test_a_power_loss_is_found_long_before_the_lease_ends(tmp_path: Path, leads:
         assert lost["lost"] == victim
         generation = history.generations[-1][1]
         assert (generation.kind, generation.restarts_total) == ("lost", 0), "it costs no restart"
+
+
+def test_a_power_loss_is_found_in_a_plain_script(tmp_path: Path) -> None:
+    """N11: without a Loop, too: the steps of its optimizers stand still, and that is told from outside."""
+    with powered(tmp_path, ttl_s=60.0, plain=True) as run:
+        leader = run.leader()
+        victim = next(name for name in NAMES if name != leader)
+        took_s = run.without_power(victim)
+        print(f"power loss to next step: {took_s:.2f} s, with a lease of 60 s")
+        run.finish()
+        assert {code for name, code in run.ended().items() if name != victim} == {0}, run.story()
+        (lost,) = run.events("member_lost")
+        assert lost["lost"] == victim

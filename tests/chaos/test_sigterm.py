@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster import Cluster
+from elasticrt.store import embedded
+from tests.cluster import AgentProcess, Cluster, kill
 
 SCRIPT = """
 import sys, time
@@ -25,7 +27,7 @@ loader = DataLoader(data, batch_sampler=sampler, num_workers=int(sys.argv[1]))
 model = DDP(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="20 steps")
-for epoch in loop.epochs(2):
+for epoch in loop.epochs(int(sys.argv[2])):
     for x, y in loop.batches(loader):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -36,7 +38,7 @@ for epoch in loop.epochs(2):
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A script with a Loop of 200 steps; its argument is the number of DataLoader workers."""
+    """A script with a Loop; its arguments are the number of DataLoader workers, and of epochs of 100 steps."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
@@ -46,7 +48,7 @@ def script(tmp_path: Path) -> Path:
 def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Path, loaders: int) -> None:
     """A02, as SLURM's scancel does it: workers and DataLoader processes stay for the handover; no step is lost."""
     options = ["--min-nodes", "1", "--max-nodes", "2", "--join", "now", "--settle", "2"]
-    with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), str(loaders)]) as cluster:
+    with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), str(loaders), "2"]) as cluster:
         keeper = cluster.start("node-0")  # It starts this machine's etcd, which nobody else would.
         cluster.wait("an etcd", lambda: bool(cluster.events("registered")))
         leaver = cluster.start("node-1")
@@ -67,11 +69,60 @@ def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Pa
     assert again == {0}
 
 
-def test_sigterm_to_a_worker_alone_ends_it(tmp_path: Path, script: Path) -> None:
+@pytest.mark.parametrize("epochs", [pytest.param("1", id="at-the-end"), pytest.param("5", id="in-the-middle")])
+def test_sigterm_to_a_worker_alone_ends_it(tmp_path: Path, script: Path, epochs: str) -> None:
     """K08: a SIGTERM of which its agent knows nothing was meant for the worker: it dies of it, and is restarted."""
-    with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", [], [str(script), "0"]) as cluster:
+    with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", [], [str(script), "0", epochs]) as cluster:
         agent = cluster.start("node-0")
         cluster.wait_for_commits(1)
         os.kill(agent.worker_pids()[0], signal.SIGTERM)
         assert cluster.ended() == {"node-0": 0}
     assert [event["code"] for event in cluster.events("worker_ended")] == [-signal.SIGTERM, 0]
+
+
+def _pull_the_plug(node: AgentProcess, grace_s: float) -> int:
+    """What a scheduler does: SIGTERM, a grace time, SIGKILL for whatever is left. The agent's exit code."""
+    processes = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    node.process.send_signal(signal.SIGTERM)
+    try:
+        return node.process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+    finally:
+        for process in processes:
+            kill(process.pid)
+        node.process.wait(10)
+
+
+@pytest.mark.parametrize("grace_s", [30, 5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None:
+    """A02: within any grace time the node hands over and ends with 143; the others repeat no step."""
+    options = ["--min-nodes", "1", "--max-nodes", "2", "--join", "now", "--settle", "2"]
+    with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), "0", "3"]) as cluster:
+        keeper = cluster.start("node-0")
+        cluster.wait("an etcd", lambda: bool(cluster.events("registered")))
+        leaver = cluster.start("node-1")
+        cluster.wait("both", lambda: any(len(event["nodes"]) == 2 for event in cluster.events("generation")))
+        together = cluster.number()
+        cluster.wait_for_commits(1, generation=together)
+        assert _pull_the_plug(leaver, grace_s) == 143
+        assert keeper.process.wait(60) == 0
+    after = [event for event in cluster.events("first_step") if event["generation"] == together + 1]
+    assert {event["redone"] for event in after} == {0}
+
+
+@pytest.mark.parametrize("grace_s", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_only_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None:
+    """A03: its present step is on disk before it ends with 143: the next run of that name goes on right there."""
+    run_id = f"term-{secrets.token_hex(4)}"
+    with Cluster(tmp_path, run_id, [], [str(script), "0", "2"]) as cluster:
+        node = cluster.start("node-0")
+        cluster.wait_for_commits(1)
+        assert _pull_the_plug(node, grace_s) == 143
+    saved = max(event["step"] for event in cluster.events("committed"))
+    reached = max(event["step"] for event in cluster.events("step"))
+    assert saved >= reached
+    with Cluster(tmp_path, run_id, [], [str(script), "0", "2"]) as again:
+        again.start("node-0")
+        assert again.ended() == {"node-0": 0}
+    assert again.events("first_step")[0]["step"] == saved + 1

@@ -83,6 +83,16 @@ def test_before_the_first_steps_nothing_is_said() -> None:
     assert pace.standing_since(133.1) == pytest.approx(133.0)
 
 
+def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
+    """L5: of a script without a Loop nobody knows when its first step began."""
+    pace = Pace().looked(Sight(3, 100.0, expected=True), 100.1)
+    assert pace.standing_since(1e6) is None
+    pace = pace.looked(Sight(5, 100.4, expected=True), 100.5)
+    assert pace.recent == (pytest.approx(0.2),)
+    assert pace.standing_since(101.1) is None
+    assert pace.standing_since(101.3) == pytest.approx(101.2)
+
+
 @pytest.mark.parametrize(
     ("limits", "quiet", "age", "stalls"),
     [

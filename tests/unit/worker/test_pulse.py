@@ -1,0 +1,57 @@
+"""Steps of optimizers as beats on the status page, in a process of its own: the hook is for the life of a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, sys, torch
+from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.page import Page
+from elasticrt.worker import pulse
+
+fd = Page.create()
+page = Page(fd)
+fields = dict(rank=0, local_rank=0, world_size=1, local_world_size=1, group_rank=0, group_world_size=1)
+fields |= dict(master_addr="127.0.0.1", master_port=1, restart_count=0, max_restarts=3, run_id="run", attempt=1)
+fields |= dict(generation=1, nonce="a" * 32, node="n0", run_dir="/nowhere", page_fd=fd)
+pulse.begin(WorkerEnv(**fields))
+model = torch.nn.Linear(2, 1)
+optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())]
+
+
+def step():
+    for optimizer in optimizers:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+assert (page.beats, page.beat_at_ns) == (0, 0)
+step()
+first = page.beat_at_ns
+step()
+assert page.beats == 4 and page.beat_at_ns > first > 0
+if os.fork() == 0:
+    step()
+    os._exit(0)
+os.wait()
+assert page.beats == 4
+"""
+
+
+def test_each_step_of_each_optimizer_beats_and_those_of_forks_do_not() -> None:
+    """L5: a script that knows nothing of us is seen to move, by its own steps and not by its children's."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_compiled_step_works_and_beats() -> None:
+    """A function that steps an optimizer may be compiled; its steps are seen as well."""
+    script = SCRIPT + "step(); torch.compile(lambda: optimizers[0].step(), backend='eager')(); assert page.beats == 7\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
