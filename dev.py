@@ -6,6 +6,7 @@ index offers a CPU build of torch (`2.13.0+cpu`), that one is taken.
 
     python3 dev.py demo                  train MNIST-like digits on three nodes of this machine; kill some while it runs
     python3 dev.py test [PYTEST ARGS]    ruff, mypy and the fast slice of the tests (test --full: all of them)
+    python3 dev.py cluster               hosts of their own on this machine: cut them off, cut their power (needs root)
     python3 dev.py setup | lint | format | clean
 """
 
@@ -53,12 +54,13 @@ def main(argv: list[str]) -> int:
     if sys.version_info < (3, 10):  # noqa: UP036  A bare python3 of any age may start this file.
         print(f"dev.py: this is Python {sys.version.split()[0]}; elasticrt needs 3.10 or newer", file=sys.stderr)
         return EXIT_USAGE
-    commands = {"demo": demo, "test": test, "setup": setup, "lint": lint, "format": reformat, "clean": clean}
+    commands = {"demo": demo, "test": test, "cluster": cluster, "setup": setup, "lint": lint}
+    commands |= {"format": reformat, "clean": clean}
     if not argv or argv[0] not in commands:
         print(__doc__, file=sys.stderr if argv and argv[0] not in ("-h", "--help") else sys.stdout)
         return 0 if argv and argv[0] in ("-h", "--help") else EXIT_USAGE
     command, rest = argv[0], argv[1:]
-    if rest and command not in ("test", "demo"):
+    if rest and command not in ("test", "demo", "cluster"):
         print(f"dev.py {command} takes no arguments; got {' '.join(rest)}", file=sys.stderr)
         return EXIT_USAGE
     os.chdir(ROOT)
@@ -201,8 +203,15 @@ def test(rest: list[str]) -> int:
     full = "--full" in rest
     args = [word for word in rest if word != "--full"]
     slice_ = [] if full else ["-m", "not slow"]
-    checks = {**lints(), "mypy": ["mypy"], "pytest": ["pytest", *slice_, *args]}
+    # Most tests wait for processes, so that several at a time are quicker even on two cores. `-n 0`: one at a time.
+    together = ["-n", str(min(4, max(2, os.cpu_count() or 1))), "--dist", "loadfile"]
+    checks = {**lints(), "mypy": ["mypy"], "pytest": ["pytest", *slice_, *together, *args]}
     return run_all(checks)
+
+
+def cluster(rest: list[str]) -> int:
+    """Network namespaces as hosts; `python3 dev.py cluster` says what can be done with them."""
+    return run_and_forward([str(PYTHON), "-m", "tests.netns", *rest])
 
 
 def lint(_: list[str]) -> int:

@@ -9,7 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elasticrt.errors import CheckpointError, ConfigError, ElasticError, Handover, PreparationError
+    from elasticrt.calls.spawn import spawn
+    from elasticrt.errors import (
+        CheckpointError,
+        ConfigError,
+        ElasticError,
+        Handover,
+        PreparationError,
+        WorkersFailedError,
+    )
     from elasticrt.train.checkpoint import Checkpointer, State
     from elasticrt.train.context import Context, barrier, global_first, init, is_parallel, local_first, unwrap
     from elasticrt.train.loop import Loop
@@ -30,16 +38,19 @@ __all__ = [
     "Loop",
     "PreparationError",
     "State",
+    "WorkersFailedError",
     "barrier",
     "global_first",
     "init",
     "is_parallel",
     "local_first",
     "prepare",
+    "spawn",
     "unwrap",
 ]
 
 _HOME = {
+    "calls.spawn": ("spawn",),
     "train.checkpoint": ("Checkpointer", "State"),
     "train.context": ("Context", "barrier", "global_first", "init", "is_parallel", "local_first", "unwrap"),
     "train.loop": ("Loop",),

@@ -42,6 +42,12 @@ class StoreError(ElasticError):
     exit_code = EXIT_STORE
 
 
+class WorkersFailedError(ElasticError):
+    """The user's code: workers failed, and the restarts are spent."""
+
+    exit_code = EXIT_WORKERS
+
+
 class CheckpointError(ElasticError):
     """Nothing valid to resume from. It travels in the error file and is final: a restart cannot cure it."""
 

@@ -35,6 +35,7 @@ class RunSpec(BaseModel):
         join: when a newcomer is let in: "now", "budget" (re-forms cost at most 5 % of the time), "failure" (only
             together with a failure or a leaving node).
         settle_quiet_s, settle_max_s: how long the first members wait for more.
+        role: ROLE_NAME of all workers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -50,6 +51,7 @@ class RunSpec(BaseModel):
     join: Literal["now", "budget", "failure"] = "budget"
     settle_quiet_s: float = Field(default=0.5, ge=0, le=60)
     settle_max_s: float = Field(default=3.0, ge=0, le=600)
+    role: str = Field(default="default", max_length=128)
 
 
 def difference(mine: RunSpec, theirs: RunSpec) -> str:

@@ -9,11 +9,12 @@
 The host is reachable at `network.host`: an etcd that listens there serves all nodes. Names are unique, so that several
 networks live side by side, and everything is removed at the end. Needs root, `ip` and `nft`: see `missing`.
 
-`python tests/netns.py 3` makes three nodes and waits for Enter, for trying things by hand.
+For trying things by hand it is a tool: `python3 dev.py cluster`, or `python -m tests.netns`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -21,7 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -121,19 +123,37 @@ class Network:
     Attributes:
         host: the host's address on the bridge.
         nodes: by name.
+        dropped: what each node drops, as rules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
         self.nodes: dict[str, NetworkNode] = {}
-        self._token = secrets.token_hex(3)
+        self._token = token or secrets.token_hex(3)
         self._bridge = f"ert{self._token}"  # Interface names end at 15 bytes.
         self._subnet = ""
-        self._dropped: dict[str, set[str]] = {}
+        self.dropped: dict[str, set[str]] = {}
 
     @property
     def host(self) -> str:
         """See the class."""
         return f"{self._subnet}.1"
+
+    def noted(self) -> dict[str, Any]:
+        """Everything that `recalled` needs, as JSON values."""
+        nodes = {node.name: node.exists for node in self.nodes.values()}
+        dropped = {name: sorted(rules) for name, rules in self.dropped.items()}
+        return {"token": self._token, "subnet": self._subnet, "nodes": nodes, "dropped": dropped}
+
+    @classmethod
+    def recalled(cls, noted: Mapping[str, Any]) -> Network:
+        """The network that another process has made."""
+        network = cls(noted["token"])
+        network._subnet = noted["subnet"]
+        for name, exists in noted["nodes"].items():
+            network.nodes[name] = network._node(name)
+            network.nodes[name].exists = exists
+        network.dropped = {name: set(rules) for name, rules in noted["dropped"].items()}
+        return network
 
     def __enter__(self) -> Network:
         # An address of its own: otherwise it has one of its ports', and when that node goes nobody finds the host.
@@ -155,9 +175,8 @@ class Network:
 
     def add(self, name: str) -> NetworkNode:
         """Another node; after `power_off` the same name again is the same machine, with the same address."""
-        number = list(self.nodes).index(name) if name in self.nodes else len(self.nodes)
-        namespace, link = f"ert{self._token}n{number}", f"ert{self._token}v{number}"
-        node = NetworkNode(name, namespace, link, f"{self._subnet}.{10 + number}")
+        node = self._node(name)
+        namespace, link = node.namespace, node.link
         _run("ip", "netns", "add", namespace)
         node.exists = True
         self.nodes[name] = node
@@ -168,13 +187,18 @@ class Network:
         _run("ip", "-n", namespace, "link", "set", "eth0", "up")
         return node
 
+    def _node(self, name: str) -> NetworkNode:
+        number = list(self.nodes).index(name) if name in self.nodes else len(self.nodes)
+        namespace, link = f"ert{self._token}n{number}", f"ert{self._token}v{number}"
+        return NetworkNode(name, namespace, link, f"{self._subnet}.{10 + number}")
+
     def cut(self, some: Sequence[NetworkNode], others: Sequence[NetworkNode | str], *, one_way: bool = False) -> None:
         """Drop in silence what `some` send to `others` (nodes, or an address such as the host's), and the way back.
 
         Cuts add up until `heal`. The rules are on the nodes of `some`.
         """
         for node in some:
-            rules = self._dropped.setdefault(node.name, set())
+            rules = self.dropped.setdefault(node.name, set())
             for other in others:
                 address = other if isinstance(other, str) else other.address
                 rules.add(f"out {address}")
@@ -184,25 +208,120 @@ class Network:
 
     def heal(self) -> None:
         """Everything gets through again."""
-        for name in self._dropped:
+        for name in self.dropped:
             if self.nodes[name].exists:
                 self.nodes[name].rules([])
-        self._dropped.clear()
+        self.dropped.clear()
 
 
-def main() -> None:
-    """Some nodes for trying things by hand."""
-    reason = missing()
-    if reason:
+# As a tool: `up` returns, and each later call finds the network again by what it has noted.
+
+
+def notes() -> Path:
+    """Where the tool's network is written down. One per machine (or per XDG_RUNTIME_DIR)."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/run") / "elasticrt-cluster.json"
+
+
+def recall() -> Network:
+    """The network that `up` has made. Exits when there is none."""
+    try:
+        return Network.recalled(json.loads(notes().read_text()))
+    except FileNotFoundError:
+        sys.exit("there is no cluster: `up` makes one")
+
+
+def up(names: Sequence[str]) -> None:
+    """Make hosts, and say what to do with them."""
+    if notes().exists():
+        sys.exit(f"there is a cluster already ({notes()}): `status` shows it, `down` removes it")
+    network = Network().__enter__()
+    try:
+        for name in names:
+            network.add(name)
+        notes().write_text(json.dumps(network.noted()))
+    except BaseException:
+        network.__exit__(None, None, None)
+        raise
+    status(network)
+    etcd, first = f"http://{network.host}:2379", names[0]
+    print("try, each in a terminal of its own, with --etcd and the name of every host:")
+    print(f"    .venv/bin/elasticrt etcd --listen {network.host}:2379")
+    print(f"    python3 dev.py cluster exec {first} elasticrt run --etcd {etcd} --insecure-etcd --run-id try "
+          f"--nnodes 1:{len(names)} examples/char_gpt.py")  # fmt: skip
+    print(f"then: python3 dev.py cluster cut {first} | heal | off {first} | on {first} | down")
+
+
+def status(network: Network) -> None:
+    """Show the hosts."""
+    print(f"this machine is {network.host}")
+    for node in network.nodes.values():
+        state = f"{len(node.pids())} processes" if node.exists else "off"
+        dropped = f", drops: {'; '.join(sorted(network.dropped[node.name]))}" if network.dropped.get(node.name) else ""
+        print(f"  {node.name} is {node.address}: {state}{dropped}")
+
+
+def down(network: Network) -> None:
+    """Remove everything, with whatever runs there."""
+    network.__exit__(None, None, None)
+    notes().unlink()
+
+
+def enter(node: NetworkNode, command: Sequence[str]) -> None:
+    """Become `command` on that host: with its name, its network and this project's programs."""
+    if not node.exists:
+        sys.exit(f"{node.name} is off")
+    # gloo would look up the host's name, which no other host knows.
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "ELASTICRT_NODE": node.name}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node.name, *(command or ["sh"])]
+    words = node.command(named)
+    os.execvpe(words[0], words, env)
+
+
+USAGE = """python3 dev.py cluster COMMAND: hosts of their own on this machine, for trying faults by hand (as root)
+
+    up [NAME ...]              make hosts (default: a b c) on one network, reachable from here
+    exec NAME COMMAND ...      run a command there
+    cut NAME [OTHER ...]       drop in silence all that goes between NAME and the others (default: everybody)
+    heal                       let everything through again
+    off NAME, on NAME          cut the power: no goodbye reaches anybody; the same host again, empty
+    status                     show what there is
+    down                       remove everything, with whatever runs there"""
+
+
+def main(words: Sequence[str]) -> None:
+    """One command of the tool."""
+    command, *rest = words or [""]
+    takes = {"up": (0, 16), "exec": (1, 1000), "cut": (1, 16), "off": (1, 1), "on": (1, 1), "heal": (0, 0),
+             "status": (0, 0), "down": (0, 0)}  # fmt: skip
+    if command not in takes or not takes[command][0] <= len(rest) <= takes[command][1]:
+        sys.exit(USAGE)
+    if reason := missing():
         sys.exit(reason)
-    with Network() as network:
-        print(f"the host is {network.host}")
-        for number in range(int(sys.argv[1]) if len(sys.argv) > 1 else 2):
-            node = network.add(f"node-{number}")
-            print(f"{node.name} is {node.address}: {' '.join(node.command(['bash']))}")
-        print("Enter removes them")
-        sys.stdin.readline()
+    if command == "up":
+        return up(rest or ["a", "b", "c"])
+    network = recall()
+    concerned = rest[:1] if command == "exec" else rest
+    if unknown := [name for name in concerned if name not in network.nodes]:
+        sys.exit(f"no host is called {unknown[0]}; there are {', '.join(network.nodes)}")
+    nodes = [network.nodes[name] for name in concerned]
+    if command == "down":
+        return down(network)
+    if command == "exec":
+        return enter(nodes[0], rest[1:])
+    if command == "cut":
+        others = nodes[1:] or [node for node in network.nodes.values() if node is not nodes[0]]
+        network.cut(nodes[:1], [*others, *([] if nodes[1:] else [network.host])])
+    elif command == "heal":
+        network.heal()
+    elif command == "off" and nodes[0].exists:
+        nodes[0].power_off()
+        network.dropped.pop(nodes[0].name, None)
+    elif command == "on" and not nodes[0].exists:
+        network.add(nodes[0].name)
+    notes().write_text(json.dumps(network.noted()))
+    return status(network)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -14,8 +14,9 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from elasticrt.agent import vitals
 from elasticrt.agent.commit import Errand
 from elasticrt.agent.cycle import Cycle
 from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -24,7 +25,7 @@ from elasticrt.agent.membership import Membership
 from elasticrt.agent.node import Node
 from elasticrt.agent.policy import halted
 from elasticrt.agent.probe import ProbeServer
-from elasticrt.agent.settings import Settings
+from elasticrt.agent.settings import SIGNALS, Settings
 from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
@@ -37,13 +38,20 @@ from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Lease, StoreUnavailable
 from elasticrt.store.session import Session
 
+if TYPE_CHECKING:
+    from elasticrt.agent.health import HealthServer
+
 log = logging.getLogger(__name__)
 
 KILLED_S = 5.0
 """SIGKILL takes milliseconds; a process that is stuck in the kernel is not waited for longer than this."""
 
 END_GRACE_S = 5.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ALONE_S = 5.0
+"""Agents that were started together have found each other by then."""
+
+TURN_S = 1.0
+"""A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
 
 
 class Agent(Cycle):
@@ -56,23 +64,31 @@ class Agent(Cycle):
         self.node = Node(settings, self.queue.put, self.voice.events, self.voice.say)
         self.membership: Membership
         self.probes: ProbeServer | None = None
+        self.health: HealthServer | None = None
         self.spec = spec
         self.drain_until: float | None = None
+        self.alone_at: float | None = None
         self.hurry = False
+        self.last_signal = signal.SIGTERM
 
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
-        for number in SIGNALS:
+        for number in self.settings.signals:
             signal.signal(number, lambda number, _frame: self.queue.put(signal.Signals(number)))
         code = EXIT_BUG
         try:
             self.node.open()  # First of all, because importing torch takes longest.
+            for note in self.settings.notes:
+                self.voice.say(note)
+            self._answer_for_health()
             code = self.work()
         except ElasticError as error:
             code = error.exit_code
             raise
         finally:
             self.node.close()
+            if self.health is not None:
+                self.health.close()
             self.voice.events.write("agent_stopped", code=code)
             self.voice.events.close()
         return code
@@ -93,10 +109,21 @@ class Agent(Cycle):
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             me = replace(me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
+        if self.alone_at is not None and now >= self.alone_at:
+            self.alone_at = None
+            if self.rendezvous.view.leads and len(self.rendezvous.view.members) == 1:
+                self.voice.say(self.settings.alone)
+        if self.health is not None:
+            view, step = self.rendezvous.view, self.node.progress.step()
+            self.health.noted = vitals.member(
+                self.settings.run_id, me, view, now, away_since=self.outage.since, step=step
+            )
         return me
 
     def _alarms(self) -> Iterable[float]:
-        alarms = (self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.drain_until)
+        alarms = [self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.drain_until, self.alone_at]
+        if self.health is not None:
+            alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
 
     def _run(self, generation: Generation, seat: Seat) -> None:
@@ -144,6 +171,16 @@ class Agent(Cycle):
 
     # Coming.
 
+    def _answer_for_health(self) -> None:
+        if self.settings.health_port is None:
+            return
+        from elasticrt.agent.health import HealthServer  # asyncio takes a while to load, and few need it.
+
+        limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + vitals.LIVE_S
+        noted = vitals.Vitals(self.settings.run_id, self.settings.node, "joining", time.monotonic(), limit_s)
+        self.health = HealthServer(self.settings.health_host, self.settings.health_port, noted)
+        self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
+
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
@@ -158,6 +195,7 @@ class Agent(Cycle):
             workers=settings.workers,
             probe_port=self.probes.port,
             port=self.node.ports.port,
+            node_rank=settings.node_rank,
         )
         self.me = Me(record=member, spec=self.spec)
         joined = self.membership.open(self.me)
@@ -166,6 +204,10 @@ class Agent(Cycle):
             return False
         self.me = joined
         self.voice.joined(joined, self.membership.meeting)
+        if self.health is not None:
+            self.voice.event("health", url=self.health.url)
+        if settings.alone:
+            self.alone_at = time.monotonic() + ALONE_S
         return True
 
     def _left_out(self, reason: str) -> float:
@@ -236,6 +278,9 @@ class Agent(Cycle):
     # Going.
 
     def _end(self, decision: End | Leave | Halt) -> int:
+        if self.health is not None:
+            noted, limit_s = self.health.noted, self.settings.stop_timeout_s + vitals.LIVE_S
+            self.health.noted = replace(noted, phase="ending", turned_at=time.monotonic(), limit_s=limit_s)
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S)
@@ -248,7 +293,9 @@ class Agent(Cycle):
                     self.rendezvous.leave(self._farewell())
                 except StoreError as error:
                     log.warning("etcd could not be told: %s; the lease will tell the others", error)
-                self.node.stop(self.settings.stop_timeout_s, self._impatient)
+                # One that was asked for beyond the usual ones means something to the script: it gets that very one.
+                passed_on = self.last_signal if self.last_signal not in SIGNALS else signal.SIGTERM
+                self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 return EXIT_TERMINATED
             case Halt():
                 self.node.kill()
@@ -257,6 +304,7 @@ class Agent(Cycle):
 
     def _signalled(self, number: signal.Signals) -> None:
         """Told to leave: hand over first if the workers can, but not for ever; a second signal ends the patience."""
+        self.last_signal = number
         reason = f"{number.name} received"
         self.hurry = self.hurry or self.me.record.draining or bool(self.me.leaving)
         if self.me.record.draining or self.me.leaving or self.outage.since is not None:

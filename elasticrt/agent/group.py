@@ -27,7 +27,7 @@ from elasticrt.agent.listener import (
     WorkerState,
     oom_kills,
 )
-from elasticrt.agent.logs import ERR, OUT, Console, LogOptions, Output, Seat
+from elasticrt.agent.logs import ERR, OUT, Console, LogOptions, Output, Seat, file_of
 from elasticrt.agent.report import failure_of
 from elasticrt.agent.warm import ParentLost, WorkerParent
 from elasticrt.contract.channel import Channel, ChannelClosed
@@ -63,13 +63,18 @@ class Command:
     argv: tuple[str, ...]
     kind: str = "script"
 
+    def of_worker(self, local_rank: int) -> list[str]:
+        """The words for one worker: as under torchrun, `${local_rank}` in an argument stands for its local rank."""
+        return [self.argv[0], *(word.replace("${local_rank}", str(local_rank)) for word in self.argv[1:])]
+
 
 def worker_environment(env: Mapping[str, str], workers: int) -> dict[str, str]:
     """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
 
-    As under torchrun, several workers share the cores by using one thread each, unless OMP_NUM_THREADS says otherwise.
+    As under torchrun, several workers share the cores by using one thread each, and errors of NCCL end the process that
+    meets them, unless the variables for that say otherwise.
     """
-    result = inherited(env)
+    result = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited(env)}
     if workers > 1:
         result.setdefault("OMP_NUM_THREADS", "1")
     return result
@@ -79,7 +84,7 @@ class WorkerGroup:
     """All workers of this node.
 
     Methods are called from one thread, the agent's; events come from others. `parent` is the worker parent to start
-    them with; after it was lost, `use` another one.
+    them with; after it was lost, `use` another one. `cpus` are what each worker runs on, empty for everything.
     """
 
     def __init__(
@@ -88,10 +93,12 @@ class WorkerGroup:
         sink: Callable[[GroupEvent], None],
         *,
         logs: LogOptions | None = None,
+        cpus: Sequence[frozenset[int]] = (),
         console: Console | None = None,
     ) -> None:
         self._sink = sink
         self._logs = logs or LogOptions()
+        self._cpus = cpus
         self._console = console or Console()
         self._running: dict[int, Running] = {}
         self._newest = 0
@@ -161,9 +168,10 @@ class WorkerGroup:
         """SIGKILL all workers of a generation (the newest, if not given) with all they have started, at once."""
         self._signal(generation, signal.SIGKILL, sessions=True)
 
-    def terminate(self, grace_s: float, generation: int | None = None) -> float:
-        """SIGTERM to the workers' main processes; returns the time.monotonic() at which the caller should `kill`."""
-        self._signal(generation, signal.SIGTERM, sessions=False)
+    def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
+        """SIGTERM, or `number`, to the main processes; returns the time.monotonic() at which to `kill` them."""
+        self._signal(generation, number, sessions=False)
+        self.release(generation)
         return time.monotonic() + grace_s
 
     def signal(self, number: int, generation: int | None = None) -> None:
@@ -221,17 +229,18 @@ class WorkerGroup:
             page = Page(fds[-1])
             env = _with_error_file(env)
             undo.pop_all()
-        seat = Seat(env.node, env.rank, env.local_rank, env.generation)
+        seat = Seat(env.node, env.rank, env.local_rank, env.generation, env.role)
         output = Output(seat, env.run_dir or None, self._logs, self._console)
         start = Start(
             generation=env.generation,
             local_rank=env.local_rank,
-            command=list(command.argv),
+            command=command.of_worker(env.local_rank),
             module=command.kind == "module",
             env={**base_env, **env.to_env()},
             directory=str(directory),
             fd_names=["stdout", "stderr", "channel", "page"],
             keep_stdin=env.local_rank == 0,
+            cpus=sorted(self._cpus[env.local_rank]) if self._cpus else [],
         )
         return WorkerState(env, output, channel, page, pipes), start, fds
 
@@ -278,8 +287,7 @@ class WorkerGroup:
 
 def _with_error_file(env: WorkerEnv) -> WorkerEnv:
     """The same worker with a place for its error file, which is empty; without, where none can be made."""
-    name = f"rank-{env.rank}.error.json"
-    default = Path(env.run_dir, "logs", f"generation-{env.generation}", name) if env.run_dir else ""
+    default = file_of(env.run_dir, env.generation, env.rank, env.node, "error.json") if env.run_dir else ""
     path = Path(env.error_file or default)
     if path == Path():
         return env

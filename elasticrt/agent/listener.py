@@ -32,6 +32,7 @@ from elasticrt.contract.messages import (
     HandedOver,
     Message,
     Published,
+    Release,
     Save,
     Started,
     Step,
@@ -302,6 +303,9 @@ class Listener:
         if isinstance(message, Done):
             worker.lingers = True
             self._ended(running, worker, message.code, time.monotonic_ns())
+            if running.stopping:  # The group is being ended: nobody needs its store any more.
+                with worker.sending, contextlib.suppress(ChannelClosed, OSError):
+                    worker.channel.send(Release())
 
     def _gone(
         self, running: Running, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = ""

@@ -10,8 +10,9 @@ import logging
 import os
 import select
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import BinaryIO
 
 _LOG = logging.getLogger(__name__)
@@ -25,22 +26,37 @@ _CONSOLE_WAIT_S = 10.0
 
 
 @dataclass(frozen=True)
+class Streams:
+    """Streams of workers: those of `some`, by local rank, and `others` of everybody else."""
+
+    others: frozenset[str] = frozenset()
+    some: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> frozenset[str]:
+        """The streams of one worker."""
+        return self.some.get(local_rank, self.others)
+
+
+@dataclass(frozen=True)
 class LogOptions:
     """Where output goes.
 
     Attributes:
-        prefix: put before each line on the console, with {node}, {rank}, {local_rank} and {generation} filled in.
+        prefix: put before each line on the console, with ${node}, ${rank}, ${local_rank}, ${role_name} and
+            ${generation} filled in.
         console_ranks: local ranks whose output is shown on the console; None for all.
-        console_streams: of those, which streams.
+        redirected: streams that are not shown there.
         files: whether output is also kept in files.
         file_max_bytes: a file that has reached this size is closed with a note at its end.
+        picked: by stream, words: lines with one of them are also kept in a file of their own, of the whole node.
     """
 
     prefix: str = ""
     console_ranks: frozenset[int] | None = None
-    console_streams: frozenset[str] = frozenset({OUT, ERR})
+    redirected: Streams = Streams()
     files: bool = True
     file_max_bytes: int = 256 * 1024 * 1024
+    picked: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,17 @@ class Seat:
     rank: int
     local_rank: int
     generation: int
+    role: str = "default"
+
+    def names(self) -> dict[str, object]:
+        """What a prefix can say of it, in torchrun's words and ours."""
+        names = {"node": self.node, "rank": self.rank, "local_rank": self.local_rank}
+        return {**names, "generation": self.generation, "role_name": self.role}
+
+
+def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
+    """The file of one worker in one generation: its logs ("out", "err"), its error file, its stacks."""
+    return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
 
 
 class Console:
@@ -119,6 +146,34 @@ class _File:
             self._file.close()
 
 
+class _Picked:
+    """Keeps the lines of one stream that have one of some words in them."""
+
+    def __init__(self, file: _File, prefix: bytes, words: tuple[bytes, ...]) -> None:
+        self.file = file
+        self._prefix = prefix
+        self._words = words
+        self._line = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._line += data
+        end = self._line.rfind(b"\n") + 1
+        if end == 0 and len(self._line) > LINE_MAX_BYTES:
+            end = len(self._line)
+        for line in bytes(self._line[:end]).splitlines():
+            self._keep(line)
+        del self._line[:end]
+
+    def close(self) -> None:
+        if self._line:
+            self._keep(bytes(self._line))
+        self.file.close()
+
+    def _keep(self, line: bytes) -> None:
+        if any(word in line for word in self._words):
+            self.file.write(self._prefix + line + b"\n")
+
+
 class Output:
     """The output of one worker."""
 
@@ -127,17 +182,22 @@ class Output:
     def __init__(self, seat: Seat, directory: str | Path | None, options: LogOptions, console: Console) -> None:
         self._seat = seat
         self._console = console
-        self._options = options
-        names = {"node": seat.node, "rank": seat.rank, "local_rank": seat.local_rank, "generation": seat.generation}
-        self._prefix = options.prefix.format_map(names).encode()
-        self._shown = options.console_ranks is None or seat.local_rank in options.console_ranks
+        self._prefix = Template(options.prefix).safe_substitute(seat.names()).encode()
+        shown = options.console_ranks is None or seat.local_rank in options.console_ranks
+        self._shown = frozenset({OUT, ERR}) - options.redirected.of(seat.local_rank) if shown else frozenset()
         self._lines = {OUT: bytearray(), ERR: bytearray()}
         self._tail = bytearray()
         self._files: dict[str, _File] = {}
-        if options.files and directory is not None:
-            base = Path(directory, "logs", f"generation-{seat.generation}")
-            for stream in (OUT, ERR):
-                self._files[stream] = _File(base / f"rank-{seat.rank}.{stream}", options.file_max_bytes)
+        self._picked: dict[str, _Picked] = {}
+        if not options.files or directory is None:
+            return
+        for stream in (OUT, ERR):
+            path = file_of(directory, seat.generation, seat.rank, seat.node, stream)
+            self._files[stream] = _File(path, options.file_max_bytes)
+            if options.picked.get(stream):
+                file = _File(path.with_name(f"filtered.{seat.node}.{stream}"), options.file_max_bytes)
+                prefix = self._prefix or f"[rank {seat.rank}] ".encode()
+                self._picked[stream] = _Picked(file, prefix, options.picked[stream])
 
     @property
     def path(self) -> str:
@@ -154,12 +214,9 @@ class Output:
         if stream == ERR:
             self._tail += data[-TAIL_MAX_BYTES:]
             del self._tail[:-TAIL_MAX_BYTES]
-        if stream in self._files:
-            try:
-                self._files[stream].write(data)
-            except OSError as error:
-                self._give_up(stream, error)
-        if not self._shown or stream not in self._options.console_streams:
+        self._keep(self._files, stream, data)
+        self._keep(self._picked, stream, data)
+        if stream not in self._shown:
             return
         line = self._lines[stream]
         line += data
@@ -191,12 +248,27 @@ class Output:
         self.flush()
         for file in self._files.values():
             file.close()
+        for stream, picked in list(self._picked.items()):
+            try:
+                picked.close()
+            except OSError as error:
+                self._give_up(self._picked, stream, error)
 
     def _has_file(self, stream: str) -> bool:
         return stream in self._files and self._files[stream].used
 
-    def _give_up(self, stream: str, error: OSError) -> None:
-        file = self._files.pop(stream)
+    def _keep(self, kept: dict[str, _File] | dict[str, _Picked], stream: str, data: bytes) -> None:
+        if stream not in kept:
+            return
+        try:
+            kept[stream].write(data)
+        except OSError as error:
+            self._give_up(kept, stream, error)
+
+    @staticmethod
+    def _give_up(kept: dict[str, _File] | dict[str, _Picked], stream: str, error: OSError) -> None:
+        given_up = kept.pop(stream)
+        file = given_up.file if isinstance(given_up, _Picked) else given_up
         file.close()
         if not Output._warned:
             Output._warned = True

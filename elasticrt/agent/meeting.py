@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticrt.agent.settings import Settings
@@ -13,8 +16,12 @@ from elasticrt.store.address import is_loopback
 from elasticrt.store.embedded import Served, find_or_start
 from elasticrt.store.protocol import Address, Store
 
+log = logging.getLogger(__name__)
+
 CONNECT_S = 1.5
 """Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
+
+LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,12 @@ class Meeting:
     served: Served | None
 
 
-def meet(settings: Settings) -> Meeting:
+def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     """Connect to etcd, or find or start this machine's own. Raises StoreError, ConfigError."""
     served = None
     endpoints = settings.etcd
     if endpoints:
-        _check_reachable(endpoints)
+        _check_reachable(endpoints, settings.etcd_wait_s, told_to_leave)
     else:
         served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
         endpoints = (served.address,)
@@ -40,8 +47,35 @@ def meet(settings: Settings) -> Meeting:
     return Meeting(EtcdStore(endpoints, settings.credentials), endpoints, served)
 
 
-def _check_reachable(endpoints: tuple[Address, ...]) -> None:
-    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run."""
+def _check_reachable(endpoints: tuple[Address, ...], wait_s: float, told_to_leave: Callable[[], bool]) -> None:
+    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run.
+
+    At once, or after `wait_s` where another agent is about to serve it.
+    """
+    deadline = time.monotonic() + wait_s
+    troubles = _troubles(endpoints)
+    if troubles and wait_s:
+        log.warning("etcd is not there yet: %s; waiting for up to %g s", troubles, wait_s)
+    while troubles and time.monotonic() < deadline:
+        if told_to_leave():
+            raise StoreError("told to leave before etcd was there (signal). Nothing has been started")
+        time.sleep(LOOK_AGAIN_S)
+        troubles = _troubles(endpoints)
+    if not troubles:
+        return
+    raise StoreError(
+        explain(
+            "etcd cannot be reached",
+            "--etcd",
+            got=troubles,
+            expected="a running etcd (version 3)",
+            remedy="Check that it runs and that its name and port are right; `elasticrt etcd --listen` starts one",
+        )
+    )
+
+
+def _troubles(endpoints: tuple[Address, ...]) -> str:
+    """What keeps us from connecting to any of them; "" when one of them answers."""
     troubles = []
     for endpoint in endpoints:
         try:
@@ -49,16 +83,8 @@ def _check_reachable(endpoints: tuple[Address, ...]) -> None:
         except OSError as error:
             troubles.append(f"{endpoint}: {error.strerror or error}")
         else:
-            return
-    raise StoreError(
-        explain(
-            "etcd cannot be reached",
-            "--etcd",
-            got="; ".join(troubles),
-            expected="a running etcd (version 3)",
-            remedy="Check that it runs and that its name and port are right; `elasticrt etcd --listen` starts one",
-        )
-    )
+            return ""
+    return "; ".join(troubles)
 
 
 def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:

@@ -37,7 +37,7 @@ class Membership:
         self._settings = settings
         self._queue = events
         self._keys = Keys(settings.run_id)
-        self.meeting: Meeting = meet(settings)
+        self.meeting: Meeting = meet(settings, self._told_to_leave)
         self.session: Session
         self.lease: Lease
         self.rendezvous: Rendezvous
@@ -72,7 +72,7 @@ class Membership:
     def open_fresh(self, me: Me) -> Me | Result:
         """Begin again with a fresh embedded etcd, in a new life. Raises as `open` does."""
         self.close()
-        self.meeting = meet(self._settings)
+        self.meeting = meet(self._settings, self._told_to_leave)
         update = {"incarnation": secrets.token_hex(8), "generation": 0, "seen": max(me.record.seen, me.known)}
         record = me.record.model_copy(update=update)
         return self.open(Me(record=record, spec=me.spec, started=me.started, running=me.running, pause_s=me.pause_s))

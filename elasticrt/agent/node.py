@@ -25,19 +25,17 @@ from elasticrt.agent.group import (
     WorkerStarted,
     worker_environment,
 )
-from elasticrt.agent.logs import LogOptions
 from elasticrt.agent.memory import Memory
 from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks
-from elasticrt.agent.warm import ParentLost, WorkerParent, note
+from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.agent.watch import Watch
 from elasticrt.contract.env import Copy
 from elasticrt.contract.messages import Copied, HandedOver, Learnt, Reply, Step, Warm
 from elasticrt.contract.page import Page
-from elasticrt.errors import ConfigError, explain
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 
@@ -95,8 +93,7 @@ class Node:
             target=command.argv[0],
         )
         if self._group is None:
-            prefix = "" if settings.workers == 1 or settings.events_fd >= 0 else "[rank {rank}] "
-            self._group = WorkerGroup(self._parent, self._put, logs=LogOptions(prefix=prefix))
+            self._group = WorkerGroup(self._parent, self._put, logs=settings.logs, cpus=settings.cpus)
         else:
             self._group.use(self._parent)
 
@@ -128,7 +125,7 @@ class Node:
             copy=copy_record(self._ends.kept) if generation else None,
             standing_since=self.watch.standing_since(now),
             pause_s=self.progress.pause_s,
-            starting=self._wanted is not None or self.progress.starting(now),
+            starting=(self._wanted is not None and not pages.building(self._pages())) or self.progress.starting(now),
             holding=self._holding,
             going=self._going,
         )
@@ -143,18 +140,21 @@ class Node:
         self.progress.replaced()
         if self._running:
             self.progress.remember()
-            if len(self._ends.handed) == self._ends.workers:
-                # They are leaving by themselves: their exit hooks get a moment.
+            if len(self._ends.handed) == self._ends.workers or pages.building(self._pages()):
+                # Their exit hooks get a moment; and who builds what the next generation needs as well may finish that.
                 self._kill_late = (self._running, time.monotonic() + EXIT_HOOKS_S)
             else:
-                self._workers.kill(self._running)
+                self._end_workers()
         self._start_if_possible()
 
     def kill_late(self, now: float) -> float | None:
-        """Kill workers that have handed over but do not end; until when they have time, None if nobody has."""
+        """Kill workers that had a reason to live on and do not end; until when they have time, None if nobody has."""
         if self._kill_late is None:
             return None
         generation, at = self._kill_late
+        if generation == self._running and pages.building(self._pages()):
+            at = max(at, now + EXIT_HOOKS_S)
+            self._kill_late = (generation, at)
         if generation == self._running and now < at:
             return at
         self._kill_late = None
@@ -221,13 +221,13 @@ class Node:
             self.progress.remember()
             self._workers.kill(self._running)
 
-    def stop(self, grace_s: float, hurry: Callable[[], bool]) -> None:
-        """SIGTERM, a grace time (cut short when `hurry` says so), SIGKILL. `hurry` also folds ends of workers."""
+    def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
+        """A signal, a grace time (cut short when `hurry` says so), SIGKILL. `hurry` also folds ends of workers."""
         self._wanted = None
         if not self._running:
             return
         pages.end(self._pages())
-        deadline = self._workers.terminate(grace_s, self._running)
+        deadline = self._workers.terminate(grace_s, self._running, number)
         while self._running and time.monotonic() < deadline and not hurry():
             time.sleep(0.01)
         if self._running:
@@ -238,9 +238,9 @@ class Node:
         self._wanted = None
         if self._running:
             if self._failed_at is not None:
-                self._workers.kill(self._running)
+                self._end_workers()
             self._workers.release(self._running)
-            deadline = time.monotonic() + grace_s
+            deadline = max(time.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
             while self._workers.pids(self._running) and time.monotonic() < deadline:
                 time.sleep(0.005)
 
@@ -270,7 +270,7 @@ class Node:
         self._running = generation.number
         self._ends = Ends(generation.number, seat.workers)
         self.progress.began()
-        self.watch.began()
+        self.watch.began(generation, seat)
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
@@ -301,6 +301,15 @@ class Node:
         if listen is not None:
             self.ports.bind(self.ports.address)
 
+    def _end_workers(self) -> None:
+        """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
+        grace_s = self._settings.restart_grace_s
+        if not grace_s:
+            self._workers.kill(self._running)
+        elif self._kill_late is None or self._kill_late[0] != self._running:
+            pages.end(self._pages())
+            self._kill_late = (self._running, self._workers.terminate(grace_s, self._running))
+
     def _worker_started(self, event: WorkerStarted) -> None:
         self._pids[event.rank] = event.pid
         if event.generation == self._running and len(self._pids) == self._ends.workers:
@@ -327,11 +336,12 @@ class Node:
         if event.failure is not None:
             self._ends = replace(self._ends, failures=(*self._ends.failures, event.failure))
             if self._failed_at is None:
-                self._failed_at = time.monotonic()
+                # The end of a generation that has been replaced, and was let finish a build, is nobody's news.
+                self._failed_at = time.monotonic() if self._wanted is None else None
                 self.progress.disturbed()
                 self.progress.remember()
                 # The others of this node can only fail as well, or hang.
-                self._workers.kill(self._running)
+                self._end_workers()
         elif event.code == 0:
             self._ends = replace(self._ends, well=self._ends.well + 1)
 
@@ -383,13 +393,5 @@ class Node:
         self._parent_deaths += 1
         self._say(event.reason)
         if self._parent_deaths > PARENT_TRIES:
-            raise ConfigError(
-                explain(
-                    "the process that starts workers keeps dying",
-                    f"node {self._settings.node}",
-                    got=event.reason,
-                    expected="that it can import torch and the modules of --preload",
-                    remedy="Try --start-method spawn, and run `python -c 'import torch'` by hand",
-                )
-            )
+            raise keeps_dying(self._settings.node, event.reason)
         self.open()

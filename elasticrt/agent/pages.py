@@ -49,6 +49,11 @@ def in_loop(pages: Sequence[Page]) -> bool:
     return bool(pages) and all(page.entered for page in pages)
 
 
+def building(pages: Sequence[Page]) -> bool:
+    """Whether one of the workers prepares data."""
+    return any(page.building for page in pages)
+
+
 def have_stepped(pages: Sequence[Page]) -> bool:
     """Whether all workers have finished a step."""
     return all(page.step_at_ns for page in pages)

@@ -177,6 +177,9 @@ def worker_env(settings: Settings, generation: Generation, seat: Seat, local_ran
         node=seat.node,
         run_dir=str(settings.run_dir),
         role=settings.role,
+        as_srun=settings.as_srun,
+        gpu=settings.gpus[local_rank] if settings.gpus else "",
+        signals=",".join(number.name for number in settings.signals),
         resume=generation.resume.commit() if generation.resume else None,
         copy=generation.memory.as_copy() if generation.memory else None,
     )

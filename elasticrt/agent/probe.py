@@ -69,11 +69,42 @@ class ProbeServer:
                     log.debug("a probe that was none: %s", error)
 
 
+class Gathering:
+    """Answers on their way from many threads to one, which thinks about all of them whenever it gets one.
+
+    That nodes live is passed on when the last of those that are being asked has answered, and not node by node: of a
+    thousand nodes any one may be the lost one, and while an answer is missing nothing else can be decided. That a node
+    does not live is passed on at once, with all that is known by then.
+    """
+
+    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._missing = 0
+        self._kept: list[tuple[Seat, Answer, float]] = []
+
+    def asked(self) -> None:
+        """One more is being asked."""
+        with self._lock:
+            self._missing += 1
+
+    def answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
+        """One of them has answered, or has not within its time."""
+        with self._lock:
+            self._missing -= 1
+            self._kept.append((seat, answer, asked_at))
+            if self._missing and answer == "alive":
+                return
+            kept, self._kept = self._kept, []
+        for each in kept:
+            self._sink(*each)
+
+
 class Prober:
     """Asks seats in the background; each seat is asked once at a time. `sink` is called from other threads."""
 
     def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
-        self._sink = sink
+        self._answers = Gathering(sink)
         self._asking: set[str] = set()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=ASK_AT_ONCE, thread_name_prefix="elasticrt-ask")
@@ -85,6 +116,7 @@ class Prober:
                 if seat.incarnation in self._asking:
                     continue
                 self._asking.add(seat.incarnation)
+            self._answers.asked()
             self._pool.submit(self._ask, seat, time.monotonic())
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
@@ -104,7 +136,7 @@ class Prober:
         answer = ask(seat.address, seat.probe_port, seat.incarnation)
         with self._lock:
             self._asking.discard(seat.incarnation)
-        self._sink(seat, answer, asked_at)
+        self._answers.answered(seat, answer, asked_at)
 
     def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
         number = generation_of(seat.address, seat.probe_port, run_id)

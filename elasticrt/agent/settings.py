@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 from typing import Literal
 
 from elasticrt.agent.group import Command
+from elasticrt.agent.logs import LogOptions
 from elasticrt.store.protocol import Address, Credentials
+
+SIGNALS = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
+"""What makes an agent leave, if nothing else is said: the same as torchrun."""
 
 
 @dataclass(frozen=True)
@@ -16,16 +21,28 @@ class Settings:
 
     Attributes:
         node: its name; with `node_given` false another one is taken when a live agent has this one already.
+        node_rank: where it would like to sit among newcomers; None: behind those that say.
         address: what the others reach this machine at; None: found from the way to etcd.
         workers: processes on this node.
         etcd: endpoints; empty: the embedded server of this machine, found or started by the run id.
         serve: serve the embedded etcd on this address instead of loopback.
         again: start another attempt of a run that has succeeded.
         run_dir: logs and events; shared by all nodes that see the same directory.
+        logs: what of the workers' output is kept and shown.
+        events_on_console: events are also written to stderr.
+        notes: what people should know of their options.
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
+        etcd_wait_s: how long to wait for an etcd that nobody serves yet; 0 where one is said to run.
+        alone: what to say if no other node has come after a while, "" for nothing.
         drain_timeout_s: how long this agent tries to hand over before it leaves without.
         stop_timeout_s: grace between SIGTERM and SIGKILL for workers when this agent is told to leave.
+        restart_grace_s: the same for workers of a generation that is replaced; 0: they are killed at once.
+        signals: what tells this agent to leave.
         hang_timeout_s: how long a Loop may make no step before its workers are ended, at least; 0: for ever.
+        as_srun: give workers the variables that `srun` gives its tasks.
+        gpus: the one GPU that each worker sees, which then is told that its local rank is 0; empty: all see all.
+        cpus: what each worker runs on; empty: all on everything.
+        health_port: answer questions about health there, 0: at any free port; None: nowhere.
         events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
 
@@ -42,11 +59,24 @@ class Settings:
     serve: Address | None
     again: bool
     run_dir: Path
+    logs: LogOptions = field(default_factory=LogOptions)
+    events_on_console: bool = False
+    notes: tuple[str, ...] = ()
+    node_rank: int | None = None
     max_restarts: int = 3
     stop_timeout_s: float = 10.0
+    restart_grace_s: float = 0.0
+    signals: tuple[Signals, ...] = SIGNALS
     drain_timeout_s: float = 15.0
     ride_through_s: float = 900.0
     etcd_linger_s: float = 30.0
+    etcd_wait_s: float = 0.0
+    alone: str = ""
     hang_timeout_s: float = 600.0
     role: str = "default"
+    as_srun: bool = False
+    gpus: tuple[str, ...] = ()
+    cpus: tuple[frozenset[int], ...] = ()
+    health_port: int | None = None
+    health_host: str = "127.0.0.1"
     events_fd: int = -1

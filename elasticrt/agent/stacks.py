@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elasticrt.agent.logs import file_of
 from elasticrt.contract.page import STACKS_SIGNAL, Page
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,10 @@ def take(
     threading.Thread(target=work, name="elasticrt-stacks", daemon=True).start()
 
 
-def keep(stacks: Stacks, ranks: Mapping[int, int], directory: Path) -> None:
+def keep(stacks: Stacks, ranks: Mapping[int, int], node: str, directory: Path) -> None:
     """Write them beside the logs, a file for each rank (`ranks`: by local rank), behind what it has already."""
     for local_rank, lines in stacks.lines.items():
-        path = directory / "logs" / f"generation-{stacks.generation}" / f"rank-{ranks[local_rank]}.stacks"
+        path = file_of(directory, stacks.generation, ranks[local_rank], node, "stacks")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:

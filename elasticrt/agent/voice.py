@@ -19,7 +19,8 @@ class Voice:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.events = EventLog(settings.node, settings.run_dir, settings.events_fd)
+        shown = 2 if settings.events_on_console and settings.events_fd < 0 else settings.events_fd
+        self.events = EventLog(settings.node, settings.run_dir, shown)
 
     def say(self, text: str) -> None:
         """Tell people."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from elasticrt.agent.events import EventLog
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.messages import Exited, Learnt, Message, Started, Warm
+from elasticrt.errors import ConfigError, explain
 
 log = logging.getLogger(__name__)
 
@@ -190,3 +191,16 @@ def _sweep(sessions: Mapping[int, int]) -> None:
             with contextlib.suppress(OSError):  # It has ended by itself.
                 if os.getsid(int(name)) in ours:
                     os.kill(int(name), signal.SIGKILL)
+
+
+def keeps_dying(node: str, reason: str) -> ConfigError:
+    """The error for a worker parent that has died so often that another one would as well."""
+    return ConfigError(
+        explain(
+            "the process that starts workers keeps dying",
+            f"node {node}",
+            got=reason,
+            expected="that it can import torch and the modules of --preload",
+            remedy="Try --start-method spawn, and run `python -c 'import torch'` by hand",
+        )
+    )

@@ -1,6 +1,7 @@
 """Looks at the pages of this node's workers a few times a second, and says when their steps stand still for too long.
 
-No message and no system call on the workers' side, and nothing to do while there is no Loop: `wake_at` is then None.
+No message and no system call on the workers' side, and nothing to do while there are no workers: `wake_at` is then
+None.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elasticrt.agent.apart import Apart
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import WorkerGroup
 from elasticrt.agent.pace import LOOK_S, Limits, Pace, Sight
@@ -16,7 +18,7 @@ from elasticrt.agent.report import Failure, stalled
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks, keep, take
 from elasticrt.contract.page import Page
-from elasticrt.rendezvous.records import Seat
+from elasticrt.rendezvous.records import Generation, Seat
 
 IDLE_S = 1.0
 """Between two looks for the first sign of life of a script without a Loop."""
@@ -47,35 +49,47 @@ class Watch:
         self._put = put
         self._events = events
         self._say = say
-        self.began()
+        self.apart = Apart(events, say)
+        self._renew()
 
-    def began(self) -> None:
+    def began(self, generation: Generation, seat: Seat) -> None:
         """New workers are being started: nothing is known of their pace."""
+        self._renew()
+        self.apart.began(generation, seat)
+
+    def _renew(self) -> None:
         self._pace = Pace(self._limits)
         self._asked = (0, 0.0)  # After which step stacks were asked for, and at which part of the time.
         self._looped = False
         self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
         self._idle_until: float | None = None
 
+    @property
+    def wake_at(self) -> float | None:
+        """When to look again; None when there is nothing to look at."""
+        return min((at for at in (self._look_at or self._idle_until, self.apart.at) if at is not None), default=None)
+
     def look(self, now: float, *, held: bool) -> None:
         """Look, if it is time. `held`: the workers were told to stop after their step, so that none is awaited."""
+        self.apart.look(now, self._silent)
         if self._look_at is not None and now < self._look_at:
             return
         own = self._look()
         in_loop = bool(own) and all(page.entered for page in own)
         if in_loop or (own and all(page.beats for page in own)):
             if in_loop and not self._looped:
-                self._looped, self._pace = True, Pace(self._limits)
+                self._looped, self._pace = True, Pace(self._limits)  # Beats that came before are not its steps.
             self._look_at = now + LOOK_S
             self._pace = self._pace.looked(_sight(own, held=held) if in_loop else _sight_of_beats(own, held=held), now)
         else:
             self._look_at = None
         self._idle_until = now + IDLE_S if own else None
 
-    @property
-    def wake_at(self) -> float | None:
-        """When to look again; None when there is nothing to look at."""
-        return self._look_at or self._idle_until
+    def _silent(self, generation: int) -> dict[int, int]:
+        """The workers of a generation that run and have not called `init`."""
+        group = self._group()
+        pids = group.pids(generation)
+        return {rank: pid for rank, pid in pids.items() if not group.page(rank, generation).init_at_ns}
 
     def standing_since(self, now: float) -> float | None:
         """See `Pace`."""
@@ -99,7 +113,7 @@ class Watch:
         if stacks.step != self._pace.step:
             return ()  # It has moved meanwhile.
         ranks = {local_rank: seat.rank_offset + local_rank for local_rank in stacks.lines}
-        keep(stacks, ranks, self._directory)
+        keep(stacks, ranks, seat.node, self._directory)
         self._events.write(
             "stalled",
             generation=stacks.generation,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.cli.options import Options, positive_seconds
-from elasticrt.cli.run import declare_etcd, read_credentials, where_etcd_is
+from elasticrt.cli.where import declare_etcd, read_credentials, where_etcd_is
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.store.address import check_security
 

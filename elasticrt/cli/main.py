@@ -38,18 +38,22 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import control, etcd, run, simulate
+    from elasticrt.cli import control, etcd, launch, ledger, run, simulate
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, simulate, etcd, control):
+    for command in (run, launch, simulate, etcd, control, ledger):
         command.add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
+    if os.getpid() == 1:  # Of a container.
+        from elasticrt.agent import first
+
+        first.step_aside()
     debug = "ELASTICRT_DEBUG" in os.environ
     logging.basicConfig(
         level=logging.DEBUG if debug else os.environ.get("LOGLEVEL", "WARNING").upper(),

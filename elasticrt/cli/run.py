@@ -6,23 +6,35 @@ import argparse
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.cli.options import Options, choice, positive_seconds, seconds, whole, workers
+from elasticrt.agent.numa import MODES, bind
+from elasticrt.cli import output
+from elasticrt.cli.options import (
+    Options,
+    choice,
+    count,
+    positive_seconds,
+    seconds,
+    signals,
+    start_method,
+    whole,
+    workers,
+)
+from elasticrt.cli.slurm import Slurm, alone, placed
+from elasticrt.cli.torchrun_flags import FLAGS, in_our_words
+from elasticrt.cli.where import declare_etcd, declare_meeting, etcd_wait_s, read_credentials, where_etcd_is
 from elasticrt.errors import ConfigError, explain
-from elasticrt.store.address import check_security, parse_endpoints
-from elasticrt.store.protocol import Address, Credentials
+from elasticrt.store.address import check_security
 
 if TYPE_CHECKING:
     from elasticrt.agent.group import Command
     from elasticrt.agent.settings import Settings
     from elasticrt.spec import RunSpec
-
-DEFAULT_RUN_DIR = "elasticrt_runs"
-C10D_PORT = 29400
-"""torchrun's default port of `--rdzv-endpoint`."""
 
 _ADJECTIVES = (
     "amber brisk calm clear deep eager fair gentle keen lively mellow nimble quiet rapid steady sunny swift warm"
@@ -35,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "run",
         help="run a training script on this node, as part of an elastic run",
-        description="Start this node's agent. Every option also reads ELASTICRT_<NAME>.",
+        description="Start this node's agent. Every option also reads ELASTICRT_<NAME>, and torchrun's PET_<NAME>.",
         allow_abbrev=False,
     )
     options = declare(parser)
@@ -49,62 +61,89 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def declare(parser: argparse.ArgumentParser) -> Options:
     """All options but the script, for `run` and for commands that pass them on."""
     options = Options(parser)
+    _declare_nodes(options)
+    _declare_workers(options)
+    output.declare(options)
+    options.section("etcd")
+    declare_etcd(options)
+    declare_meeting(options)
+    options.add("--etcd-linger", parse=seconds, default=30.0, value="T", text=argparse.SUPPRESS)
+    options.add("--events-fd", parse=whole(3, 1 << 20), default=-1, value="FD", text=argparse.SUPPRESS)
+    for refused in (each for each in FLAGS if not each.option):
+        options.refuse(refused.name, refused.meaning)
+    return options
+
+
+def _declare_nodes(options: Options) -> None:
     add, flag = options.add, options.flag
+    options.section("nodes")
     add("--min-nodes", parse=whole(1, 100_000), value="N", text="train with at least so many nodes (default: 1)")
     add("--max-nodes", parse=whole(1, 100_000), value="N", text="and at most so many (default: the minimum)")
-    add("--nnodes", value="MIN:MAX", text="both in one, as torchrun has it")
-    add("--workers-per-node", parse=workers, value="K", text="worker processes per node; auto: GPUs, else 1")
-    add("--nproc-per-node", parse=workers, value="K", text="the same, as torchrun has it")
+    add("--nnodes", value="MIN:MAX", text="both in one, as torchrun has it", rivals=("min_nodes", "max_nodes"))
     add("--run-id", "--rdzv-id", value="ID", text="the run's name; without one, a new one is made up and printed")
-    declare_etcd(options)
     flag("--standalone", text="a run of this node only, with a name of its own")
     add("--node", value="NAME", text="this node's name (default: the host name)")
+    add(
+        "--node-rank",
+        parse=whole(0, 100_000),
+        value="N",
+        text="where this node would like to sit",
+    )
     add("--local-addr", value="ADDRESS", text="the address at which the other nodes reach this one")
     add("--max-restarts", parse=whole(0, 10**6), value="N", text="restarts in all (default: 3 without new commits)")
     add(
         "--join", parse=choice("now", "budget", "failure"), default="budget", value="WHEN", text="when newcomers get in"
     )
-    add("--join-timeout", parse=positive_seconds, default=600.0, value="T", text="wait so long for the minimum")
-    add("--lease-ttl", parse=positive_seconds, default=5.0, value="T", text="a silent node is gone after so long")
-    add("--settle", parse=seconds, default=0.5, value="T", text="quiet time before the first generation")
-    add("--stop-timeout", "--shutdown-timeout", parse=seconds, default=10.0, value="T", text="from SIGTERM to SIGKILL")
+    add("--join-timeout", parse=positive_seconds, value="T", text="wait so long for the minimum (default: 600)")
+    add("--lease-ttl", parse=positive_seconds, value="T", text="a silent node is gone after so long (default: 5)")
+    add("--settle", parse=seconds, value="T", text="quiet time before the first generation (default: 0.5)")
     add("--drain-timeout", parse=seconds, default=15.0, value="T", text="from SIGTERM to leaving without a handover")
-    add("--hang-timeout", parse=seconds, default=600.0, value="T", text="no step for so long is a failure; 0: never")
-    add("--run-dir", "--log-dir", value="DIR", text=f"logs and events (default: {DEFAULT_RUN_DIR}/<run id>)")
-    add("--start-method", parse=choice("fork", "spawn"), default="fork", value="HOW", text="fork: from a warm process")
+    add("--signals-to-handle", parse=signals, value="NAMES", text="what makes the node leave (default: the usual four)")
+    add("--health-port", parse=whole(0, 65535), value="PORT", text="answer GET /live and /ready there; 0: a free one")
+    add("--health-host", default="127.0.0.1", value="ADDRESS", text="at this address of this machine; 0.0.0.0: all")
+    flag("--again", text="run once more although this run id has succeeded")
+
+
+def _declare_workers(options: Options) -> None:
+    add, flag = options.add, options.flag
+    options.section("workers")
+    add("--workers-per-node", parse=workers, value="K", text="worker processes per node; auto: GPUs, else 1")
+    rivals = ("workers_per_node",)
+    add("--nproc-per-node", parse=workers, value="K", text="as torchrun has it; auto: GPUs, else CPUs", rivals=rivals)
+    add("--start-method", parse=start_method, default="fork", value="HOW", text="fork from a warm process, or spawn")
     add("--preload", default="", value="MODULES", text="modules to import in the warm process, with commas")
     add("--role", default="default", value="NAME", text="ROLE_NAME of the workers")
+    flag("--as-srun", text="give workers SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS ... as srun gives its tasks")
     flag("--module", "-m", text="SCRIPT is a module, as with python -m")
     flag("--no-python", text="SCRIPT is a program, not Python")
-    flag("--again", text="run once more although this run id has succeeded")
+    flag("--run-path", text="SCRIPT is a Python file, whatever --module and --no-python say")
+    flag("--virtual-local-rank", text="LOCAL_RANK is 0 and one GPU is visible, for each worker")
+    add("--numa-binding", parse=choice(*MODES), value="HOW", text=f"run on the CPUs near the GPU: {', '.join(MODES)}")
+    add(
+        "--stop-timeout",
+        "--shutdown-timeout",
+        parse=seconds,
+        value="T",
+        text="from SIGTERM to SIGKILL (default: 10 when this node leaves; for a restart workers are killed at once)",
+        also=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
+    )
+    add("--hang-timeout", parse=seconds, default=600.0, value="T", text="no step for so long is a failure; 0: never")
+    add("--monitor-interval", parse=count, value="T", text="of no use here: nothing is polled")
     flag("--fresh", text="do not resume from the checkpoint directory")
-    add("--etcd-linger", parse=seconds, default=30.0, value="T", text=argparse.SUPPRESS)
-    add("--events-fd", parse=whole(3, 1 << 20), default=-1, value="FD", text=argparse.SUPPRESS)
-    return options
-
-
-def declare_etcd(options: Options) -> None:
-    """Where etcd is and how to authenticate, for every command that talks to a run."""
-    add = options.add
-    add("--etcd", value="ENDPOINTS", text="etcd, e.g. https://a:2379,https://b:2379; without it, one on this machine")
-    add("--rdzv-backend", value="WORD", text="c10d: serve etcd at --rdzv-endpoint; elasticrt or etcd-v3: it is an etcd")
-    add("--rdzv-endpoint", value="HOST:PORT", text="as torchrun has it")
-    options.flag("--insecure-etcd", text="accept an etcd on another machine without TLS")
-    add("--etcd-ca-file", value="FILE", text="certificate authority of etcd")
-    add("--etcd-cert-file", value="FILE", text="this client's certificate")
-    add("--etcd-key-file", value="FILE", text="and its key")
-    add("--etcd-user", value="NAME", text="user name, with --etcd-password-file")
-    add("--etcd-password-file", value="FILE", text="a file that holds the password")
+    add("--ledger", value="DIR", text="write down which samples each step trained (elasticrt ledger check DIR)")
 
 
 def main(arguments: argparse.Namespace, options: Options) -> int:
     """Run the agent; its exit code."""
     values = options.read(arguments, os.environ)
     settings, spec = configure(values, arguments.script, arguments.arguments, os.environ)
+    settings = replace(settings, alone=alone(Slurm.from_env(os.environ), spec.max_nodes, sys.argv[1:]))
     from elasticrt.agent.agent import Agent
 
     if values["fresh"]:
         os.environ["ELASTICRT_FRESH"] = "1"
+    if values["ledger"]:
+        os.environ["ELASTICRT_LEDGER"] = str(Path(values["ledger"]).absolute())
     return Agent(settings, spec).run()
 
 
@@ -112,16 +151,20 @@ def configure(
     values: Mapping[str, Any], script: str | None, arguments: list[str], env: Mapping[str, str]
 ) -> tuple[Settings, RunSpec]:
     """Everything the agent needs, checked. Raises ConfigError before anything has been started or asked."""
-    from elasticrt.agent.settings import Settings
+    from elasticrt.agent.settings import SIGNALS, Settings
     from elasticrt.spec import RunSpec, check_name
 
     least, most = _nodes(values)
     command = _command(values, script, arguments)
+    slurm = Slurm.from_env(env)
+    values, notes = in_our_words(values, most)
+    values = placed(values, slurm, most)
     etcd, serve = where_etcd_is(values)
     check_security(etcd, values["insecure_etcd"])
     run_id = _run_id(values)
-    node = values["node"] or _host_name()
-    run_dir = Path(values["run_dir"] or Path(DEFAULT_RUN_DIR) / run_id).absolute()
+    node = values["node"] or (slurm.node if slurm else "") or _host_name()
+    given = values["nproc_per_node"] or values["workers_per_node"] or "auto"
+    workers_here = count_workers(given, env, cpus=values["nproc_per_node"] == "auto")
     spec = RunSpec(
         min_nodes=least,
         max_nodes=most,
@@ -131,15 +174,16 @@ def configure(
         join_timeout_s=values["join_timeout"],
         lease_ttl_s=max(1.0, values["lease_ttl"]),
         join=values["join"],
-        settle_quiet_s=values["settle"],
-        settle_max_s=max(3.0, values["settle"]),
+        settle_quiet_s=min(60.0, values["settle"]),
+        settle_max_s=values["settle_max"],
+        role=values["role"],
     )
     settings = Settings(
         run_id=run_id,
         node=check_name(node, "--node"),
         node_given=values["node"] is not None,
         address=values["local_addr"],
-        workers=count_workers(values["nproc_per_node"] or values["workers_per_node"] or "auto", env),
+        workers=workers_here,
         command=command,
         start_method="exec" if values["start_method"] == "spawn" or command.kind == "program" else "fork",
         preload=tuple(filter(None, values["preload"].split(","))),
@@ -147,24 +191,39 @@ def configure(
         credentials=read_credentials(values),
         serve=serve,
         again=values["again"],
-        run_dir=run_dir,
+        run_dir=output.run_dir(values, run_id),
+        logs=output.log_options(values, workers_here, env),
+        events_on_console=values["event_log_handler"] == "console",
+        notes=notes,
         max_restarts=spec.max_restarts,
-        stop_timeout_s=values["stop_timeout"],
+        stop_timeout_s=10.0 if values["stop_timeout"] is None else values["stop_timeout"],
+        restart_grace_s=values["stop_timeout"] or 0.0,
+        signals=values["signals_to_handle"] or SIGNALS,
+        node_rank=values["node_rank"],
+        gpus=own_gpus(workers_here, env) if values["virtual_local_rank"] else (),
+        cpus=bind(values["numa_binding"], workers_here, env),
         etcd_linger_s=values["etcd_linger"],
+        etcd_wait_s=etcd_wait_s(values, etcd),
         drain_timeout_s=values["drain_timeout"],
         hang_timeout_s=values["hang_timeout"],
+        health_port=values["health_port"],
+        health_host=values["health_host"],
         role=values["role"],
+        as_srun=values["as_srun"],
         events_fd=values["events_fd"],
     )
     return settings, spec
 
 
-def count_workers(wanted: int | str, env: Mapping[str, str]) -> int:
-    """Workers on this node. Devices are counted without importing torch: by what the driver shows."""
+def count_workers(wanted: int | str, env: Mapping[str, str], *, cpus: bool = False) -> int:
+    """Workers on this node. GPUs are counted without importing torch: by what the driver shows.
+
+    Without any, "auto" means one worker, or with `cpus` one for each CPU, as under torchrun.
+    """
     if isinstance(wanted, int):
         return wanted
     if wanted == "cpu":
-        return os.cpu_count() or 1
+        return len(os.sched_getaffinity(0))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         devices = len([item for item in visible.split(",") if item.strip() and item.strip() != "-1"])
@@ -176,7 +235,24 @@ def count_workers(wanted: int | str, env: Mapping[str, str]) -> int:
                 "no GPU is visible", "--workers-per-node gpu", expected="at least one", remedy="Use auto or a number"
             )
         )
-    return devices or 1
+    return devices or (len(os.sched_getaffinity(0)) if cpus else 1)
+
+
+def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
+    """A GPU for each worker, in the words of CUDA_VISIBLE_DEVICES. Raises ConfigError when there are too few."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(workers)] if visible is None else visible.split(",")
+    if len(names) < workers:
+        raise ConfigError(
+            explain(
+                "more workers than visible GPUs",
+                "--virtual-local-rank",
+                got=f"{workers} workers, CUDA_VISIBLE_DEVICES={visible}",
+                expected="a GPU for each",
+                remedy="Start fewer workers",
+            )
+        )
+    return tuple(name.strip() for name in names[:workers])
 
 
 def _nodes(values: Mapping[str, Any]) -> tuple[int, int]:
@@ -197,14 +273,15 @@ def _nodes(values: Mapping[str, Any]) -> tuple[int, int]:
 def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]) -> Command:
     from elasticrt.agent.group import Command
 
-    if values["module"] and values["no_python"]:
+    plain = values["run_path"]
+    if values["module"] and values["no_python"] and not plain:
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
     if script is None:
         raise ConfigError("nothing to run (elasticrt run). Name a script: elasticrt run [options] train.py [args]")
     argv = (script, *arguments)
-    if values["module"]:
+    if values["module"] and not plain:
         return Command(argv=argv, kind="module")
-    if values["no_python"]:
+    if values["no_python"] and not plain:
         return Command(argv=argv, kind="program")
     path = Path(script)
     if not path.exists():
@@ -228,50 +305,6 @@ def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]
     return Command(argv=argv, kind="script")
 
 
-def where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Address | None]:
-    """Endpoints to use, or the address to serve an embedded etcd at (both empty: on loopback, by the run id).
-
-    Raises ConfigError.
-    """
-    backend, endpoint = values["rdzv_backend"], values["rdzv_endpoint"]
-    if backend not in (None, "", "static", "c10d", "elasticrt", "etcd-v3"):
-        raise ConfigError(
-            explain(
-                "a rendezvous backend that elasticrt does not have",
-                "--rdzv-backend",
-                got=backend,
-                expected="c10d, elasticrt or etcd-v3",
-                remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
-            )
-        )
-    if values.get("standalone"):
-        return (), None
-    if values["etcd"]:
-        return parse_endpoints(values["etcd"]), None
-    if not endpoint:
-        return (), None
-    if backend in ("elasticrt", "etcd-v3"):
-        return parse_endpoints(endpoint), None
-    text = endpoint if ":" in endpoint.rpartition("]")[2] else f"{endpoint}:{C10D_PORT}"
-    host, _, port = text.rpartition(":")
-    if host in ("localhost", "127.0.0.1") and port == "0":
-        return (), None
-    (address,) = parse_endpoints(text)[:1]
-    return ((), address) if _is_ours(address.host) else ((address,), None)
-
-
-def _is_ours(host: str) -> bool:
-    """Whether this machine owns the address: then a socket can be bound to it."""
-    try:
-        for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.bind(where)
-                return True
-    except OSError:
-        return False
-    return False
-
-
 def _run_id(values: Mapping[str, Any]) -> str:
     from elasticrt.spec import check_name
 
@@ -284,22 +317,3 @@ def _run_id(values: Mapping[str, Any]) -> str:
 def _host_name() -> str:
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
     return name.lstrip(".")[:100] or "node"
-
-
-def read_credentials(values: Mapping[str, Any]) -> Credentials:
-    """How to authenticate to etcd. Raises ConfigError for files that cannot be read."""
-    for name in ("etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_password_file"):
-        path = values[name]
-        if path is not None and not os.access(path, os.R_OK):
-            raise ConfigError(
-                explain(
-                    "a file that cannot be read", f"--{name.replace('_', '-')}", got=path, expected="a readable file"
-                )
-            )
-    return Credentials(
-        ca_file=values["etcd_ca_file"],
-        cert_file=values["etcd_cert_file"],
-        key_file=values["etcd_key_file"],
-        user=values["etcd_user"],
-        password_file=values["etcd_password_file"],
-    )

@@ -22,8 +22,8 @@ NODES_MAX = 256  # Real processes of one machine, each with its workers.
 STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 
 _OURS = frozenset({
-    "min_nodes", "max_nodes", "nnodes", "workers_per_node", "nproc_per_node", "run_id", "run_dir", "node", "standalone",
-    "events_fd",
+    "min_nodes", "max_nodes", "nnodes", "workers_per_node", "nproc_per_node", "run_id", "run_dir", "log_dir", "node",
+    "node_rank", "standalone", "events_fd", "health_port",
 })  # fmt: skip
 """Options of `run` that simulate states for each agent, or refuses; all others are passed on as they are."""
 
@@ -60,6 +60,8 @@ def declare(parser: argparse.ArgumentParser) -> tuple[Options, list[argparse.Act
 def main(arguments: argparse.Namespace, options: Options, passed_on: Sequence[argparse.Action]) -> int:
     """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything has been started."""
     values = options.read(arguments, os.environ)
+    if values["health_port"] is not None:  # One port cannot be several agents': each takes a free one.
+        os.environ["ELASTICRT_HEALTH_PORT"] = "0"
     simulation = configure(arguments, values, passed_on)
     try:
         return play(simulation, Screen(sys.stdout, os.environ))
@@ -83,7 +85,7 @@ def end_embedded_store(run_id: str) -> None:
     except ProcessLookupError:
         return  # It has ended since.
     try:
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        signal.pidfd_send_signal(pidfd, signal.SIGINT)
         select.select([pidfd], [], [], STORE_END_S)
     except ProcessLookupError:
         return
@@ -95,10 +97,12 @@ def configure(
     arguments: argparse.Namespace, values: dict[str, Any], passed_on: Sequence[argparse.Action]
 ) -> Simulation:
     """What to play, checked as `elasticrt run` would check it."""
-    for name in ("node", "standalone"):
+    for name in ("node", "node_rank", "standalone"):
         # A variable such as ELASTICRT_NODE may be there for a later `run`; each agent's command line overrules it.
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"simulate names its nodes itself: node-0, node-1, ... (--{name}). Leave the option out")
+            raise ConfigError(
+                f"simulate names its nodes itself: node-0, node-1, ... (--{name.replace('_', '-')}). Leave it out"
+            )
     faults = tuple(parse_fault(text) for text in arguments.fault)
     if values["nnodes"] is None:
         if values["min_nodes"] is None:
@@ -122,11 +126,11 @@ def configure(
         nodes=values["nodes"],
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
-        workers_per_node=run.count_workers(workers, os.environ),
+        workers_per_node=run.count_workers(workers, os.environ, cpus=values["nproc_per_node"] == "auto"),
         command=(arguments.script, *arguments.arguments),
         options=tuple(_again(arguments, passed_on)),
         faults=faults,
-        run_dir=str(settings.run_dir) if values["run_dir"] is not None else None,
+        run_dir=str(settings.run_dir) if values["run_dir"] or values["log_dir"] else None,
     )
 
 

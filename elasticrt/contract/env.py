@@ -11,7 +11,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
-"""Our own credentials and server settings. Nothing else of the user's environment is touched."""
+"""Our own credentials and server settings."""
+
+HIDDEN = (
+    "SLURM_GTIDS",
+    "SLURM_LOCALID",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+)
+"""What SLURM says of its own task, which is the agent. Libraries that find it take it for the worker's rank and world
+size, and meet at an address of their own. Nothing else of the user's environment is touched."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,11 @@ class WorkerEnv:
     the agent), `page_fd` (status page, a memfd), `listen_fd` (global rank 0 only: a bound, listening TCP socket for
     the generation's store), `copy_fd` (local rank 0: an empty memfd to hand the state over in), `state_fd` (global rank
     0 with `copy`: the memfd that holds it).
+
+    `as_srun`: say the same as `srun` would of its tasks, for scripts that read SLURM_PROCID and so on.
+
+    `gpu`: the only one that it sees, in the words of CUDA_VISIBLE_DEVICES; the script is then told that its local rank
+    is 0. "": it sees what its agent sees. `signals`: names of those that make its agent leave, with commas.
     """
 
     rank: int
@@ -121,6 +140,9 @@ class WorkerEnv:
     node: str
     run_dir: str
     role: str = "default"
+    as_srun: bool = False
+    gpu: str = ""
+    signals: str = ""
     error_file: str = ""
     resume: Commit | None = None
     copy: Copy | None = None
@@ -139,7 +161,7 @@ class WorkerEnv:
         """The variables to set, on top of the user's own environment."""
         env = {
             "RANK": self.rank,
-            "LOCAL_RANK": self.local_rank,
+            "LOCAL_RANK": 0 if self.gpu else self.local_rank,
             "WORLD_SIZE": self.world_size,
             "LOCAL_WORLD_SIZE": self.local_world_size,
             "GROUP_RANK": self.group_rank,
@@ -154,7 +176,9 @@ class WorkerEnv:
             "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": self.error_file,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": self.signals,
+            "ELASTICRT_LOCAL_RANK": self.local_rank,
+            "ELASTICRT_GPU": self.gpu,
             "ELASTICRT_ATTEMPT": self.attempt,
             "ELASTICRT_GENERATION": self.generation,
             "ELASTICRT_NONCE": self.nonce,
@@ -168,6 +192,19 @@ class WorkerEnv:
             "ELASTICRT_PAGE_FD": self.page_fd,
             "ELASTICRT_LISTEN_FD": self.listen_fd,
         }
+        if self.gpu:
+            env["CUDA_VISIBLE_DEVICES"] = self.gpu
+        if self.as_srun:
+            env |= {
+                "SLURM_PROCID": self.rank,
+                "SLURM_LOCALID": self.local_rank,
+                "SLURM_NODEID": self.group_rank,
+                "SLURM_NTASKS": self.world_size,
+                "SLURM_NPROCS": self.world_size,
+                "SLURM_NNODES": self.group_world_size,
+                "SLURM_JOB_NUM_NODES": self.group_world_size,
+                "SLURM_NTASKS_PER_NODE": self.local_world_size,
+            }
         return {name: str(value) for name, value in env.items()}
 
     @classmethod
@@ -188,7 +225,7 @@ class WorkerEnv:
         resume, copy = env.get("ELASTICRT_RESUME", ""), env.get("ELASTICRT_COPY", "")
         return cls(
             rank=whole("RANK"),
-            local_rank=whole("LOCAL_RANK"),
+            local_rank=whole("ELASTICRT_LOCAL_RANK" if "ELASTICRT_LOCAL_RANK" in env else "LOCAL_RANK"),
             world_size=whole("WORLD_SIZE"),
             local_world_size=whole("LOCAL_WORLD_SIZE"),
             group_rank=whole("GROUP_RANK"),
@@ -204,6 +241,8 @@ class WorkerEnv:
             node=env.get("ELASTICRT_NODE", ""),
             run_dir=env.get("ELASTICRT_RUN_DIR", ""),
             role=env.get("ROLE_NAME", "default"),
+            gpu=env.get("ELASTICRT_GPU", ""),
+            signals=env.get("TORCHELASTIC_SIGNALS_TO_HANDLE", ""),
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             resume=Commit.from_json(resume) if resume else None,
             copy=Copy.from_json(copy) if copy else None,
@@ -216,5 +255,6 @@ class WorkerEnv:
 
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment as workers get it: all of it, less our own credentials and etcd's settings."""
-    return {name: value for name, value in env.items() if not name.startswith(REMOVED_PREFIXES)}
+    """The user's environment as workers get it: all of it, less our own credentials, etcd's settings and `HIDDEN`."""
+    kept = (name for name in env if name not in HIDDEN and not name.startswith(REMOVED_PREFIXES))
+    return {name: env[name] for name in kept}

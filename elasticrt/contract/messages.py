@@ -32,7 +32,8 @@ class Start:
     "page", "copy" (local rank 0: a memory file for its state), "state" (global rank 0: the copy to resume from, if the
     generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
     environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
-    parent's own is added. `keep_stdin` is true for local rank 0 only.
+    parent's own is added. `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty
+    for everything.
     """
 
     generation: int
@@ -43,6 +44,7 @@ class Start:
     directory: str
     fd_names: list[str]
     keep_stdin: bool = False
+    cpus: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

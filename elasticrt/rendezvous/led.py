@@ -77,13 +77,14 @@ def publish(
     *,
     restarts: tuple[int, int, int],
     me: Me | None = None,
+    members: list[Entry[Member]] | None = None,
 ) -> Publish:
-    """The next generation from all ready members.
+    """The next generation from all ready members, or from these.
 
     `restarts`: since progress, in all, head step when counted. `me`: the leader, which may hold a copy of the state.
     """
     assert view.spec is not None
-    chosen = seat_order(candidates(view), view.order(), spec.max_nodes)
+    chosen = seat_order(candidates(view) if members is None else members, view.order(), spec.max_nodes)
     memory, holder = _newest_copy(view, chosen, me)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.

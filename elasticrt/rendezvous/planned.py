@@ -78,6 +78,8 @@ def planned(led: Led) -> Decision:
     told_at = asked.since + LEAVE_S_MAX
     if missing and led.now < told_at:
         return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
+    if wish.save and not asked.record.save:
+        return _once_more(led, wish)
     return _re_form(led, wish)
 
 
@@ -101,6 +103,20 @@ def _after_hold(led: Led, wish: Change, handover: int, since: float) -> Decision
     return Ask(record, f"{wish.cause}: all leave after step {record.step}")
 
 
+def _once_more(led: Led, wish: Change) -> Decision:
+    """More were told to leave since the step was agreed, and too few remain: its copies would leave with them.
+
+    So all of them go on, until they have saved together. That is how a whole job is ended whose nodes hear of it one
+    after the other.
+    """
+    leaving = [led.view.members[seat.node] for seat in led.seats if _drains(led, seat)]
+    members = [*candidates(led.view), *leaving]
+    cause = f"{wish.cause}, after they have saved"
+    return publish(
+        led.view, led.spec, wish.kind, cause, restarts=kept_restarts(led.generation), me=led.me, members=members
+    )
+
+
 def _re_form(led: Led, wish: Change) -> Decision:
     if len(candidates(led.view)) < led.spec.min_nodes:
         return Wait(f"{counted(led.spec.min_nodes, 'node')} needed")
@@ -117,6 +133,8 @@ def _wish(led: Led) -> Change | Wait:
     draining = [seat for seat in led.seats if _drains(led, seat)]
     if draining:
         enough = len(candidates(led.view)) >= led.spec.min_nodes
+        if led.me.starting and not enough:
+            return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
         return Change("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)
     if len(led.seats) > led.spec.max_nodes:
         return Change("resize", f"resized to at most {counted(led.spec.max_nodes, 'node')}")

@@ -97,7 +97,8 @@ class Member(Record):
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
     `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives.
+    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
+    among newcomers; None: behind those that say.
     """
 
     node: Name
@@ -111,6 +112,7 @@ class Member(Record):
     draining: bool = False
     generation: Count = 0
     seen: Count = 0
+    node_rank: Count | None = None
 
 
 class Seat(BaseModel):

@@ -1,11 +1,12 @@
 """Who sits where: from members to ranks. Pure.
 
 Survivors keep their order and newcomers go last, so that rank 0, its caches and its logs stay where they are as long as
-their node lives. Nobody's name or address decides about ranks.
+their node lives. Nobody's name or address decides about ranks; newcomers may wish for a place (`--node-rank`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -65,14 +66,21 @@ class Draft:
 
 
 def seat_order(ready: Iterable[Entry[Member]], before: Iterable[Seat], most: int) -> list[Entry[Member]]:
-    """At most `most` ready members in rank order: those seated before in their old order, then by age of their key."""
+    """At most `most` ready members in rank order: those seated before in their old order, then newcomers.
+
+    The oldest keys get in. Those that do sit by the node ranks that they were given, those without one behind, by age.
+    """
     old = {(seat.node, seat.incarnation): seat.index for seat in before}
 
     def place(entry: Entry[Member]) -> tuple[int, int]:
         index = old.get((entry.record.node, entry.record.incarnation))
         return (0, index) if index is not None else (1, entry.create_revision)
 
-    return sorted(ready, key=place)[:most]
+    def wish(entry: Entry[Member]) -> float:
+        seated = (entry.record.node, entry.record.incarnation) in old
+        return -1 if seated else math.inf if entry.record.node_rank is None else entry.record.node_rank
+
+    return sorted(sorted(ready, key=place)[:most], key=wish)
 
 
 def seats_for(members: Iterable[Entry[Member]]) -> tuple[Seat, ...]:

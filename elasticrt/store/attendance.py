@@ -73,6 +73,11 @@ class Attendance:
             linger_s=self._linger_s,
         )
 
+    def let_them_leave(self) -> bool:
+        """End as soon as the last member has left. False when there is none to wait for."""
+        self._linger_s = 0.0
+        return self.due() is None
+
     def found(self, ago_s: float) -> None:
         """An agent has asked for the server so many seconds ago: it will be a member soon, or has been one."""
         self._found_at = time.monotonic() - ago_s

@@ -26,6 +26,11 @@ from elasticrt.store import runtime, server
 TRIES = 5
 """Free ports are chosen before etcd binds to them, so somebody else may be quicker."""
 
+LEAVE_S = 60.0
+"""How long members may take to hand over and leave, after a signal that they have got as well."""
+
+ASKED, INSISTED = "asked to end", "asked to end at once"
+
 
 def start(run_id: str, binary: Path, listen: tuple[str, int] | None) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
     """Start etcd and wait until it serves; the process and its record. Raises StoreError, leaving nothing behind."""
@@ -37,7 +42,7 @@ def start(run_id: str, binary: Path, listen: tuple[str, int] | None) -> tuple[su
             # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
             options = ("--unsafe-no-fsync",)
             arguments = server.command(binary, data / "member", server.url(address, port), token, options)
-            etcd = server.launch(arguments, log)
+            etcd = server.launch(arguments, log, deaf_to_sigterm=True)
             reach = server.own_address(address)
             if server.await_ready(etcd, reach, port):
                 record: dict[str, Any] = {"host": reach, "port": port, "token": token, "data": str(data)}
@@ -70,6 +75,11 @@ def keep(
     touched_at_ns = runtime.touched_at_ns(runtime.runtime_directory(), run_id)
     while True:
         asked = attendance.wait()
+        if asked == ASKED and attendance.let_them_leave():
+            timer = threading.Timer(LEAVE_S, news.put, (INSISTED,))
+            timer.daemon = True
+            timer.start()
+            continue
         with runtime.locked(run_id) as lock:
             assert lock is not None, "we wait for the lock"
             if not asked:
@@ -94,7 +104,9 @@ def main(text: str) -> None:
     if os.fork():
         os._exit(0)  # Whoever started us has nothing to wait for, and the child is nobody's to reap but init's.
     news: SimpleQueue[Any] = SimpleQueue()
-    signal.signal(signal.SIGTERM, lambda *_: news.put("asked to end"))  # SimpleQueue.put is safe in a signal handler.
+    # A scheduler sends SIGTERM to everybody, SIGINT is meant for us. SimpleQueue.put is safe in a signal handler.
+    signal.signal(signal.SIGTERM, lambda *_: news.put(ASKED))
+    signal.signal(signal.SIGINT, lambda *_: news.put(INSISTED))
     ready_fd, lock_fd, run_id = order["ready_fd"], order["lock_fd"], order["run_id"]
     try:
         listen = (order["listen"][0], order["listen"][1]) if order["listen"] else None

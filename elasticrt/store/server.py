@@ -17,13 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from elasticrt.errors import ConfigError, explain
+from elasticrt.store import deaf
 
 READY_S_MAX = 15.0
 """A server that is not ready by then is given up. Usually it takes 0.1 s."""
 
 POLL_S = 0.005
 STOP_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Between SIGINT and SIGKILL."""
 
 UNSAFE_VERSIONS = ((3, 5, 0), (3, 5, 1), (3, 5, 2))
 """They can lose acknowledged writes in a crash (etcd-io/etcd#13766)."""
@@ -98,7 +99,7 @@ def command(binary: Path, data: Path, listen: str, token: str, options: tuple[st
     ]
 
 
-def launch(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+def launch(arguments: list[str], log: Path, *, deaf_to_sigterm: bool = False) -> subprocess.Popen[bytes]:
     """Start the server in a process group of its own; it is killed when this thread's process dies. Raises OSError."""
     import ctypes
 
@@ -111,6 +112,9 @@ def launch(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
         if os.getppid() != parent:
             os._exit(1)
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # `stop` sends it; a shell's background jobs ignore it.
+        if deaf_to_sigterm:
+            deaf.to_sigterm()
 
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -145,9 +149,9 @@ def await_ready(process: subprocess.Popen[bytes], host: str, port: int, *, tls: 
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
+    """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
     if process.poll() is None:
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from pathlib import Path
 from typing import IO, Any, cast
@@ -60,13 +61,12 @@ class Archive:
         if not create and not os.path.lexists(self._path):
             return False
         try:
-            directory = Directory(self._path, create=create)
+            self._directory = Directory(self._path, create=create)
+            self._serial = max(self._serial, self.history().serial)
         except (OSError, Unfit) as error:
             raise CheckpointError(
                 explain("the checkpoint directory can't be used", str(self._path), got=str(error))
             ) from error
-        self._directory = directory
-        self._serial = max(self._serial, self.history().serial)
         return True
 
     def claim(self) -> None:
@@ -108,7 +108,10 @@ class Archive:
         _locks[key] = lock
 
     def history(self) -> History:
-        """What the directory tells, read anew. Files that are not what they should be are left out; see `troubles`."""
+        """What the directory tells, read anew. Files that are not what they should be are left out; see `troubles`.
+
+        Raises OSError when it can't be listed.
+        """
         directory = self._opened()
         self.troubles = []
         manifests: dict[str, Manifest] = {}
@@ -194,7 +197,9 @@ class Archive:
         stem = commit.file.removesuffix(PAYLOAD)
         if not os.access(stem + MARK, os.F_OK, dir_fd=directory.fd, follow_symlinks=False):
             text = commit.to_json().encode() + b"\n"
-            directory.write(stem + MARK, f"{TEMPORARY}{stem}", lambda sink: sink.write(text))
+            # A name of its own: whoever loads may have died while writing this mark, or be writing it now.
+            temporary = f"{TEMPORARY}{stem}.{secrets.token_hex(4)}"
+            directory.write(stem + MARK, temporary, lambda sink: sink.write(text))
 
     def tidy(self, head: str) -> None:
         """Delete what is no longer needed now that `head` is committed. Raises OSError."""
@@ -202,12 +207,18 @@ class Archive:
         texts = directory.names()
         names = [name for name in map(Name.parse, texts) if name is not None]
         temporaries = [text for text in texts if text.startswith(TEMPORARY)]
-        for stem in doomed(self.history(), names, head, self._keep, self._generation):
-            # The mark goes first and the payload last: whatever a crash leaves is never a commit without its payload.
-            for suffix in (MARK, MANIFEST, PAYLOAD):
-                directory.remove(stem + suffix)
+        stems = doomed(self.history(), names, head, self._keep, self._generation)
+        for stem in stems:
+            directory.remove(stem + MARK)
+        if stems:
+            # What a crash then leaves has no mark, and is tidied up as an interrupted save is. A mark without its
+            # manifest would be kept for ever: it could be a checkpoint that only needs its manifest back.
+            directory.sync()
+        for stem in stems:
+            directory.remove(stem + MANIFEST)
+            directory.remove(stem + PAYLOAD)
         for text in temporaries:
-            name = Name.parse(text.removeprefix(TEMPORARY) + PAYLOAD)
+            name = Name.parse(text.removeprefix(TEMPORARY).partition(".")[0] + PAYLOAD)
             if name is not None and (name.generation < self._generation or self._worker is None):
                 directory.remove(text)
 

@@ -36,12 +36,17 @@ from elasticrt.train.commit import Committer
 from elasticrt.train.files import Unfit
 from elasticrt.train.manifest import Manifest
 from elasticrt.train.notice import say
-from elasticrt.train.plain import plain_copy
+from elasticrt.train.plain import Buffers, plain_copy
 
 _log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 600.0
 """A save that takes longer than this is stuck in the file system; whoever waits for it goes on with a warning."""
+
+
+YIELD_S = 0.005
+"""A writer lets the training thread, which is still in `Thread.start`, go on first: it would otherwise wait for the
+interpreter's lock until the next switch of threads."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ class Checkpointer:
         keep: how many of the newest checkpoints to keep, at least 1.
 
     `Loop` has one of its own; use this class in loops that are not a `Loop`.
+
+    Attributes:
+        start: a name for this start of the training, the same on all ranks; "" before `restore`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -93,6 +101,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._asked_step = -1
+        self._buffers = Buffers()
+        self.start = ""
         _live.add(self)
 
     @property
@@ -135,7 +145,7 @@ class Checkpointer:
             return
         if not self.wait():
             return
-        copied = plain_copy(state, "state")
+        copied = plain_copy(state, "state", self._buffers)
         self._archive.open(create=True)
         self._archive.claim()
         arguments = (copied, step, epoch, dict(about or {}), collective.rank_and_world()[1])
@@ -175,18 +185,20 @@ class Checkpointer:
         rank, _ = collective.rank_and_world()
         found: tuple[dict[str, Any], bytearray, dict[str, Any]] | None = None
         failure: ElasticError | None = None
-        verdict: dict[str, Any] = {}
+        verdict: dict[str, Any] = {"start": secrets.token_hex(8)}
         if rank == 0:
             try:
                 found = self._find(claim, fresh)
-                verdict = {} if found is None else {"manifest": found[0]}
+                if found is not None:
+                    verdict["manifest"] = found[0]
             except ElasticError as error:
                 failure = error
                 verdict = {"error": str(error)}
         verdict = json.loads(bytes(collective.broadcast_bytes(json.dumps(verdict).encode())))
         if "error" in verdict:
             raise failure if failure is not None else CheckpointError(verdict["error"])
-        if not verdict:
+        self.start = verdict["start"]
+        if "manifest" not in verdict:
             return None
         payload = collective.broadcast_bytes(b"" if found is None else found[1])
         data = _parse(payload) if found is None else found[2]
@@ -213,7 +225,12 @@ class Checkpointer:
             return None
         if claim:
             self._archive.claim()
-        history = self._archive.history()
+        try:
+            history = self._archive.history()
+        except OSError as error:
+            raise CheckpointError(
+                explain("the checkpoint directory can't be read", self._shown, got=str(error))
+            ) from error
         if resume is not None:
             candidates = self._archive.lineage_of(resume, history)
             self._committer.resumed(resume)
@@ -272,6 +289,7 @@ class Checkpointer:
         )
 
     def _write_guarded(self, *arguments: Any) -> None:
+        time.sleep(YIELD_S)
         try:
             self._write(*arguments)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
@@ -301,6 +319,10 @@ class Checkpointer:
             return
         try:
             self._archive.mark(manifest.commit)
+        except OSError as error:
+            _log.warning("the checkpoint of step %d could not be marked as committed: %s", step, error)
+            return
+        try:
             self._archive.tidy(manifest.commit.nonce)
         except OSError as error:
             _log.warning("step %d is committed, but %s could not be tidied up: %s", step, self._shown, error)

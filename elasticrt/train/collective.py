@@ -67,11 +67,6 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return travelling.cpu()
 
 
-def meet() -> None:
-    """Return when every rank has called this (the process group's timeout bounds the wait)."""
-    sum_tensor(torch.zeros(1, dtype=torch.int64))
-
-
 def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> bytes | bytearray | memoryview:
     """The bytes that rank `source` passed in, on every rank."""
     if alone():
@@ -89,20 +84,3 @@ def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> by
         if travelling is not chunk:
             chunk.copy_(travelling)
     return buffer
-
-
-def gather_bytes(data: bytes) -> list[bytes]:
-    """What each rank passed in, by rank. For short texts: every rank receives all of them."""
-    if alone():
-        return [data]
-    place = device()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=place))
-    lengths = [int(size.item()) for size in sizes]
-    longest = max(lengths)
-    if longest == 0:
-        return [b""] * len(lengths)
-    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(place)
-    parts = [torch.zeros(longest, dtype=torch.uint8, device=place) for _ in lengths]
-    dist.all_gather(parts, mine)
-    return [bytes(part.cpu().tolist())[:length] for part, length in zip(parts, lengths, strict=True)]

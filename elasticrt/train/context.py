@@ -26,9 +26,10 @@ from torch.utils.data import Dataset, Subset
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.train import collective, link
+from elasticrt.train.barrier import Barrier, one_after_the_other
 
 _INT64 = 1 << 63
-_ERROR_BYTES = 2000
+_MEETING = datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
 
     Args:
         backend: torch's name of it; by default nccl where every local rank has a GPU of its own, else gloo.
-        timeout_s: how long a collective may wait for the others, in seconds.
+        timeout_s: how long a collective may wait for the others, in seconds. Under an elasticrt agent the first meeting
+            takes as long as it takes: others may be preparing their data.
 
     Raises ConfigError when the environment names a place that cannot be.
     """
@@ -148,13 +150,14 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_world_size and dist.is_nccl_available()
+        own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
+        own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
         _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
     if page is not None:
         page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
-        local_rank=local_rank,
+        local_rank=_local_rank(rank),
         world_size=world_size,
         local_world_size=local_world_size,
         group_rank=_variable("GROUP_RANK", 0),
@@ -175,6 +178,12 @@ def _variable(name: str, default: int) -> int:
     if value < 0:
         raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
     return value
+
+
+def _local_rank(rank: int) -> int:
+    """This process's number on its node, also where each worker sees one GPU only, and LOCAL_RANK is 0 for all."""
+    worker = link.worker_env()
+    return worker.local_rank if worker is not None and worker.gpu else _variable("LOCAL_RANK", rank)
 
 
 def _device(local_rank: int) -> torch.device:
@@ -200,7 +209,15 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     # When everybody is on this machine the loopback interface is the answer.
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if launched and address:
+    if launched and address and world_size > 1 and link.worker_env() is not None:
+        # Its agent ends this process when the others can't come; until then some may be preparing their data.
+        store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
+        meeting = Barrier("init()", store)
+        meeting.through()
+        meeting.wait()
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    elif launched and address:
         dist.init_process_group(backend, timeout=timeout)
     else:
         # Alone: no port, no other process can join by accident.
@@ -220,6 +237,10 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
+def _rendezvous(*where: Any, timeout: datetime.timedelta) -> Any:
+    return dist.rendezvous(*where, timeout=timeout)  # type: ignore[attr-defined]  # As below.
+
+
 def _hash_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]  # torch offers it without declaring it.
 
@@ -229,45 +250,59 @@ def _is_loopback(address: str) -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective; alone it does nothing."""
+    """Wait until every rank is here, and say for whom if that takes long. Collective; alone it does nothing.
+
+    Under an agent (`elasticrt run`, torchrun) there is no limit: it ends this process when somebody can't come.
+    Without one TimeoutError is raised after half an hour.
+    """
     collective.require_group("barrier")
-    collective.meet()
+    if not collective.alone():
+        everybody = Barrier("barrier()")
+        everybody.through()
+        everybody.wait()
 
 
 def local_first() -> AbstractContextManager[bool]:
-    """Let local rank 0 of each node run the block first, then everybody else: `with local_first() as first: ...`.
+    """Let local rank 0 of each node run the block first, then the others of its node: `with local_first() as first:`.
 
-    Gives True to who goes first. When one of those raises, the others raise RuntimeError with its error instead of
-    running the block. For data, `prepare` does more: it leaves nothing half done. Collective.
+    Gives True to who goes first. When it raises, the others raise RuntimeError with its error instead of running the
+    block. They wait as in `barrier`. For data, `prepare` does more: it leaves nothing half done. Collective.
     """
     collective.require_group("local_first")
     rank, _ = collective.rank_and_world()
-    return _first(_variable("LOCAL_RANK", rank) == 0, "local_first")
+    return _first(rank - _local_rank(rank), "local_first()")
 
 
 def global_first() -> AbstractContextManager[bool]:
     """As `local_first`, for rank 0 of the whole world alone."""
     collective.require_group("global_first")
-    return _first(collective.rank_and_world()[0] == 0, "global_first")
+    return _first(0, "global_first()")
 
 
 @contextlib.contextmanager
-def _first(goes_first: bool, name: str) -> Iterator[bool]:
-    if not goes_first:
-        errors = [text for text in collective.gather_bytes(b"") if text]
-        if errors:
-            raise RuntimeError(explain("who went first failed", name, got=errors[0].decode(errors="replace")))
-        yield False
+def _first(leader: int, name: str) -> Iterator[bool]:
+    if collective.alone():
+        yield True
+        return
+    rank, _ = collective.rank_and_world()
+    turns = Barrier(name)
+    if rank != leader:
+        error = turns.wait_for(leader)
+        if error:
+            raise RuntimeError(explain("who went first failed", name, got=error))
+        with one_after_the_other():
+            yield False
         return
     try:
-        yield True
+        with one_after_the_other():
+            yield True
     except BaseException as error:
-        text = f"rank {collective.rank_and_world()[0]}: {type(error).__name__}: {error}"
-        # If the others are gone already, what the user must see is this error, not that nobody could be told.
+        text = f"rank {rank}: {type(error).__name__}: {error}"
+        # If the store is gone already, what the user must see is this error, not that nobody could be told.
         with contextlib.suppress(RuntimeError):
-            collective.gather_bytes(text.encode()[:_ERROR_BYTES])
+            turns.through(text)
         raise
-    collective.gather_bytes(b"")
+    turns.through()
 
 
 def is_parallel(model: torch.nn.Module) -> bool:

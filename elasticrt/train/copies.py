@@ -22,7 +22,8 @@ import torch
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import Copied
 from elasticrt.train import handover, link
-from elasticrt.train.plain import plain_copy
+from elasticrt.train.checkpoint import YIELD_S
+from elasticrt.train.plain import Buffers, plain_copy
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Copies:
         self._budget = budget if takes else 0.0
         self._next_at = math.inf
         self._interval_s = 0.0
+        self._buffers = Buffers()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -81,7 +83,7 @@ class Copies:
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
             return
         self._next_at = math.inf  # Until this one is done.
-        copied = plain_copy(state, "state")
+        copied = plain_copy(state, "state", self._buffers)
         stall_s = time.monotonic() - began
         arguments = (copied, step, epoch, stall_s)
         self._thread = threading.Thread(target=self._write, args=arguments, name="elasticrt-copy", daemon=True)
@@ -93,6 +95,7 @@ class Copies:
             self._thread.join(timeout_s)
 
     def _write(self, copied: dict[str, Any], step: int, epoch: int, stall_s: float) -> None:
+        time.sleep(YIELD_S)
         began = time.monotonic()
         agent = link.agent_link()
         assert agent is not None, "who takes copies has an agent"

@@ -70,7 +70,7 @@ class Directory:
     def __init__(self, path: Path, *, create: bool) -> None:
         """Raises OSError when it cannot be opened, Unfit when strangers could plant files in it."""
         if create:
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         mode = os.fstat(self.fd).st_mode
@@ -90,6 +90,10 @@ class Directory:
         """Delete a file; one that is gone already is not an error."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
+
+    def sync(self) -> None:
+        """Make the names in it durable. Raises OSError."""
+        os.fsync(self.fd)
 
     def write(self, name: str, temporary: str, fill: Callable[[Sink], object]) -> tuple[int, str]:
         """Write a file durably under `name`; its size in bytes and its SHA-256 in hex.
@@ -114,7 +118,7 @@ class Directory:
         except BaseException:
             self.remove(temporary)
             raise
-        os.fsync(self.fd)
+        self.sync()
         return sink.size, sink.digest()
 
     def read(self, name: str, *, size: int | None = None, size_max: int | None = None) -> bytearray:
@@ -142,6 +146,16 @@ class Directory:
         there = self.path.stat()  # FileNotFoundError is an OSError and says the same.
         if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
             raise OSError(f"{self.path} is another directory than at the start (unmounted or replaced?)")
+
+
+def _make(path: Path) -> None:
+    """Make a directory and those above it that are missing, each durably: a name lives in the directory above it."""
+    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # Somebody else was faster.
+            os.mkdir(each)  # noqa: PTH102  All changes go through `os`, so that tests can stand in for it.
+        with contextlib.suppress(PermissionError):  # One may write to it and not read it; then nobody can sync it.
+            sync_directory(each.parent)
 
 
 def open_plain(path: str | Path, *, dir_fd: int | None = None) -> int:

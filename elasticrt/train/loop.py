@@ -23,6 +23,7 @@ from elasticrt.train import collective, handover, leaving, link, misuse, rng, st
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
+from elasticrt.train.ledger import Ledger
 from elasticrt.train.order import Share
 from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
@@ -47,6 +48,7 @@ class Loop:
         resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
         memory: the share of the time that copies of the state in the memory of each node may take, 0 for none. After a
             failure training goes on from the newest of them that has survived, else from disk.
+        ledger: a directory to note in which samples each step has trained, for `elasticrt ledger check`.
         stateful: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict() and
             load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
 
@@ -65,6 +67,7 @@ class Loop:
         keep: int = 3,
         resume: str = "auto",
         memory: float = BUDGET,
+        ledger: str | os.PathLike[str] | None = None,
         **stateful_objects: Any,
     ) -> None:
         if sampler is not None and not isinstance(sampler, (ElasticBatchSampler, ElasticDistributedSampler)):
@@ -92,6 +95,7 @@ class Loop:
         self._worker, self._page = link.worker_env(), link.status_page()
         self._shield = Shield(self._page)
         self._copies = Copies(self._worker, memory)
+        self._ledger = Ledger(ledger, sampler)
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
@@ -144,7 +148,10 @@ class Loop:
                     raise
                 self._check_running("epochs")
                 self._settle()
-                self._position = self._position.closed(cut_short=self._cut_short())
+                cut_short = self._cut_short()
+                if not cut_short:
+                    self._ledger.closed(self._position)
+                self._position = self._position.closed(cut_short=cut_short)
                 self._boundary()
             self._save_last()
         finally:
@@ -160,6 +167,7 @@ class Loop:
             self._restore(state.data, state.world_size)
         self._saved = self._position
         self._saved_at = time.monotonic()
+        self._ledger.open(self._checkpointer.start, self._position)
         self._reporter = Reporter(self._position.steps)
         if self._page is not None:
             self._page.restored_at_ns = time.monotonic_ns()
@@ -180,6 +188,7 @@ class Loop:
         self._shield.lower()
         self._weighting.detach()
         self._expect_steps(0)
+        self._ledger.close()
         self._stage = "over"
         self._share = None
         if self in _running:
@@ -198,6 +207,7 @@ class Loop:
         if self._sampler is not None:
             self._sampler.load_state_dict(ours["sampler"])
         self._position = Position.from_dict(ours["position"])
+        self._ledger.restored(ours.get("ledger", []))
         self._resumed_world_size = world_size
         self.vars.clear()
         self.vars.update(ours["vars"])
@@ -226,9 +236,10 @@ class Loop:
         if isinstance(self._sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
         if isinstance(self._sampler, ElasticBatchSampler):
-            misuse.check_exchange(self._sampler, self._world_size, can_skip=self._weighting.can_skip_exchange)
+            misuse.check_exchange(self._sampler, self._world_size, self._weighting)
         check_resumable(loader, self._sampler, self._position, self._resumed_world_size, self._world_size)
         self._weighting.renew()
+        self._ledger.renew()
         self._pass += 1
         return self._batches(loader, self._pass)
 
@@ -292,6 +303,8 @@ class Loop:
         self._stepped = False
         self._weighting.begin(share)
         self._expect_steps(1)
+        if self._ledger.writes:
+            self._ledger.begin(self._position.steps + 1, self._position.epoch, share)
 
     def _expect_steps(self, value: int) -> None:
         """Say on the page whether steps are to be expected: who stands still for long while they are has a problem."""
@@ -356,13 +369,15 @@ class Loop:
             self._save()
 
     def _save_last(self) -> None:
+        self._ledger.end(self._position.steps)
         if self._rank == 0:
             if self._position != self._saved:
                 self._save()
             self._checkpointer.wait()
 
     def _state(self) -> dict[str, Any]:
-        ours = {**self._about(), "rng": rng.capture(), "vars": self.vars}
+        ledger = self._ledger.history(self._position.steps)
+        ours = {**self._about(), "rng": rng.capture(), "vars": self.vars, "ledger": ledger}
         return {**stateful.collect(self._objects), stateful.OURS: ours}
 
     def _about(self) -> dict[str, Any]:

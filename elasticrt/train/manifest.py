@@ -8,6 +8,7 @@ after starting over, or going back, the newest has not the most steps.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ FORMAT = 1
 PAYLOAD, MANIFEST, MARK = ".pt", ".json", ".committed"
 MANIFEST_BYTES_MAX = 1 << 20
 TEMPORARY = ".saving-"
-"""Temporaries start with this; the rest of their name is the stem of what they would have become."""
+"""Temporaries start with this; the rest of their name, up to a dot if any, is the stem of what they would become."""
 
 _NAME = re.compile(r"(step-(\d{1,18})-g(\d{1,9})-([0-9a-f]{16}))(\.pt|\.json|\.committed)")
 
@@ -69,8 +70,9 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """The file's content."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True, indent=1).encode() + b"\n"
+        """The file's content: plain JSON, with a digest of all the rest of it in `check`."""
+        fields = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
+        return json.dumps({**fields, "check": _check(fields)}, sort_keys=True, indent=1).encode() + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes | bytearray, stem: str) -> Manifest:
@@ -79,8 +81,12 @@ class Manifest:
             fields = json.loads(text.decode())
         except RecursionError:
             raise ValueError("it is nested too deep") from None
-        if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        check = fields.pop("check", None) if isinstance(fields, dict) else None
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f"it is not of format {FORMAT} (made by a newer elasticrt?)")
+        if check != _check(fields):
+            raise ValueError("its content is not what was written")
+        del fields["format"]
         if set(fields) != set(cls.__dataclass_fields__):
             raise ValueError(f"it needs exactly the fields {sorted(cls.__dataclass_fields__)}")
         commit = Commit.from_fields(fields.pop("commit"))
@@ -92,6 +98,10 @@ class Manifest:
             if type(fields[name]) is not kind:
                 raise ValueError(f"field {name!r}: got {fields[name]!r:.80}; expected {kind.__name__}")
         return cls(commit=commit, **fields)
+
+
+def _check(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.train.sampler import ElasticBatchSampler
+from elasticrt.train.weighting import Weighting
 
 
 def check_counts(total: object, max_steps: object) -> None:
@@ -33,9 +34,32 @@ def check_stage(stage: str, where: str) -> None:
         raise ConfigError(explain("the Loop is not running", where, got=stage, remedy=remedy))
 
 
-def check_exchange(sampler: ElasticBatchSampler, world_size: int, *, can_skip: bool) -> None:
-    """Ranks differ in their number of micro-batches; only DDP can be told to exchange gradients once. ConfigError."""
-    if world_size > 1 and sampler.micro_batch_size is not None and not can_skip:
+def check_exchange(sampler: ElasticBatchSampler, world_size: int, weighting: Weighting) -> None:
+    """Ranks differ in their number of micro-batches; they must meet once per global batch. Raises ConfigError."""
+    if sampler.micro_batch_size is None:
+        return
+    if weighting.meets_in_forward:
+        # At any world size: otherwise the run would end when a node comes or goes.
+        raise ConfigError(
+            explain(
+                "SyncBatchNorm can't be used with micro-batches",
+                "batches",
+                got=f"micro_batch_size={sampler.micro_batch_size}",
+                expected="equally many forwards on all ranks, which SyncBatchNorm waits for",
+                remedy="Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)",
+            )
+        )
+    if weighting.exchanges_always:
+        raise ConfigError(
+            explain(
+                "DDP(static_graph=True) can't be used with micro-batches",
+                "batches",
+                got=f"micro_batch_size={sampler.micro_batch_size}",
+                expected="a DDP module that can leave an exchange of gradients out",
+                remedy="Leave out static_graph or micro_batch_size",
+            )
+        )
+    if world_size > 1 and not weighting.can_skip_exchange:
         raise ConfigError(
             explain(
                 "micro-batches need the DDP module",

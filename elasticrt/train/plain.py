@@ -17,9 +17,48 @@ _EXACT = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.d
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
 
-def plain_copy(value: object, where: str) -> Any:
-    """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else."""
-    return _Copier().copy(value, where)
+POOLED_BYTES_MIN = 1 << 16
+
+
+class Buffers:
+    """Host memory for the copies of one state after the other, the last of which is no longer needed.
+
+    Memory that is fresh from the kernel takes several times as long to be written to as memory that was used before,
+    and the training waits for the copying. The price is to keep the size of a state on the host between two copies.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """The copy made last is no longer needed, and another one begins."""
+        self._free, self._taken = self._taken, {}
+
+    def end(self) -> None:
+        """The copy is complete: what it did not need is let go."""
+        self._free = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor on the host with the shape, strides and type of `like`, and any content."""
+        key = (tuple(like.shape), like.stride(), like.dtype)
+        free = self._free.get(key)
+        buffer = free.pop() if free else torch.empty_like(like, device="cpu")
+        self._taken.setdefault(key, []).append(buffer)
+        return buffer
+
+
+def plain_copy(value: object, where: str, buffers: Buffers | None = None) -> Any:
+    """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else.
+
+    With `buffers` the copy before is overwritten.
+    """
+    if buffers is None:
+        return _Copier(None).copy(value, where)
+    buffers.begin()
+    copied = _Copier(buffers).copy(value, where)
+    buffers.end()
+    return copied
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -28,7 +67,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class _Copier:
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers | None) -> None:
+        self._buffers = buffers
         self._copies: dict[tuple[object, ...], torch.Tensor] = {}
         self._keep: list[torch.Tensor] = []
 
@@ -90,7 +130,13 @@ class _Copier:
         key = (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
         found = self._copies.get(key) if tensor.numel() else None
         if found is None:
-            found = tensor.to("cpu", copy=True).as_subclass(torch.Tensor)
+            found = self._on_host(tensor.as_subclass(torch.Tensor))
             self._copies[key] = found
             self._keep.append(tensor)  # While its memory is held, no other tensor can have the same address.
         return found
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.numel() * tensor.element_size()
+        if self._buffers is None or size < POOLED_BYTES_MIN or tensor.is_quantized:
+            return tensor.to("cpu", copy=True)
+        return self._buffers.take(tensor).copy_(tensor)

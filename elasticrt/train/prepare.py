@@ -8,6 +8,7 @@ shared between nodes by a claim through the agents.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -15,10 +16,11 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply
 from elasticrt.errors import ConfigError, PreparationError, explain
@@ -26,6 +28,9 @@ from elasticrt.train import link
 from elasticrt.train.lock import FileLock
 from elasticrt.train.notice import say
 from elasticrt.train.prepared import Failure, Record, attempt
+
+if TYPE_CHECKING:
+    from elasticrt.train.barrier import Barrier
 
 _POLL_S = 0.1
 _CLAIM_POLL_S = 0.5
@@ -55,8 +60,42 @@ def prepare(
     A builder that dies is replaced by one of those who wait. One that raises, or leaves its directory empty, fails all
     of them: PreparationError with its error. Raises PreparationError too when `timeout_s` passes, TypeError, ValueError
     and ConfigError for arguments that can't be.
+
+    After `init` no rank returns before all nodes have their data: what follows is often a collective, and those wait
+    for half an hour only.
     """
     target = _checked(path, build, version, scope, timeout_s)
+    everybody = _everybody(target)
+    if everybody is None:
+        return _ready(target, build, version, scope, timeout_s)
+    everybody.come()
+    try:
+        _ready(target, build, version, scope, timeout_s)
+    except PreparationError as error:
+        with contextlib.suppress(RuntimeError):  # Nobody is left who could be told: this error is what counts.
+            everybody.through(str(error))
+        raise
+    everybody.through()
+    try:
+        problem = everybody.wait(math.inf if timeout_s is None else timeout_s)
+    except TimeoutError as late:
+        raise PreparationError(str(late)) from late
+    if problem:
+        raise PreparationError(problem)
+    return target
+
+
+def _everybody(target: Path) -> Barrier | None:
+    """What all ranks meet in; None before `init`, and where they come one after the other."""
+    if "torch.distributed" not in sys.modules:  # Data can be prepared without loading torch; then there is no group.
+        return None
+    from elasticrt.train.barrier import Barrier, together
+
+    return Barrier(f"prepare({str(target)!r})") if together() else None
+
+
+def _ready(target: Path, build: Callable[[Path], object], version: str, scope: str, timeout_s: float | None) -> Path:
+    """The directory, complete, as far as this node is concerned. Raises PreparationError."""
     if Record.fits(target, version):
         return target
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -109,32 +148,48 @@ def _through_lock(target: Path, build: Callable[[Path], object], version: str, d
         Failure.clear(target)
         for leftover in target.parent.glob(f".{target.name}.building-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+        name = f".{target.name}.building-{secrets.token_hex(8)}"
         try:
-            workshop = _build(
-                target, target.with_name(f".{target.name}.building-{secrets.token_hex(8)}"), build, version
-            )
+            with _building():
+                _publish(_build(target, target.with_name(name), build, version), target)
         except PreparationError as error:
             Failure(str(error), attempt(), version).leave(target)
             raise
-        _publish(workshop, target)
     finally:
         lock.release()
 
 
 def _build(target: Path, workshop: Path, build: Callable[[Path], object], version: str) -> Path:
-    """Run the user's function in a private directory; the complete, synced result. Raises PreparationError, OSError."""
-    workshop.mkdir()
+    """Run the user's function in a private directory; the complete, synced result. Raises PreparationError."""
     try:
+        workshop.mkdir()
         try:
             build(workshop)
         except (Exception, SystemExit) as error:
             text = explain("the build function failed", str(target), got=f"{type(error).__name__}: {error}")
             raise PreparationError(text) from error
         Record.make(workshop, version, str(target))
+    except OSError as error:
+        shutil.rmtree(workshop, ignore_errors=True)
+        raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
     except BaseException:
         shutil.rmtree(workshop, ignore_errors=True)
         raise
     return workshop
+
+
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    """Let the agent know: should the membership change meanwhile, this process may finish."""
+    page = link.status_page()
+    if page is None:
+        yield
+        return
+    page.building = 1
+    try:
+        yield
+    finally:
+        page.building = 0
 
 
 def _publish(workshop: Path, target: Path) -> None:
@@ -207,7 +262,9 @@ class _Claims:
             if self._claims:
                 reply = self._claim(waiting)
                 if reply.ok:
-                    if self._built(build, waiting):
+                    with _building():
+                        built = self._built(build, waiting)
+                    if built:
                         return
                     continue
                 reason = reply.reason

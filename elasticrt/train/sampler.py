@@ -204,6 +204,10 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
             for share in order.shares_of_batch(start, stop, rank, world_size, self._micro)
         )
 
+    def indices(self, share: order.Share) -> list[int]:
+        """The dataset indices of a share that count: none of a borrowed sample."""
+        return self._indices(share.start, share.stop) if share.weight else []
+
     def __iter__(self) -> Iterator[list[int]]:
         """Lists of dataset indices from the present position to the end of the epoch. Drawing changes no state."""
         # Not a generator function: the position is the one at this call, not at the first draw.

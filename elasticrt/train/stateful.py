@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train.context import unwrap
@@ -20,6 +21,16 @@ def check(objects: Mapping[str, object]) -> None:
     for name, each in objects.items():
         if name == OURS:
             raise ConfigError(explain("this name is taken", f"Loop({name}=)", remedy="Use another one"))
+        if isinstance(each, DataLoader):
+            raise ConfigError(
+                explain(
+                    "a loader's own state can't be saved",
+                    f"Loop({name}=)",
+                    got=type(each).__name__,
+                    expected="the sampler: a loader's state is one rank's, and of what it has drawn",
+                    remedy="Give Loop(sampler=...) an ElasticBatchSampler; the position is kept with it",
+                )
+            )
         if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
             expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
             raise TypeError(explain("not stateful", f"Loop({name}=)", got=type(each).__name__, expected=expected))

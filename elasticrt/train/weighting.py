@@ -9,11 +9,15 @@ The hooks sit on the parameters rather than on the model's outputs, for three re
 two models is weighted once; a penalty computed from the parameters themselves is weighted like the rest; and it does
 not matter what a model returns. They exist only once a weight other than 1 has been needed. A communication hook is not
 used: that one is the user's.
+
+One kind of layer mixes the ranks' gradients before they reach a parameter: SyncBatchNorm. What enters its backward is
+therefore weighted already, and what leaves it is divided by the weight again, for the parameters below to multiply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +25,20 @@ from torch.utils.hooks import RemovableHandle
 
 from elasticrt.train.context import wrappers
 from elasticrt.train.order import WHOLE, Share
+
+
+class _Divided(torch.autograd.Function):
+    """The identity; its gradient is divided by a weight, and nothing at all when that is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return (gradient / ctx.weight if ctx.weight else torch.zeros_like(gradient)), None
 
 
 class Weighting:
@@ -32,13 +50,27 @@ class Weighting:
         self._parallel = [
             layer for module in modules for layer in wrappers(module) if isinstance(layer, DistributedDataParallel)
         ]
+        self._norms = [
+            layer for module in modules for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)
+        ]
         self._handles: dict[int, RemovableHandle] = {}
+        self._norm_handles: list[RemovableHandle] = []
         self._factor = 1.0
 
     @property
     def can_skip_exchange(self) -> bool:
         """Whether there is a DDP module that can be told not to exchange gradients yet."""
         return bool(self._parallel)
+
+    @property
+    def meets_in_forward(self) -> bool:
+        """Whether ranks exchange something in each forward, so that all must have equally many."""
+        return bool(self._norms)
+
+    @property
+    def exchanges_always(self) -> bool:
+        """Whether a DDP module can't leave an exchange out: with a static graph torch fails when the first one is."""
+        return any(layer.static_graph for layer in self._parallel)
 
     def begin(self, share: Share) -> None:
         """From here on forward and backward belong to `share`."""
@@ -57,9 +89,15 @@ class Weighting:
 
     def attach(self) -> None:
         """Put hooks on parameters that have none yet; again after layers were added or unfrozen."""
+        # The parameters of these layers get gradients that are weighted already.
+        weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
-            if parameter.requires_grad and id(parameter) not in self._handles:
+            if parameter.requires_grad and id(parameter) not in weighted | self._handles.keys():
                 self._handles[id(parameter)] = self._hook(parameter)
+        if not self._norm_handles:
+            for norm in self._norms:
+                self._norm_handles.append(norm.register_forward_pre_hook(self._before_norm))
+                self._norm_handles.append(norm.register_forward_hook(self._after_norm))
 
     def renew(self) -> None:
         """As `attach`, if there are hooks at all."""
@@ -69,9 +107,9 @@ class Weighting:
     def detach(self) -> None:
         """Remove every hook."""
         self.end()
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._norm_handles):
             handle.remove()
-        self._handles = {}
+        self._handles, self._norm_handles = {}, []
 
     def _hook(self, parameter: torch.Tensor) -> RemovableHandle:
         handle: RemovableHandle = parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
@@ -82,6 +120,18 @@ class Weighting:
             return None
         # Zeros rather than a product: a borrowed sample must not count even when its gradient is infinite.
         return gradient * self._factor if self._factor else torch.zeros_like(gradient)
+
+    def _before_norm(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._factor == 1.0:
+            return None
+        return (_Divided.apply(inputs[0], self._factor),)  # type: ignore[no-untyped-call]  # Torch's.
+
+    def _after_norm(self, _: torch.nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        if self._factor != 1.0 and output.requires_grad:
+            factor = self._factor  # Of this forward, whenever its backward is.
+            output.register_hook(  # type: ignore[no-untyped-call]  # Torch's.
+                lambda gradient: gradient * factor if factor else torch.zeros_like(gradient)
+            )
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for each in self._objects:

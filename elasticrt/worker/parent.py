@@ -350,8 +350,12 @@ def _why_not_forked(script: Path | None) -> str:
         return f"{script.name} is not a plain source file"
     from elasticrt.worker import preamble
 
-    found = preamble.early_write(script.read_bytes(), os.environ)
-    return f"{script.name} {found}, which is too late in a fork" if found else ""
+    source = script.read_bytes()
+    found = preamble.early_write(source, os.environ)
+    if found:
+        return f"{script.name} {found}, which is too late in a fork"
+    found = preamble.early_spawn(source)
+    return f"{script.name} {found}" if found else ""
 
 
 def _ensure_open(number: int) -> None:

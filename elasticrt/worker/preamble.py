@@ -1,4 +1,4 @@
-"""What a script does to its environment before its imports, found by reading it, without running anything.
+"""Why a script cannot be run by a fork: what it does before its imports, or starts; found without running anything.
 
 A fork has torch already: a variable that the script sets for torch or one of its libraries to read as they load would
 come too late. Such a script gets a fresh interpreter. When in doubt it gets one as well: that costs time, nothing else.
@@ -31,6 +31,8 @@ _SAFE_PREFIXES = (
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "COMET_", "TQDM_"),  # Of libraries never preloaded.
     "PYTHON",  # Read by an interpreter that starts, which this one has done already.
 )
+_MULTIPROCESSING = "torch.multiprocessing"
+_SPAWNERS = {"spawn", "start_processes"}
 _WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"}
 _ANY = "variables that only running it would tell"
 
@@ -55,6 +57,32 @@ def early_write(source: str | bytes, env: Mapping[str, str]) -> str:
         after = min(((at, module) for at, module in imports if at > place), default=None)
         if after is not None and not _is_safe(name):
             return f"line {place[0]} sets {name} before `import {after[1]}` in line {after[0][0]}"
+    return ""
+
+
+def early_spawn(source: str | bytes) -> str:
+    """Where a script starts training processes by `mp.spawn`, in words; "" when it does not.
+
+    One of these hosts the store of a run of several nodes then, on MASTER_PORT, which no fork may keep open for itself.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""  # As above.
+    modules, functions = {_MULTIPROCESSING}, set()
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+            if full == _MULTIPROCESSING:
+                modules.add(alias.asname or alias.name)
+            elif full.rpartition(".")[0] == _MULTIPROCESSING and alias.name in _SPAWNERS:
+                functions.add(alias.asname or alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            module, _, function = called.rpartition(".")
+            if called in functions or (module in modules and function in _SPAWNERS):
+                return f"line {node.lineno} calls {called}, whose processes may host the store"
     return ""
 
 

@@ -25,11 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from elasticrt.agent.probe import ask
+from elasticrt.agent.probe import Answer, Gathering, ask
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
 from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
-from elasticrt.rendezvous.records import FailureRecord, Keys, Member, Report
+from elasticrt.rendezvous.records import FailureRecord, Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.etcd import EtcdStore
@@ -99,8 +99,12 @@ class VirtualAgent:
         )
         self.me = Me(record=record, spec=crowd.spec)
         self.rendezvous = Rendezvous(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
+        self.answers = Gathering(self._answered)
         self.lease = 0
         self.lost = self.pausing = False
+
+    def _answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
+        self._crowd.queue.put((self, (seat.incarnation, Verdict(answer, asked_at))))
 
     def register(self) -> float:
         """Become a member; when the key was there."""
@@ -231,12 +235,13 @@ class Crowd:
         for seat in seats:
             if (agent.index, seat.incarnation) not in self._asking:
                 self._asking.add((agent.index, seat.incarnation))
+                agent.answers.asked()
                 self._pool.submit(self._ask, agent, seat, time.monotonic())
 
     def _ask(self, agent: VirtualAgent, seat: Any, asked_at: float) -> None:
-        verdict = Verdict(ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
+        answer = ask(seat.address, seat.probe_port, seat.incarnation)
         self._asking.discard((agent.index, seat.incarnation))
-        self.queue.put((agent, (seat.incarnation, verdict)))
+        agent.answers.answered(seat, answer, asked_at)
 
     def run(self) -> None:
         """Obey until "quit"."""

@@ -3,6 +3,8 @@
     python -m tests.bench.loss_curve
 
 writes loss_curve.txt and loss_curve.svg under tests/bench/results. `tests/chaos/test_loss_curve.py` checks the same.
+Beside the plain model there is one with batch norm over all ranks, one with each rank's own batch norm (which is bound
+to notice), and the two that are broken on purpose.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +27,10 @@ SCRIPT = REPOSITORY / "tests" / "bench" / "curve_ddp.py"
 RESULTS = REPOSITORY / "tests" / "bench" / "results"
 STEPS_PER_EPOCH = 18
 EPOCHS = 25
+STEPS_BETWEEN = 12
 PAUSE_S = 0.1
+DRAINED = 143
+"""How an agent ends that was told to leave."""
 LEFT, TOP, WIDTH, HEIGHT = 60, 40, 700, 320
 
 
@@ -62,10 +68,8 @@ def read(directory: Path) -> Curve:
 
 
 def largest_difference(one: Curve, other: Curve) -> float:
-    """Of the two losses of a step, relative to the larger; infinity when they have not the same steps."""
-    if set(one.losses) != set(other.losses):
-        return math.inf
-    return max(_relative(one.losses[step], other.losses[step]) for step in one.losses)
+    """Of the two losses of a step, relative to the larger, over the steps that both have."""
+    return max(_relative(one.losses[step], other.losses[step]) for step in set(one.losses) & set(other.losses))
 
 
 def weights_differ(one: Curve, other: Curve) -> float:
@@ -77,44 +81,60 @@ def _relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-12)
 
 
-def run(directory: Path, *, disturb: bool, epochs: int = EPOCHS, broken: str = "whole") -> Curve:
-    """Train with four nodes. With `disturb` the world goes 4, 2, 3, 1, 4, with a worker and a node killed as well."""
+def run(directory: Path, *, disturb: bool, epochs: int = EPOCHS, kind: str = "whole") -> Curve:
+    """Train with four nodes. With `disturb` the world goes 4, 2, 3, 1, 4, with workers and a node killed as well.
+
+    Raises RuntimeError when a node ends in any way but well, drained or killed by us.
+    """
     options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--settle", "3", "--max-restarts", "20"]
-    script = [str(SCRIPT), str(directory), str(epochs), str(PAUSE_S), broken]
+    script = [str(SCRIPT), str(directory), str(epochs), str(PAUSE_S), kind]
     with Cluster(directory, f"curve-{secrets.token_hex(4)}", options, script) as cluster:
         cluster.linger = "10s"
         for index in range(4):
             cluster.start(f"node-{index}")
         _await_world(cluster, 4)
         if disturb:
-            _disturb(cluster, epochs * STEPS_PER_EPOCH)
-        cluster.ended(timeout_s=240.0)
+            _disturb(cluster)
+        codes = cluster.ended(timeout_s=240.0)
+        if not set(codes.values()) <= {0, DRAINED, -signal.SIGKILL} or 0 not in codes.values():
+            raise RuntimeError(f"{codes}\n{cluster.story()}")
     return read(directory)
 
 
-def _disturb(cluster: Cluster, steps: int) -> None:
-    """Six events, spread evenly over the run."""
-    ahead = iter(range(steps // 12, steps, steps // 12))
-    cluster.wait_for_step_after(next(ahead))
+def _disturb(cluster: Cluster) -> None:
+    """Six events, with some steps between."""
+    _train_on(cluster)
     _leave(cluster, "node-1")
     _leave(cluster, "node-3")
     _await_world(cluster, 2)
-    cluster.wait_for_step_after(next(ahead))
+    _train_on(cluster)
     kill(cluster.holder_of_rank(1).worker_pids()[1])
-    cluster.wait_for_step_after(next(ahead))
-    cluster.start("node-4")
-    _await_world(cluster, 3)
-    cluster.wait_for_step_after(next(ahead))
+    _train_on(cluster)
+    _join(cluster, 3, "node-4")
+    _train_on(cluster)
     kill(cluster.agents["node-2"].pid)
     _await_world(cluster, 2)
     _leave(cluster, "node-4")
     _await_world(cluster, 1)
-    cluster.wait_for_step_after(next(ahead))
+    _train_on(cluster)
     kill(cluster.holder_of_rank(0).worker_pids()[0])
-    cluster.wait_for_step_after(next(ahead))
-    for index in range(5, 8):
-        cluster.start(f"node-{index}")
-    _await_world(cluster, 4)
+    _train_on(cluster)
+    _join(cluster, 4, "node-5", "node-6", "node-7")
+    _train_on(cluster)
+
+
+def _join(cluster: Cluster, size: int, *names: str) -> None:
+    """New nodes come to a world of `size`. However long they take, not many steps go by."""
+    slow = cluster.directory / "slow"
+    slow.touch()
+    for name in names:
+        cluster.start(name)
+    _await_world(cluster, size)
+    slow.unlink()
+
+
+def _train_on(cluster: Cluster) -> None:
+    cluster.wait_for_step_after(cluster.last_step() + STEPS_BETWEEN)
 
 
 def _leave(cluster: Cluster, name: str) -> None:
@@ -168,30 +188,53 @@ def _text(x: float, y: float, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="#222">{words}</text>'
 
 
-def main() -> None:
-    """Both runs, the comparison, the picture."""
-    with tempfile.TemporaryDirectory(prefix="ert-curve-") as name:
-        curves = []
-        for disturb in (False, True):
-            directory = Path(name) / str(disturb)
-            directory.mkdir()
-            curves.append(run(directory, disturb=disturb))
-    calm, disturbed = curves
-    about = this_run(secrets.token_hex(4), {})
+def about(calm: Curve, disturbed: Curve, name: str) -> list[str]:
+    """How two runs of one model differ, in lines. Pure."""
     last = calm.losses[max(calm.losses)]
-    lines = [
-        f"{about.command}   ({about.date}, commit {about.commit})",
-        f"{about.machine}; {about.versions}",
-        f"steps                                  {len(calm.losses)} and {len(disturbed.losses)}",
-        f"world sizes of the disturbed run       {sorted(set(disturbed.worlds.values()))}",
-        f"steps that were trained a second time  {disturbed.again}",
-        f"loss, first to last                    {calm.losses[1]:.4f} to {last:.2g} ({calm.losses[1] / last:.0f} x)",
-        f"largest relative difference of a loss  {largest_difference(calm, disturbed):.2g}",
-        f"largest difference of a final weight   {weights_differ(calm, disturbed):.2g}",
+    return [
+        name,
+        f"  steps                                  {len(calm.losses)} and {len(disturbed.losses)}",
+        f"  world sizes of the disturbed run       {sorted(set(disturbed.worlds.values()))}",
+        f"  steps that were trained a second time  {disturbed.again} (losses differ by {disturbed.again_differs:.2g})",
+        f"  loss, first to last                    {calm.losses[1]:.4f} to {last:.2g} ({calm.losses[1] / last:.0f} x)",
+        f"  largest relative difference of a loss  {largest_difference(calm, disturbed):.2g}",
+        f"  largest difference of a final weight   {weights_differ(calm, disturbed):.2g}",
     ]
+
+
+STORIES = {
+    "whole": "a model without batch norm, double precision",
+    "single": "the same in single precision",
+    "syncnorm": "with batch norm over all ranks",
+    "localnorm": "with batch norm of each rank's own slice: not the same model at another world size",
+}
+BROKEN = {
+    "unweighted": "broken on purpose: gradients not weighted",
+    "shifted": "broken on purpose: one batch skipped at each restart",
+}
+
+
+def main() -> None:
+    """All runs, the comparisons, the picture."""
+    ran = this_run(secrets.token_hex(4), {})
+    lines = [f"{ran.command}   ({ran.date}, commit {ran.commit})", f"{ran.machine}; {ran.versions}"]
+    curves: dict[tuple[str, bool], Curve] = {}
+    with tempfile.TemporaryDirectory(prefix="ert-curve-") as name:
+        for kind in (*STORIES, *BROKEN):
+            for disturb in (True,) if kind in BROKEN else (False, True):
+                directory = Path(name) / f"{kind}-{disturb}"
+                directory.mkdir()
+                began = time.monotonic()
+                curves[kind, disturb] = run(directory, disturb=disturb, kind=kind)
+                sys.stdout.write(f"{kind}, {'disturbed' if disturb else 'calm'}: {time.monotonic() - began:.0f} s\n")
+                sys.stdout.flush()
+    for kind, words in STORIES.items():
+        lines += ["", *about(curves[kind, False], curves[kind, True], words)]
+    for kind, words in BROKEN.items():
+        lines += ["", *about(curves["whole", False], curves[kind, True], words)]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "loss_curve.txt").write_text("\n".join(lines) + "\n")
-    (RESULTS / "loss_curve.svg").write_text(draw(calm, disturbed))
+    (RESULTS / "loss_curve.svg").write_text(draw(curves["whole", False], curves["whole", True]))
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -126,3 +126,26 @@ def test_the_only_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) 
         again.start("node-0")
         assert again.ended() == {"node-0": 0}
     assert again.events("first_step")[0]["step"] == saved + 1
+
+
+@pytest.mark.slow
+def test_every_process_of_a_run_gets_sigterm_at_once(tmp_path: Path, script: Path) -> None:
+    """K04: also the etcd that the run has started for itself: the step in hand is saved, and the next start goes on."""
+    run_id = f"term-{secrets.token_hex(4)}"
+    with Cluster(tmp_path, run_id, [], [str(script), "0", "3"]) as cluster:
+        agent = psutil.Process(cluster.start("node-0").pid)
+        cluster.wait_for_commits(1)
+        served = embedded.find(run_id)
+        assert served is not None
+        keeper = psutil.Process(served.keeper_pid)
+        processes = [agent, *agent.children(recursive=True), keeper, *keeper.children(recursive=True)]
+        assert len(processes) == 5  # Agent, worker parent, worker; keeper, etcd.
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        assert cluster.ended() == {"node-0": 143}
+        stopped = cluster.last_step()
+        saved = max(event["step"] for event in cluster.events("committed"))
+        cluster.start("node-0")
+        assert cluster.ended()["node-0#1"] == 0
+    assert saved >= stopped
+    assert cluster.events("first_step")[-1]["step"] == saved + 1

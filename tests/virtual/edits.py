@@ -74,7 +74,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "the leader does not follow reports": ((_VIEW, "followed", "keys.all_reports,", ""),),
     "a resync is taken for the end": ((_HANDLER, "Rendezvous.absorb", "self._unfollow(notice.range)", "pass"),),
     "workers of the last generation live on": (
-        (_A + "node", "Node.run", "self._workers.kill(self._running)", "pass"),
+        (_A + "node", "Node.run", "self._end_workers()", "pass"),
     ),
     "a node that was left out keeps its workers": ((_A + "agent", "Agent._left_out", "self._kill_workers()", "pass"),),
     "only workers that run bind a life": ((_DECIDE, "decide", "max(me.running, me.seated)", "me.running"),),

@@ -253,7 +253,7 @@ def virtual(sim: Simulator) -> Iterator[None]:
         "Courier": VirtualCourier,
         "Rendezvous": rendezvous,
         "ask": lambda *seat: sim.probe(here(), *seat),
-        "meet": lambda settings: SimpleNamespace(store=here().wire, endpoints=(), served=None),
+        "meet": lambda settings, told_to_leave: SimpleNamespace(store=here().wire, endpoints=(), served=None),
     }
     before = [
         (module, name, vars(module)[name])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elasticrt.rendezvous.decision import Ask
 from elasticrt.rendezvous.records import FailureRecord
 from tests.virtual.world import VirtualMember, World, check_ranks, running
@@ -59,6 +61,28 @@ def test_the_last_node_saves_before_it_leaves() -> None:
     asked = [d.handover for m in world.members.values() for d in m.story if isinstance(d, Ask)]
     assert asked[-1].save
     assert world.generations() == [1]
+
+
+@pytest.mark.parametrize("late", ["hold", "go"])
+def test_nodes_that_are_told_one_after_the_other_save_before_they_leave(late: str) -> None:
+    """K04: the second hears of it when the first is handing over already: together they save all the same."""
+    world = running(2)
+    _enter_steps(world, n0=4, n1=4)
+    first, second = world.members["n0"], world.members["n1"]
+    _drain(first)
+    for _ in range(100):
+        asked = first.rendezvous.view.handover
+        if asked is not None and (late == "hold" or asked.record.step):
+            break
+        assert first.step() or second.step()
+    _drain(second)
+    world.settle()
+    assert [first.alive, second.alive] == [False, False]
+    asked = [d.handover for d in first.story if isinstance(d, Ask)]
+    assert asked[-1].save
+    # Once the step has been agreed without it, they go on from that step's copy to save.
+    resumed = [generation.memory.step for generation, _ in first.ran[1:] if generation.memory is not None]
+    assert resumed == ([4] if late == "go" else [])
 
 
 def test_a_failure_voids_a_handover() -> None:

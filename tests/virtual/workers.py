@@ -7,6 +7,7 @@ head's history can see whether a batch is missing or was counted twice.
 from __future__ import annotations
 
 import hashlib
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -229,7 +230,7 @@ class VirtualGroup:
         """See `WorkerGroup`."""
         self._stop(generation, KILL_S)
 
-    def terminate(self, grace_s: float, generation: int | None = None) -> float:
+    def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
         """See `WorkerGroup`."""
         self._stop(generation, self.process.sim.net.uniform(0.05, grace_s))
         return self.process.clock() + grace_s

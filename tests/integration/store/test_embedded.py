@@ -37,7 +37,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         record = read_record(directory, path.stem)
         assert record is not None, path.read_text()
         if psutil.pid_exists(record["keeper_pid"]):
-            os.kill(record["keeper_pid"], signal.SIGTERM)
+            os.kill(record["keeper_pid"], signal.SIGINT)
     wait_until(lambda: not directory.exists(), "all keepers have ended")
 
 
@@ -195,10 +195,29 @@ def test_killed_server(runtime: Path) -> None:
 
 
 def test_keeper_asked_to_end(runtime: Path) -> None:
-    """SIGTERM ends keeper and server in order, also with members."""
+    """SIGINT ends keeper and server in order, also with members; SIGTERM when there are none."""
     served = find_or_start("r", linger_s=LONG_S)
     write(served, "members/a", 60)
+    os.kill(served.keeper_pid, signal.SIGINT)
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+    served = find_or_start("r", linger_s=LONG_S)
     os.kill(served.keeper_pid, signal.SIGTERM)
+    wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
+
+
+def test_sigterm_to_everybody(runtime: Path) -> None:
+    """K04: after SIGTERM to keeper and server they serve until the last member has left, and then end at once."""
+    served = find_or_start("r", linger_s=LONG_S)
+    one, two = write(served, "members/a", 60), write(served, "members/b", 60)
+    for pid in (served.keeper_pid, etcd_pid(runtime)):
+        os.kill(pid, signal.SIGTERM)
+    store = EtcdStore((served.address,))
+    store.revoke(one)
+    with pytest.raises(subprocess.TimeoutExpired):
+        psutil_wait(served.keeper_pid, 1.0)
+    write(served, "checkpoint")
+    store.revoke(two)
+    store.close()
     wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,44 @@ def damaged(directory: Path) -> str:
     except elasticrt.CheckpointError as error:
         return str(error)
     return "nothing"
+
+
+def waits(directory: Path) -> dict[str, Any]:
+    """What the ranks see while they wait long in `barrier`, `local_first` and `prepare`; nothing is in their store."""
+    from elasticrt.train import barrier
+
+    barrier._PROGRESS_S = 0.3
+    ctx = elasticrt.init()
+    lines = io.StringIO()
+    late_s = 1.6
+
+    def build(folder: Path) -> None:
+        time.sleep(late_s)
+        (folder / "x").touch()
+
+    with contextlib.redirect_stderr(lines):
+        if ctx.rank == 2:
+            time.sleep(late_s)
+        elasticrt.barrier()
+        with elasticrt.global_first() as first:
+            if first:
+                time.sleep(late_s)
+            # Ranks are here one after the other: nobody waits for all.
+            elasticrt.prepare(directory / "waits-a", lambda folder: (folder / "x").touch())
+        # As on nodes of which one has its data already.
+        path = directory / f"waits-{ctx.rank}"
+        elasticrt.prepare(path, build if ctx.rank == 1 else lambda folder: (folder / "x").touch())
+        there = (directory / "waits-1" / "x").exists()
+        try:
+            elasticrt.prepare(directory / f"fails-{ctx.rank}", _refuse if ctx.rank == 1 else build)
+            failed = ""
+        except elasticrt.PreparationError as error:
+            failed = str(error)
+        elasticrt.barrier()
+    for _ in range(3):
+        elasticrt.barrier()
+    return {"lines": lines.getvalue().splitlines(), "there": there, "failed": failed, "kept": len(barrier._written)}
+
+
+def _refuse(folder: Path) -> None:
+    raise ValueError(f"no corpus for {folder.name[:7]}")

@@ -1,6 +1,8 @@
-"""Run functions of `cases.py` in process groups of several sizes, one after the other, from one interpreter.
+"""Run functions in process groups of several sizes, one after the other, from one interpreter.
 
-    python ranks.py DIRECTORY '[[world_size, "case", {arguments}], ...]'
+    python ranks.py DIRECTORY '[[world_size, "module.function", {arguments}], ...]'
+
+Modules lie in this folder; a function without one is of `cases.py`.
 
 Each rank is a fork of a process that has torch imported and no thread of its own. What a case returns lies afterwards,
 as JSON, in DIRECTORY/<phase>-<rank>.json.
@@ -17,18 +19,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 100
 
 
-def run(directory: Path, *phases: tuple[int, str, dict[str, Any]]) -> list[list[Any]]:
+def run(directory: Path, *phases: tuple[int, str, dict[str, Any]], timeout_s: float = TIMEOUT_S) -> list[list[Any]]:
     """For each phase (world size, case, arguments) what the ranks returned; fails with their output."""
     done = subprocess.run(
         [sys.executable, __file__, str(directory), json.dumps(phases)],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = []
@@ -40,9 +43,9 @@ def run(directory: Path, *phases: tuple[int, str, dict[str, Any]]) -> list[list[
 
 def main(directory: Path, phases: list[tuple[int, str, dict[str, Any]]]) -> int:
     """Each phase's ranks as forks; a rank that fails makes the others fail, by its closed connections."""
-    import cases
     import torch
 
+    found = {name: _case(name) for _, name, _ in phases}
     importlib.import_module("torch._dynamo")  # Optimizers import it late; here once for all ranks.
     torch.set_num_threads(1)
     for number, (world_size, name, arguments) in enumerate(phases):
@@ -50,13 +53,18 @@ def main(directory: Path, phases: list[tuple[int, str, dict[str, Any]]]) -> int:
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
-                os._exit(be_rank(directory, number, (rank, world_size), getattr(cases, name), arguments))
+                os._exit(be_rank(directory, number, (rank, world_size), found[name], arguments))
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         if any(codes):
             print(f"phase {number} ({name}): exit codes {codes}")
             return 1
     return 0
+
+
+def _case(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(module or "cases"), function)
 
 
 def be_rank(directory: Path, number: int, place: tuple[int, int], case: Any, arguments: dict[str, Any]) -> int:

@@ -18,14 +18,14 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, 
     """What every world size ends with, for every way to cut a batch."""
     directory = tmp_path_factory.mktemp("gradients")
     # 53 samples in batches of 13 leave one sample for the last batch: two of three ranks have nothing.
-    keys = list(itertools.product((1, 2, 3), (13, 8), (None, 3)))
+    keys = list(itertools.product((1, 2, 3, 4), (13, 8), (None, 3)))
     phases = [(world, "gradients", {"batch_size": batch, "micro": micro}) for world, batch, micro in keys]
     return dict(zip(keys, run(directory, *phases), strict=True))
 
 
 @pytest.mark.parametrize("batch_size", [13, 8])
 @pytest.mark.parametrize("micro", [None, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gradient_is_the_mean_over_the_global_batch(gradients, world_size, micro, batch_size):
     """Uneven and empty slices, micro-batches, chained modules, penalties: all equal one process with whole batches."""
     expected = gradients[1, batch_size, None][0]["parameters"]
@@ -76,7 +76,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     (directory / "damaged").mkdir()
     (directory / "damaged" / f"{DAMAGED}.committed").write_text("{}")
     (directory / "damaged" / f"{DAMAGED}.json").write_text("not json")
-    names = ("first_and_sum", "first_fails", "damaged")
+    names = ("first_and_sum", "first_fails", "damaged", "waits")
     return dict(zip(names, run(directory, *((3, name, {}) for name in names)), strict=True))
 
 
@@ -102,6 +102,21 @@ def test_first_fails_for_all_at_once(small):
     for text in ranks[1:]:
         assert text.startswith("RuntimeError: who went first failed")
         assert "FileNotFoundError: [Errno 2] No such file or directory: 'no such file'" in text
+
+
+def test_waiting_is_not_silent_and_not_a_collective(small):
+    """D05, D06: who waits says for whom; the error of one rank's build is everybody's; no keys are left behind."""
+    ranks = small["waits"]
+    said = "\n".join(ranks[0]["lines"])
+    assert "waiting in barrier() for rank 2 to come" in said
+    assert "waiting in prepare(" in said
+    assert "for rank 1 to be through" in said
+    assert "waiting in global_first() for rank 0" in "\n".join(ranks[1]["lines"])
+    assert ranks[2]["lines"] == [], "one of those who wait speaks for all"
+    for rank in ranks:
+        assert rank["there"], "nobody goes on before all nodes have their data"
+        assert "ValueError: no corpus for" in rank["failed"]
+        assert rank["kept"] <= 3
 
 
 def test_no_usable_checkpoint_is_one_error_everywhere(small):

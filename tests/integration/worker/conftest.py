@@ -113,7 +113,7 @@ class Rig:
         self.wait(GroupEnded, lambda e: e.generation == self.generation, result.events)
         for rank in result.codes:
             for stream, texts in (("out", result.out), ("err", result.err)):
-                path = self.run_dir / "logs" / f"generation-{self.generation}" / f"rank-{rank}.{stream}"
+                path = self.run_dir / "logs" / f"generation-{self.generation}" / f"rank-{rank}.node-0.{stream}"
                 texts[rank] = path.read_text(errors="replace") if path.exists() else ""
         return result
 

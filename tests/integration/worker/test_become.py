@@ -189,10 +189,10 @@ def test_environment_is_the_users(warm, tmp_path):
 
 
 def test_no_descriptor_of_another_worker(warm, tmp_path):
-    """A worker holds its streams, channel, page, listening socket and what it tells its parent with; no other's."""
+    """A worker holds its streams, channel, page (and its mapping), listening socket, line to its parent; no other's."""
     body = "import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1].__len__())"
     result = warm.run(body, tmp_path, workers=2)
-    assert [result.out[0], result.out[1]] == ["7\n", "6\n"]
+    assert [result.out[0], result.out[1]] == ["8\n", "7\n"]
 
 
 def test_threads_of_torch(warm, tmp_path):
@@ -233,8 +233,8 @@ def test_error_file(warm, tmp_path):
     )
     assert (failure.collateral, failure.final_code, failure.signal) == (False, 0, "")
     assert failure.last_lines[-1] == "ValueError: no such thing"
-    assert failure.log_path.endswith("rank-0.err")
-    path = tmp_path / "run" / "logs" / f"generation-{warm.generation}" / "rank-0.error.json"
+    assert failure.log_path.endswith("rank-0.node-0.err")
+    path = tmp_path / "run" / "logs" / f"generation-{warm.generation}" / "rank-0.node-0.error.json"
     fields = json.loads(path.read_text())["message"]
     assert fields["message"] == "ValueError: no such thing"
     assert "in f" in fields["extraInfo"]["py_callstack"]

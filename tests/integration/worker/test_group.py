@@ -112,15 +112,15 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
     assert [e.message for e in seen if isinstance(e, WorkerSaid)] == [Done(0)]
     log = tmp_path / "run" / "logs" / f"generation-{warm.generation}"
     assert is_alive(pids[0])
-    assert "hook" not in (log / "rank-0.out").read_text()
+    assert "hook" not in (log / "rank-0.node-0.out").read_text()
     (tmp_path / "go").write_text("")
     ended = warm.wait(WorkerEnded)
-    assert (ended.rank, ended.code) == (1, 0), (log / "rank-1.err").read_text()
+    assert (ended.rank, ended.code) == (1, 0), (log / "rank-1.node-0.err").read_text()
     warm.group.release()
     seen = []
     warm.wait(GroupEnded, seen=seen)
     assert not [e for e in seen if isinstance(e, WorkerEnded)]
-    assert (log / "rank-0.out").read_text() == "end\nhook\n"
+    assert (log / "rank-0.node-0.out").read_text() == "end\nhook\n"
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "sys.exit(5)", "raise ValueError('a fork of mine')"])

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from elasticrt.agent.logs import ERR, LINE_MAX_BYTES, OUT, TAIL_LINES_MAX, Console, LogOptions, Output, Seat
+from elasticrt.agent.logs import ERR, LINE_MAX_BYTES, OUT, TAIL_LINES_MAX, Console, LogOptions, Output, Seat, Streams
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def outputs(console, directory=None, **options):
 def test_lines_of_two_workers_do_not_mix(screen):
     """Pieces of lines wait for their end; each line has its prefix once."""
     console, read = screen
-    a, b = outputs(console, prefix="[{node} rank {rank}] ")
+    a, b = outputs(console, prefix="[${node} rank ${rank}] ")
     a.write(OUT, b"one ")
     b.write(OUT, b"two\nthree\nfo")
     a.write(OUT, b"more\n")
@@ -57,7 +57,7 @@ def test_without_prefix_bytes_are_untouched(screen):
 def test_an_unfinished_line_is_shown_and_ended_by_another_worker(screen):
     """A prompt without a newline appears on flush, goes on without a second prefix, and others start a new line."""
     console, read = screen
-    a, b = outputs(console, prefix="{rank}: ")
+    a, b = outputs(console, prefix="${rank}: ")
     a.write(OUT, b"loading")
     assert a.unfinished
     a.flush()
@@ -100,12 +100,12 @@ def test_files(screen, tmp_path):
     later.close()
     files = {str(p.relative_to(tmp_path / "run")): p.read_bytes() for p in (tmp_path / "run").rglob("*.*")}
     assert files == {
-        "logs/generation-3/rank-0.out": b"out",
-        "logs/generation-3/rank-0.err": b"err\xff",
-        "logs/generation-4/rank-0.out": b"later",
+        "logs/generation-3/rank-0.node-1.out": b"out",
+        "logs/generation-3/rank-0.node-1.err": b"err\xff",
+        "logs/generation-4/rank-0.node-1.out": b"later",
     }
-    assert a.path.endswith("logs/generation-3/rank-0.err")
-    assert later.path.endswith("rank-0.out")
+    assert a.path.endswith("logs/generation-3/rank-0.node-1.err")
+    assert later.path.endswith("rank-0.node-1.out")
     assert b.path == ""
 
 
@@ -116,7 +116,7 @@ def test_a_file_has_a_limit(screen, tmp_path):
     for _ in range(4):
         a.write(OUT, b"12345678\n")
     a.close()
-    content = (tmp_path / "run/logs/generation-3/rank-0.out").read_bytes()
+    content = (tmp_path / "run/logs/generation-3/rank-0.node-1.out").read_bytes()
     assert content.startswith(b"12345678\n1\n[elasticrt: this log has reached its limit")
     assert content.count(b"[elasticrt") == 1
     assert read() == b"12345678\n" * 4
@@ -141,14 +141,14 @@ def test_a_full_disk(screen, tmp_path, caplog):
     console, read = screen
     a, _ = outputs(console, tmp_path / "run")
     (tmp_path / "run/logs/generation-3").mkdir(parents=True)
-    (tmp_path / "run/logs/generation-3/rank-0.out").symlink_to("/dev/full")
+    (tmp_path / "run/logs/generation-3/rank-0.node-1.out").symlink_to("/dev/full")
     a.write(OUT, b"a\n")
     a.write(OUT, b"b\n")
     a.write(ERR, b"c\n")
     a.close()
     assert "No space left on device" in caplog.text
     assert read() == b"a\nb\nc\n"
-    assert (tmp_path / "run/logs/generation-3/rank-0.err").read_bytes() == b"c\n"
+    assert (tmp_path / "run/logs/generation-3/rank-0.node-1.err").read_bytes() == b"c\n"
 
 
 def test_a_console_that_is_gone(tmp_path, caplog):
@@ -164,17 +164,53 @@ def test_a_console_that_is_gone(tmp_path, caplog):
     finally:
         os.close(writer)
     assert len(caplog.records) == 1
-    assert (tmp_path / "logs/generation-3/rank-1.out").read_bytes() == b"b\n"
+    assert (tmp_path / "logs/generation-3/rank-1.node-1.out").read_bytes() == b"b\n"
 
 
 def test_filters(screen):
-    """Only the chosen local ranks and streams are shown."""
+    """Only the chosen local ranks are shown, and of these what is not redirected; files have it all."""
     console, read = screen
-    a, b = outputs(console, console_ranks=frozenset({1}), console_streams=frozenset({OUT}))
-    for output in (a, b):
+    hidden = Streams(others=frozenset({OUT}), some={1: frozenset({ERR})})
+    a, b = outputs(console, redirected=hidden)
+    for output in (a, b, outputs(console, console_ranks=frozenset({1}))[0]):
         output.write(OUT, b"out\n")
         output.write(ERR, b"err\n")
-    assert read() == b"out\n"
+    assert read() == b"err\nout\n"
+
+
+def test_a_prefix_in_torchruns_words(screen):
+    """`${role_name}` and the like are filled in; what is no name of ours stays as it is."""
+    console, read = screen
+    seat = Seat("node-1", 5, 1, 3, "trainer")
+    options = LogOptions(prefix="[${role_name}${local_rank}/${rank} ${node} ${generation} ${unknown}]:")
+    Output(seat, None, options, console).write(OUT, b"x\n")
+    assert read() == b"[trainer1/5 node-1 3 ${unknown}]:x\n"
+
+
+def test_lines_with_certain_words_are_kept_apart(screen, tmp_path):
+    """Lines with one of the words, of all workers of the node, get into one more file, whole and with their rank."""
+    console, _ = screen
+    a, b = outputs(console, tmp_path, picked={OUT: (b"loss", b"acc,")})
+    a.write(OUT, b"loss 1\nno")
+    b.write(OUT, b"acc, 2\n")
+    a.write(OUT, b"thing\nthe lo")
+    a.write(ERR, b"loss of another stream\n")
+    a.write(OUT, b"ss 3")
+    a.close()
+    b.close()
+    kept = (tmp_path / "logs/generation-3/filtered.node-1.out").read_bytes()
+    assert kept == b"[rank 0] loss 1\n[rank 1] acc, 2\n[rank 0] the loss 3\n"
+    assert not (tmp_path / "logs/generation-3/filtered.node-1.err").exists()
+
+
+def test_nothing_is_kept_when_nothing_should_be(screen, tmp_path):
+    """Without files there are none, and the console and the tail for reports are as ever."""
+    console, read = screen
+    a, _ = outputs(console, tmp_path, files=False)
+    a.write(ERR, b"oops\n")
+    a.close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "screen"]
+    assert (read(), a.tail(), a.path) == (b"oops\n", ["oops"], "")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from elasticrt import ConfigError
-from elasticrt.train.plain import plain_copy
+from elasticrt.train.plain import Buffers, plain_copy
 
 Pair = namedtuple("Pair", "a b")
 
@@ -97,3 +97,24 @@ def test_anything_else_is_refused_by_place(value):
     """What can't be loaded safely is not saved; the message says where it is."""
     with pytest.raises(ConfigError, match=r"can't be saved \(state\['x'\]"):
         plain_copy({"x": value}, "state")
+
+
+def test_buffers_are_written_over() -> None:
+    """With buffers each copy is right, lies where the one before lay, and what is no longer needed is let go."""
+    buffers = Buffers()
+    big, turned = torch.randn(300, 200), torch.randn(200, 300).t()
+    first = plain_copy({"a": big, "b": turned, "small": torch.ones(2)}, "state", buffers)
+    assert torch.equal(first["a"], big)
+    assert torch.equal(first["b"], turned)
+    places = {first[name].data_ptr() for name in "ab"}
+    second = plain_copy({"b": turned + 1, "a": big + 1, "small": torch.zeros(2), "tied": big}, "state", buffers)
+    assert torch.equal(second["a"], big + 1)
+    assert torch.equal(second["b"], turned + 1)
+    assert torch.equal(second["tied"], big)
+    assert second["b"].stride() == turned.stride()
+    assert places <= {second[name].data_ptr() for name in ("a", "b", "tied")}
+    assert first["small"].tolist() == [1, 1], "what is small is always copied afresh"
+    third = plain_copy({"a": big}, "state", buffers)
+    assert third["a"].data_ptr() in {second[name].data_ptr() for name in ("a", "tied")}
+    assert sum(map(len, buffers._taken.values())) == 1
+    assert not buffers._free

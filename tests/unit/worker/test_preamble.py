@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.worker.preamble import early_write
+from elasticrt.worker.preamble import early_spawn, early_write
 
 TORCH = "import torch\n"
 
@@ -64,3 +64,24 @@ def test_the_reason_names_both_lines():
     """The words say which line sets what, and before which import."""
     source = "import os\n\nos.environ['OMP_NUM_THREADS'] = '4'\nimport json\nimport numpy as np\nimport torch\n"
     assert early_write(source, {}) == "line 3 sets OMP_NUM_THREADS before `import numpy` in line 5"
+
+
+@pytest.mark.parametrize(
+    ("source", "called"),
+    [
+        ("import torch.multiprocessing as mp\nmp.spawn(f, nprocs=2)", "mp.spawn"),
+        ("from torch import multiprocessing\ndef main():\n    multiprocessing.spawn(f)", "multiprocessing.spawn"),
+        ("import torch\ntorch.multiprocessing.spawn(f)", "torch.multiprocessing.spawn"),
+        ("from torch.multiprocessing import spawn as go\ngo(f)", "go"),
+        ("import torch.multiprocessing as mp\nmp.start_processes(f)", "mp.start_processes"),
+        ("import elasticrt\nelasticrt.spawn(f)", ""),
+        ("import torch.multiprocessing as mp\nmp.Queue()", ""),
+        ("import mp\nmp.spawn(f)", ""),
+        ("def spawn(f): pass\nspawn(f)", ""),
+        ("not python", ""),
+    ],
+)
+def test_early_spawn(source, called):
+    """A script that starts its training processes by mp.spawn is found, under whatever name it has the function."""
+    found = early_spawn(source)
+    assert (f" calls {called}," in found) if called else found == ""

@@ -1,0 +1,78 @@
+"""`elasticrt launch`: `elasticrt run` for scripts that were written for `torch.distributed.launch`.
+
+Such a script learns its local rank from an argument. torch 2 appends `--local-rank`, torch 1 appended `--local_rank`,
+and argparse takes these for two options, so the one that the script itself asks for is appended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from elasticrt.cli import run
+from elasticrt.cli.options import Options, choice
+from elasticrt.errors import ConfigError
+
+LOCAL_RANK = "${local_rank}"
+"""What stands for its local rank in a worker's arguments, as under torchrun."""
+
+_UNDERSCORE = re.compile(r"""["']--local_rank["']""")
+_DASH = re.compile(r"""["']--local-rank["']""")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a script written for torch.distributed.launch (--local_rank)",
+        description="As `elasticrt run`, but each worker gets its local rank as its first argument.",
+        allow_abbrev=False,
+    )
+    options = run.declare(parser)
+    options.flag("--use-env", text="append nothing: the script reads LOCAL_RANK")
+    options.add(
+        "--local-rank-argument",
+        parse=choice("auto", "dash", "underscore"),
+        default="auto",
+        value="HOW",
+        text="--local-rank or --local_rank; auto: whichever the script names",
+    )
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, passed on as they are"
+    )
+    parser.set_defaults(func=lambda arguments: main(arguments, options))
+
+
+def main(arguments: argparse.Namespace, options: Options) -> int:
+    """Run the agent; its exit code."""
+    values = options.read(arguments, os.environ)
+    if not values["use_env"]:
+        if values["no_python"]:
+            raise ConfigError(
+                "a program that is not Python gets no argument of ours (--no-python). Add --use-env; read LOCAL_RANK"
+            )
+        how = values["local_rank_argument"]
+        name = argument_of(_source(arguments.script)) if how == "auto" else _NAMES[how]
+        arguments.arguments = [f"{name}={LOCAL_RANK}", *arguments.arguments]
+    return run.main(arguments, options)
+
+
+_NAMES = {"dash": "--local-rank", "underscore": "--local_rank"}
+
+
+def argument_of(source: str) -> str:
+    """The argument that a script with this source asks for; torch's own where it does not say. Pure."""
+    return _NAMES["underscore" if _UNDERSCORE.search(source) and not _DASH.search(source) else "dash"]
+
+
+def _source(script: str | None) -> str:
+    """What the script says; "" for a module and for what cannot be read, which `run` will complain about."""
+    path = Path(script or "")
+    try:
+        return path.read_text(errors="replace") if path.is_file() else ""
+    except OSError:
+        return ""

@@ -1,0 +1,134 @@
+"""What SLURM says about an agent that it has started: which node this is, which run, where the others are. Pure.
+
+Everything comes from the variables that SLURM sets for a task, so `scontrol` is not needed on the nodes. What the
+command line says always wins.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elasticrt.errors import ConfigError, explain
+
+_OWN_STEPS = 0xFFFFFFF0
+"""SLURM numbers its own steps downwards from 2^32: the batch script, an interactive shell, `extern`."""
+
+_PORTS = range(10_000, 30_000)
+"""Below the ports that Linux gives to clients. Jobs that share a node seldom share one, and then are told."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """One agent's place in a SLURM job.
+
+    Attributes:
+        cluster: the cluster's name, "slurm" where it has none.
+        job: the job's number; of an array's element the element's own.
+        array: the number of the whole array, None outside of one.
+        step: the number of the step that `srun` has made, None in the batch script itself and in a shell.
+        node: SLURM's name of this node, "" on a machine outside the job (where `salloc` was typed).
+        first: the name of the step's first node.
+        step_nodes: nodes of the step; 1 outside of a step.
+        job_nodes: nodes of the job.
+    """
+
+    cluster: str
+    job: int
+    array: int | None
+    step: int | None
+    node: str
+    first: str
+    step_nodes: int
+    job_nodes: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Slurm | None:
+        """None outside of SLURM, and inside a worker. Raises ConfigError naming the variable that makes no sense."""
+        if not env.get("SLURM_JOB_ID") or "ELASTICRT_GENERATION" in env:
+            return None
+        number = _whole(env, "SLURM_STEP_ID", _OWN_STEPS)
+        step = number if number < _OWN_STEPS else None
+        return cls(
+            cluster=re.sub(r"[^A-Za-z0-9_-]", "-", env.get("SLURM_CLUSTER_NAME", "")) or "slurm",
+            job=_whole(env, "SLURM_JOB_ID", 0),
+            array=_whole(env, "SLURM_ARRAY_JOB_ID", 0) if env.get("SLURM_ARRAY_JOB_ID") else None,
+            step=step,
+            node=env.get("SLURMD_NODENAME", ""),
+            first=first_node(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")),
+            step_nodes=_whole(env, "SLURM_STEP_NUM_NODES", 1) if step is not None else 1,
+            job_nodes=_whole(env, "SLURM_JOB_NUM_NODES", 1),
+        )
+
+    @property
+    def port(self) -> int:
+        """Where this job's first node serves etcd when it has to: the same number for all agents of a job."""
+        return _PORTS[self.job % len(_PORTS)]
+
+    def run_id(self, max_nodes: int) -> str | None:
+        """The run that this agent belongs to; None when SLURM does not say, or when it will be alone anyway.
+
+        The tasks of a step of several nodes are one run. The elements of an array of single nodes are one run when
+        more than one node may take part; else each is a run of its own, as in a search for parameters.
+        """
+        job = self.job if self.step_nodes > 1 else self.array
+        if self.step is None or job is None or max_nodes == 1:
+            return None
+        # The next `srun` of the same script is another run: it must not find that this one has succeeded already.
+        return f"{self.cluster}-{job}" + (f".{self.step}" if self.step else "")
+
+
+def placed(values: Mapping[str, Any], slurm: Slurm | None, max_nodes: int) -> Mapping[str, Any]:
+    """The options with the run and the way to etcd filled in, where they were not given and SLURM knows.
+
+    Raises ConfigError when the agents of one run would each start an etcd of their own.
+    """
+    run_id = slurm.run_id(max_nodes) if slurm is not None else None
+    if slurm is None or run_id is None or values["standalone"]:
+        return values
+    found = {**values, "run_id": values["run_id"] if values["run_id"] is not None else run_id}
+    if values["etcd"] or values["rdzv_endpoint"]:
+        return found
+    if slurm.step_nodes > 1 and slurm.first and values["insecure_etcd"]:
+        return {**found, "rdzv_backend": "c10d", "rdzv_endpoint": f"{slurm.first}:{slurm.port}"}
+    first = slurm.step_nodes > 1 and bool(slurm.first)
+    raise ConfigError(
+        explain(
+            "nodes of a SLURM job that have no etcd to meet in",
+            "--etcd",
+            got=f"{slurm.step_nodes} nodes in step {slurm.step}" if first else f"an element of array {slurm.array}",
+            expected="an etcd that all of them reach",
+            remedy="Name one with --etcd (deploy/slurm/etcd.sbatch starts one)"
+            + (f"; with --insecure-etcd {slurm.first} serves one for this job, without TLS" if first else ""),
+        )
+    )
+
+
+def alone(slurm: Slurm | None, max_nodes: int, argv: Sequence[str]) -> str:
+    """What to tell somebody whose agent stays alone in a job of several nodes; "" when that may be meant.
+
+    `argv` are the words after `elasticrt`.
+    """
+    if slurm is None or slurm.job_nodes == 1 or (slurm.step is not None and max_nodes == 1):
+        return ""
+    nodes = slurm.job_nodes
+    words = [*argv[:1], *([f"--nnodes=1:{nodes}"] if max_nodes == 1 else []), *argv[1:]]
+    srun = f"srun --nodes={nodes} --ntasks={nodes} --kill-on-bad-exit=0 --wait=0"
+    return f"1 of {nodes} nodes here; start one agent per node: {srun} elasticrt {shlex.join(words)}"
+
+
+def first_node(nodes: str) -> str:
+    """The first name in a node list as SLURM writes it: `gpu[07-09,12],login` is gpu07; "" of an empty one."""
+    name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert name is not None, "it also matches nothing"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name[0])
+
+
+def _whole(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not re.fullmatch(r"[0-9]{1,12}", text):
+        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
+    return int(text)

@@ -1,0 +1,99 @@
+"""The ledger after kills, joins and drains: `elasticrt ledger check` proves that no sample was lost or repeated."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrt.cli.ledger import books
+from elasticrt.contract.ledger import Verdict, check
+from tests.chaos.test_storm import Storm
+from tests.cluster import AgentProcess
+
+SAMPLES, BATCH = 1010, 20
+
+SCRIPT = f"""
+import time
+from pathlib import Path
+import torch, torch.nn.functional as F, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+ctx = elasticrt.init()
+data = TensorDataset(torch.randn({SAMPLES}, 8), torch.randn({SAMPLES}, 1))
+sampler = elasticrt.ElasticBatchSampler(data, global_batch_size={BATCH}, micro_batch_size=4)
+loader = DataLoader(data, batch_sampler=sampler)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=0.05)
+for epoch in loop.epochs(1000):
+    for x, y in loop.batches(loader):
+        F.mse_loss(model(x), y).backward()
+        if loop.complete:
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+    if ctx.sum(int(Path("enough").exists())):
+        break
+"""
+
+
+def _under_faults(tmp_path: Path, seed: int, *, faults: int, nodes: int) -> tuple[list[str], Verdict]:
+    """Train while `faults` things happen, drawn from the seed; what happened, and what the ledger says."""
+    draw = random.Random(seed)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--max-restarts", "1000", "--ledger", "ledger"]
+    told: list[str] = []
+    with Storm(tmp_path, options, [str(script)]) as storm:
+        for _ in range(nodes):
+            storm.add()
+        storm.wait_for_commits(1)
+        for _ in range(faults):
+            told.append(storm.disturb(draw))
+            storm.wait_for_step_after(storm.last_step() + draw.randrange(2, 20))
+        storm.wait("everybody's arrival", lambda: all(map(_has_arrived, storm.agents.values())))
+        (tmp_path / "enough").write_text("")
+        codes = storm.ended(200)
+        survivors = [code for code in codes.values() if code not in (-signal.SIGKILL, 143)]
+        assert set(survivors) == {0}, f"{told}\n{storm.story()}"
+    return told, check(books(tmp_path / "ledger"))
+
+
+def _has_arrived(agent: AgentProcess) -> bool:
+    """Whether it has joined, or is gone again: one that comes after the end of the run finds nobody."""
+    return agent.process.poll() is not None or any(event["event"] == "registered" for event in agent.events)
+
+
+def _proven(tmp_path: Path, told: list[str], verdict: Verdict) -> None:
+    assert verdict.problems == (), told
+    assert verdict.steps == len(verdict.epochs) * -(-SAMPLES // BATCH)
+    assert {(each.trained, each.left_out) for each in verdict.epochs} == {(SAMPLES, 0)}
+    command = [sys.executable, "-m", "elasticrt", "ledger", "check", "ledger"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("each sample counts exactly once\n")
+    print(f"{len(told)} faults: {', '.join(told)}\n{done.stdout}")
+
+
+def test_five_faults(tmp_path: Path) -> None:
+    """S5, D09: five faults; the ledger proves each sample of each epoch exactly once."""
+    told, verdict = _under_faults(tmp_path, 5, faults=5, nodes=3)
+    _proven(tmp_path, told, verdict)
+    assert verdict.starts > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_twenty_four_faults(tmp_path: Path, seed: int) -> None:
+    """S5, X01, D09: 24 kills of workers and nodes, drains and joins; each sample of each epoch counts exactly once."""
+    told, verdict = _under_faults(tmp_path, seed, faults=24, nodes=3)
+    _proven(tmp_path, told, verdict)
+    assert verdict.starts > 15
+    assert verdict.redone > 0

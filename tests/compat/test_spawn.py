@@ -1,0 +1,241 @@
+"""elasticrt.spawn as a user has it: from a script, from notebook cells, when the function fails, or the caller dies."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrt import ConfigError, spawn
+from elasticrt.calls import cells
+from tests.cluster import gone
+from tests.conftest import children
+
+WAIT_S = 60.0
+
+
+def start(command: list[str], directory: Path, **env: str) -> subprocess.Popen[str]:
+    """A Python program in `directory`."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTICRT_ETCD_LINGER": "1s", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Its output, when it has ended well."""
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output
+    return output
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import elasticrt
+
+class Settings:
+    def __init__(self, scale):
+        self.scale = scale
+
+def train(i, settings, words):
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(i + 1)])
+    dist.all_reduce(total)
+    if i == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(f"worker {i} is {__name__} with {sys.argv[1:]}", flush=True)
+    return i, total * settings.scale, words
+
+def fail(i):
+    raise ValueError("no such luck")
+
+if __name__ == "__main__":
+    values = elasticrt.spawn(train, (Settings(10), ["a"]), 2, join=True)
+    assert sorted(values) == [0, 1], values
+    assert all(values[i][0] == i and values[i][1].item() == 30 and values[i][2] == ["a"] for i in (0, 1)), values
+    print("values are back", flush=True)
+    os.environ["ELASTICRT_MAX_RESTARTS"] = "0"
+    try:
+        elasticrt.spawn(fail)
+    except elasticrt.WorkersFailedError as error:
+        print("the error says", str(error).replace("\\n", " / "), flush=True)
+"""
+
+
+def test_a_script(tmp_path: Path) -> None:
+    """W01: workers call a function of the script, survive a kill, and return values; errors bring the report."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    output = finish(start(["script.py", "--flag"], tmp_path))
+    assert "worker 0 is __mp_main__ with ['--flag']" in output
+    assert "values are back" in output
+    said = output.partition("the error says")[2]
+    assert "ValueError: no such luck" in said
+    assert "rank 0 failed first" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"script.py", "elasticrt_runs"}
+
+
+NOTEBOOK = """
+import linecache, sys
+
+def run_cell(number, text):
+    name = f"<cell {number}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), vars(sys.modules["__main__"]))
+
+run_cell(1, '''
+import torch, torch.distributed as dist
+from torch import nn
+import elasticrt as e
+WIDTH = 3
+lock = __import__("threading").Lock()
+''')
+run_cell(2, '''
+class Base(nn.Module):
+    def forward(self, x):
+        return self.layer(x)
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+def twice(function):
+    return lambda *args: function(*args) * 2
+
+net = Net()
+''')
+run_cell(3, '''
+@torch.no_grad()
+def score(model):
+    x = torch.ones(1, WIDTH)
+    return model(x).item()
+
+def train(i, start):
+    dist.init_process_group("gloo")
+    assert isinstance(net, Net) and dist.get_world_size() == 2
+    return score(net) + start
+
+values = e.spawn(train, args=(1.0,), nprocs=2)
+assert values == {0: score(net) + 1.0, 1: score(net) + 1.0}, values
+print("the cell has its values")
+''')
+run_cell(4, '''
+def needs_lock(i):
+    return lock
+
+try:
+    e.spawn(needs_lock)
+except e.ConfigError as error:
+    print("refused:", error)
+''')
+"""
+
+
+def test_notebook_cells(tmp_path: Path) -> None:
+    """Functions of a notebook cell are sent with the classes and values they use; what cannot be sent is named."""
+    output = finish(start(["-c", NOTEBOOK], tmp_path))
+    assert "the cell has its values" in output
+    assert "refused: the function uses 'lock', which can't be sent to workers" in output
+
+
+SLEEPER = """
+import pathlib, time
+import elasticrt
+
+def sleep(i):
+    pathlib.Path(f"here-{i}").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    elasticrt.spawn(sleep, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_caller_that_dies(number: signal.Signals, tmp_path: Path) -> None:
+    """A03: when the calling process is killed or interrupted, its agent and workers are gone soon."""
+    (tmp_path / "script.py").write_text(SLEEPER)
+    caller = start(["script.py"], tmp_path)
+    deadline = time.monotonic() + WAIT_S
+    while not all((tmp_path / f"here-{i}").exists() for i in range(2)):
+        assert time.monotonic() < deadline
+        assert caller.poll() is None, caller.communicate()[0]
+        time.sleep(0.02)
+    pids = children(caller.pid)
+    caller.send_signal(number)
+    output, _ = caller.communicate(timeout=WAIT_S)
+    assert caller.returncode != 0
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in output
+    assert gone(sorted(pids), 20.0) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: spawn(print, join=False), "join=False"),
+        (lambda: spawn(print, nprocs=0), "nprocs from 1"),
+        (lambda: spawn(lambda i: i), "can't be sent"),
+        (lambda: spawn(print, args=(threading.Lock(),)), "can't be sent"),
+        (lambda: spawn(7), "not a function"),  # type: ignore[arg-type]  # That is the point.
+    ],
+)
+def test_a_call_that_cannot_be(call: Any, words: str) -> None:
+    """What cannot be called is refused before anything is started."""
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+@pytest.fixture
+def session() -> Iterator[dict[str, Any]]:
+    """The names of an interactive session with two cells."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    texts = (
+        "import json as j\nSIZE = 2\nbig = open\nclass Item:\n    pass\nitem = Item()\n",
+        "def inner(x=SIZE):\n    return x, local()\n"
+        "def local():\n    big = 1\n    return big\n"
+        "def outer(i):\n    return [inner() for _ in range(i)], j, item\n"
+        "def keeps():\n    return stream\n",
+    )
+    for number, text in enumerate(texts):
+        name = f"<cell of the test {number}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), names)
+    yield names
+    for number in range(len(texts)):
+        del linecache.cache[f"<cell of the test {number}>"]
+
+
+def test_what_a_function_needs(session: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything a function refers to comes before it, and nothing else comes: a local name is not a global one."""
+    for name in ("Item", "inner", "outer"):
+        monkeypatch.setattr(sys.modules["__main__"], name, session[name], raising=False)
+    names, texts = cells.gather("outer", session)
+    order = [each.name for each in names]
+    assert sorted(order) == ["Item", "SIZE", "inner", "item", "j", "local", "outer"]
+    assert order.index("SIZE") < order.index("inner") < order.index("outer")
+    assert order.index("Item") < order.index("item") < order.index("outer")
+    assert len(texts) == 2
+    assert {each.name for each in names if each.module} == {"j"}
+
+
+def test_source_that_nobody_has(session: dict[str, Any]) -> None:
+    """A function that was typed where no source is kept is refused with a way out."""
+    exec(textwrap.dedent("def typed():\n    return 1\n"), session)
+    with pytest.raises(ConfigError, match="Put it into a file"):
+        cells.gather("typed", session)

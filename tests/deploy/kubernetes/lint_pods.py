@@ -1,0 +1,238 @@
+"""What a schema cannot know about Jobs and their pods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from elasticrt.cli.options import seconds
+from elasticrt.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_DUPLICATE,
+    EXIT_OK,
+    EXIT_PREPARATION,
+    EXIT_RENDEZVOUS,
+    EXIT_STORE,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    EXIT_WORKERS,
+)
+from tests.deploy.kubernetes.finding import Doc, containers, jobs, labels, pods, quantity, rule, selects, settings
+
+FINAL = {EXIT_WORKERS, EXIT_USAGE, EXIT_CHECKPOINT, EXIT_PREPARATION}
+AGAIN = {EXIT_RENDEZVOUS, EXIT_STORE, EXIT_DUPLICATE}
+WORDS = {
+    "podReplacementPolicy": {"Failed", "TerminatingOrFailed"},
+    "completionMode": {"Indexed", "NonIndexed"},
+    "action": {"FailJob", "FailIndex", "Ignore", "Count"},
+    "whenUnsatisfiable": {"DoNotSchedule", "ScheduleAnyway"},
+    "unhealthyPodEvictionPolicy": {"AlwaysAllow", "IfHealthyBudget"},
+    "podManagementPolicy": {"Parallel", "OrderedReady"},
+    "fsGroupChangePolicy": {"OnRootMismatch", "Always"},
+    "restartPolicy": {"Never", "OnFailure", "Always"},
+    "medium": {"", "Memory"},
+    "effect": {"NoExecute", "NoSchedule", "PreferNoSchedule"},
+}
+
+
+# Jobs.
+
+
+@rule("seen: with exit code 0 after SIGTERM an index counts as succeeded and its pod never comes back")
+def leaving_is_no_failure(docs: Sequence[Doc]) -> Iterator[str]:
+    """Evictions and exit code 143 are ignored, so that the index is replaced; 0 is never listed."""
+    for spec in jobs(docs):
+        rules = spec.get("podFailurePolicy", {}).get("rules")
+        if rules is None:
+            continue
+        ignored = [each for each in rules if each["action"] == "Ignore"]
+        codes = {code for each in ignored for code in each.get("onExitCodes", {}).get("values", ())}
+        conditions = {each["type"] for other in ignored for each in other.get("onPodConditions", ())}
+        if EXIT_TERMINATED not in codes:
+            yield f"exit code {EXIT_TERMINATED} is not ignored"
+        if "DisruptionTarget" not in conditions:
+            yield "evictions (DisruptionTarget) are not ignored"
+        first = next(iter(rules), {})
+        if conditions and "onPodConditions" not in first:
+            yield "evictions have to be looked at first: the first rule that matches decides"
+
+
+@rule("a script that cannot work is started a thousand times; a full queue (3) or etcd being away (4) ends the Job")
+def final_codes_end_the_job(docs: Sequence[Doc]) -> Iterator[str]:
+    """FailJob for exactly those exit codes that another try cannot cure, of a container that exists."""
+    for spec in jobs(docs):
+        rules = spec.get("podFailurePolicy", {}).get("rules")
+        if rules is None:
+            continue
+        names = {container["name"] for container in spec["template"]["spec"]["containers"]}
+        final = {code for each in rules if each["action"] == "FailJob" for code in each["onExitCodes"]["values"]}
+        if final != FINAL:
+            yield f"FailJob for {sorted(final)}; final are {sorted(FINAL)}, not {sorted(AGAIN)}, never {EXIT_OK}"
+        for each in rules:
+            name = each.get("onExitCodes", {}).get("containerName", next(iter(names)))
+            if name not in names:
+                yield f"there is no container {name}"
+
+
+@rule('seen: the API server rejects it (podReplacementPolicy, unsupported value "TerminatingOrFailed": use "Failed")')
+def failure_policy_waits_for_the_end(docs: Sequence[Doc]) -> Iterator[str]:
+    """podFailurePolicy goes with podReplacementPolicy Failed only."""
+    for spec in jobs(docs):
+        if "podFailurePolicy" in spec and spec.get("podReplacementPolicy", "Failed") != "Failed":
+            yield "podFailurePolicy with TerminatingOrFailed"
+
+
+@rule("seen: scaling works by changing parallelism and completions together; parallelism alone leaves indexes out")
+def as_many_pods_as_nodes(docs: Sequence[Doc]) -> Iterator[str]:
+    """Indexed, with parallelism = completions = max-nodes."""
+    most = settings(docs).get("ELASTICRT_MAX_NODES")
+    for spec in jobs(docs):
+        if spec.get("completionMode") != "Indexed":
+            yield "not Indexed: then completions cannot be changed"
+        if not spec.get("parallelism") == spec.get("completions") == int(most or 0):
+            yield f"parallelism {spec.get('parallelism')}, completions {spec.get('completions')}, max-nodes {most}"
+
+
+@rule("OnFailure restarts in place: the Job never sees the exit code, and podFailurePolicy is not allowed with it")
+def pods_are_replaced_not_restarted(docs: Sequence[Doc]) -> Iterator[str]:
+    """restartPolicy Never, and a backoffLimit that a long run on borrowed nodes does not use up."""
+    for spec in jobs(docs):
+        if spec["template"]["spec"].get("restartPolicy") != "Never":
+            yield "restartPolicy is not Never"
+        if spec.get("backoffLimit", 6) < 100:
+            yield f"backoffLimit {spec.get('backoffLimit', 6)}: lost pods of a week use that up"
+        if "activeDeadlineSeconds" in spec:
+            yield "activeDeadlineSeconds kills the run without a checkpoint"
+
+
+# Pods.
+
+
+@rule("SIGKILL in the middle of the last checkpoint: the default of 30 s is what draining, stopping and a lease take")
+def grace_is_long_enough(docs: Sequence[Doc]) -> Iterator[str]:
+    """terminationGracePeriodSeconds >= drain timeout + stop timeout + lease."""
+    given = settings(docs)
+    needed = sum(
+        seconds(given.get(f"ELASTICRT_{name}", default))
+        for name, default in (("DRAIN_TIMEOUT", "15"), ("STOP_TIMEOUT", "10"), ("LEASE_TTL", "5"))
+    )
+    for spec in jobs(docs):
+        grace = spec["template"]["spec"].get("terminationGracePeriodSeconds", 30)
+        if grace < needed:
+            yield f"{grace} s; draining, stopping and a lease take {needed:g} s"
+
+
+@rule("a container has 64 MiB by default (data loaders end with Bus error); one that is too large gets the pod killed")
+def shared_memory_has_a_size(docs: Sequence[Doc]) -> Iterator[str]:
+    """/dev/shm is a memory volume with a limit, and smaller than the pod's memory."""
+    for spec in jobs(docs):
+        pod = spec["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
+        for container in pod["containers"]:
+            mounts = [mount["name"] for mount in container.get("volumeMounts", ()) if mount["mountPath"] == "/dev/shm"]
+            shm = volumes.get(mounts[0], {}).get("emptyDir", {}) if mounts else {}
+            limit = container.get("resources", {}).get("limits", {}).get("memory")
+            if shm.get("medium") != "Memory" or "sizeLimit" not in shm:
+                yield f"{container['name']}: /dev/shm is no memory volume with a sizeLimit"
+            elif limit and quantity(shm["sizeLimit"]) > quantity(limit) // 2:
+                yield f"{container['name']}: /dev/shm of {shm['sizeLimit']} in {limit} of memory"
+
+
+@rule("seen: pod security 'restricted' complains; where a namespace enforces it, it refuses the pods")
+def restricted_security(docs: Sequence[Doc]) -> Iterator[str]:
+    """What pod security "restricted" asks for, and a root file system that cannot be written to."""
+    for name, template in pods(docs):
+        pod = template["spec"]
+        of_pod = pod.get("securityContext", {})
+        wrong = [key for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
+        wrong += [f"volume {volume['name']}" for volume in pod.get("volumes", ()) if "hostPath" in volume]
+        for container in containers(template):
+            own = {**of_pod, **container.get("securityContext", {})}
+            wanted = {
+                "runAsNonRoot": True,
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+            wrong += [f"{container['name']}.{key}" for key, value in wanted.items() if own.get(key) != value]
+            wrong += [] if own.get("runAsUser", 0) else [f"{container['name']}.runAsUser"]
+            wrong += ["fsGroup"] if "fsGroup" not in own and "fsGroup" not in of_pod else []
+        if wrong:
+            yield f"{name}: {', '.join(wrong)}"
+
+
+@rule("a token is a way out of a training pod; service links make ETCD_* and ELASTICRT_* variables of Services' names")
+def nothing_is_injected(docs: Sequence[Doc]) -> Iterator[str]:
+    """No service account token, no variables for Services."""
+    for name, template in pods(docs):
+        for field in ("automountServiceAccountToken", "enableServiceLinks"):
+            if template["spec"].get(field) is not False:
+                yield f"{name}: {field} is not false"
+
+
+@rule("seen: the replacement stays Pending while a node is lost ('didn't match pod topology spread constraints')")
+def spreading_is_a_wish(docs: Sequence[Doc]) -> Iterator[str]:
+    """topologySpreadConstraints with ScheduleAnyway, about the Job's own pods."""
+    for spec in jobs(docs):
+        template = spec["template"]
+        for each in template["spec"].get("topologySpreadConstraints", ()):
+            if each["whenUnsatisfiable"] != "ScheduleAnyway" and each.get("nodeTaintsPolicy") != "Honor":
+                yield f"{each['topologyKey']}: {each['whenUnsatisfiable']}"
+            if not selects(each["labelSelector"], labels(template)):
+                yield f"{each['topologyKey']}: it spreads other pods"
+
+
+@rule("by default a pod of a lost node is given up after 300 s, and its GPUs wait with it")
+def lost_pods_are_given_up_soon(docs: Sequence[Doc]) -> Iterator[str]:
+    """Tolerations of 60 s at most for nodes that are not ready or unreachable."""
+    for spec in jobs(docs):
+        tolerations = {each.get("key"): each for each in spec["template"]["spec"].get("tolerations", ())}
+        for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+            if tolerations.get(key, {}).get("tolerationSeconds", 300) > 60:
+                yield f"{key} is tolerated for more than 60 s"
+
+
+@rule("pods that ask for no memory are the first to be killed, and the last to be placed where there is some")
+def resources_are_stated(docs: Sequence[Doc]) -> Iterator[str]:
+    """Requests for CPU and memory; a limit for memory that equals the request in Jobs."""
+    for name, template in pods(docs):
+        for container in containers(template):
+            resources = container.get("resources", {})
+            requests, limits = resources.get("requests", {}), resources.get("limits", {})
+            if not {"cpu", "memory"} <= set(requests) or "memory" not in limits:
+                yield f"{name}: {container['name']} states {sorted(requests)} and limits {sorted(limits)}"
+            devices = {key for key in {*requests, *limits} if "/" in key}
+            if any(requests.get(key) != limits.get(key) for key in devices):
+                yield f"{name}: devices must be requested as they are limited: {sorted(devices)}"
+
+
+@rule("`latest` is another version on a replaced pod than on the others, and their options may differ (exit code 7)")
+def images_have_versions(docs: Sequence[Doc]) -> Iterator[str]:
+    """A tag that names a version, or a digest."""
+    for name, template in pods(docs):
+        for container in containers(template):
+            tag = container["image"].rpartition("/")[2].partition(":")[2]
+            if "@sha256:" not in container["image"] and tag in ("", "latest"):
+                yield f"{name}: {container['image']}"
+
+
+# Spelling.
+
+
+@rule("seen: `podReplacementPolicy: Bogus` and `action: Nope` pass kubernetes-validate --strict")
+def words_exist(docs: Sequence[Doc]) -> Iterator[str]:
+    """Where Kubernetes takes one of some words, it is one of them."""
+    for doc in docs:
+        yield from _words(doc, f"{doc['kind']} {doc['metadata']['name']}")
+
+
+def _words(value: Any, where: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in WORDS and isinstance(inner, str) and inner not in WORDS[key]:
+                yield f"{where}: {key}: {inner}"
+            yield from _words(inner, where)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _words(inner, where)

@@ -1,0 +1,176 @@
+"""Whether an agent is well: what follows from what it has noted, and how it is asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elasticrt.agent.health import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
+from elasticrt.agent.vitals import LIVE_S, Vitals, live, member, ready
+from elasticrt.errors import ConfigError
+from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.records import Member
+from elasticrt.rendezvous.view import View
+from elasticrt.spec import RunSpec
+
+TRAINS = Vitals(
+    run_id="digits",
+    node="alpha",
+    phase="member",
+    turned_at=100.0,
+    limit_s=LIVE_S,
+    incarnation="0123456789abcdef",
+    lease="connected",
+    generation=3,
+    nodes=2,
+    world_size=4,
+    running=3,
+    ranks=(2, 3),
+    step=41,
+    warm=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "after_s", "expected", "reason"),
+    [
+        ({}, 0.2, True, "last turn was 0.2 s ago"),
+        ({}, LIVE_S, True, "last turn"),
+        ({}, LIVE_S + 1, False, "member without a turn for 61 s"),
+        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 500, True, "last turn"),
+        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 700, False, "joining without a turn for 700 s"),
+        ({"phase": "ending", "limit_s": 10.0 + LIVE_S}, 71, False, "ending without a turn for 71 s"),
+        ({"lease": "lost", "etcd_away_s": 800.0}, 0.2, True, "last turn"),
+    ],
+)
+def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: str) -> None:
+    """An agent is alive as long as its loop goes round, whatever etcd does; each phase may take its time."""
+    finding = live(replace(TRAINS, **changes), 100.0 + after_s)
+    assert finding.ok is expected
+    assert reason in finding.reason
+
+
+STANDS_BY: dict[str, Any] = {"ranks": None, "running": 0, "step": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "reason"),
+    [
+        ({}, True, "trains in generation 3"),
+        ({"lease": "suspended", "etcd_away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
+        ({"lease": "lost"}, False, "not a member of the run: etcd has given its lease up"),
+        ({"running": 2}, False, "starts its workers of generation 3"),
+        ({"running": 0}, False, "starts its workers of generation 3"),
+        ({"leaving": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
+        ({"phase": "joining"}, False, "joining: not a member"),
+        ({"phase": "ending"}, False, "ending: not a member"),
+        (STANDS_BY, True, "stands by: generation 3 runs without it"),
+        ({**STANDS_BY, "generation": 0}, True, "stands by: waits for the first generation"),
+        ({**STANDS_BY, "warm": False}, False, "stands by, but is still importing"),
+        ({**STANDS_BY, "lease": "suspended", "etcd_away_s": 3.0}, False, "stands by, but cannot be called"),
+        ({"turned_at": 0.0}, False, "member without a turn for 100 s"),
+    ],
+)
+def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
+    """A node is ready when it trains, also while etcd is away, or stands by and could be called."""
+    finding = ready(replace(TRAINS, **changes), 100.0)
+    assert finding.ok is expected
+    assert reason in finding.reason
+
+
+def test_what_a_member_notes() -> None:
+    """A newcomer's notes are its own state: no generation, no ranks, no steps, and since when etcd is away."""
+    record = Member(
+        node="alpha", incarnation="0123456789abcdef", address="127.0.0.1", pid=7, workers=2, probe_port=5, port=6
+    )
+    me = Me(
+        record=record.model_copy(update={"draining": True}),
+        spec=RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py")),
+    )
+    noted = member("digits", me, View("alpha"), 50.0, away_since=48.0, step=None)
+    assert (noted.phase, noted.turned_at, noted.etcd_away_s, noted.leaving) == ("member", 50.0, 2.0, "draining")
+    assert (noted.generation, noted.ranks, noted.step, noted.warm) == (0, None, None, False)
+
+
+@pytest.fixture
+def server() -> Iterator[HealthServer]:
+    """One on loopback, about an agent whose loop has just gone round."""
+    served = HealthServer("127.0.0.1", 0, replace(TRAINS, turned_at=time.monotonic()))
+    yield served
+    served.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "elasticrt-health"]
+
+
+def ask(url: str, method: str = "GET") -> tuple[int, Any]:
+    """Status and body."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read() or b"null")
+
+
+def test_questions_and_answers(server: HealthServer) -> None:
+    """200 and 503 with a reason and the whole state as JSON; whatever else is asked is refused in the same form."""
+    status, body = ask(f"{server.url}/ready")
+    assert (status, body["ok"], body["generation"], body["ranks"], body["step"]) == (200, True, 3, [2, 3], 41)
+    assert ask(f"{server.url}/live?verbose")[0] == 200
+    server.noted = replace(server.noted, leaving="SIGTERM received")
+    assert ask(f"{server.url}/ready")[0] == 503
+    assert ask(f"{server.url}/live")[0] == 200
+    server.noted = replace(server.noted, turned_at=time.monotonic() - LIVE_S - 1)
+    status, body = ask(f"{server.url}/live")
+    assert (status, body["ok"]) == (503, False)
+    assert "without a turn" in body["reason"]
+    assert ask(f"{server.url}/metrics") == (404, {"questions": ["/live", "/ready"]})
+    assert ask(f"{server.url}/live", "POST") == (405, {"methods": ["GET", "HEAD"]})
+    assert ask(f"{server.url}/ready", "HEAD") == (503, None)
+
+
+def test_bad_clients_hold_nobody_up(server: HealthServer) -> None:
+    """Clients that say nothing, nonsense or too much are cut off, and others are answered meanwhile."""
+    port = int(server.url.rpartition(":")[2])
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(CLIENTS_MAX - 2)]
+    try:
+        assert ask(f"{server.url}/live")[0] == 200
+        for nonsense in (b"\xff\xfe\r\n\r\n", b"GET\r\n\r\n", b"\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                client.sendall(nonsense)
+                assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"GET /live HTTP/1.1\r\nx: " + b"x" * 2 * REQUEST_MAX_BYTES)
+            assert _read_to_end(client) == b"", "cut off without an answer"
+        assert ask(f"{server.url}/live")[0] == 200
+        assert [_read_to_end(client) for client in silent] == [b""] * len(silent), "cut off after a while"
+    finally:
+        for client in silent:
+            client.close()
+
+
+def _read_to_end(client: socket.socket) -> bytes:
+    try:
+        return client.recv(1000)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_port_in_use_is_a_mistake_of_the_user(server: HealthServer) -> None:
+    """Two agents never share a port: the second one is told, with the remedy."""
+    with pytest.raises(ConfigError, match=r"health port cannot be had.*Choose another one"):
+        HealthServer("127.0.0.1", int(server.url.rpartition(":")[2]), TRAINS)
+
+
+def test_an_address_of_another_machine(server: HealthServer) -> None:
+    """An address that this machine does not have is refused before anything starts."""
+    with pytest.raises(ConfigError, match="health port cannot be had"):
+        HealthServer("192.0.2.1", 0, server.noted)
