@@ -104,8 +104,9 @@ class Prober:
     """Asks seats in the background; each seat is asked once at a time. `sink` is called from other threads."""
 
     def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
-        self._answers = Gathering(sink)
-        self._asking: set[str] = set()
+        self._sink = sink
+        self._answers = Gathering(self._heard)
+        self._asking: set[str] = set()  # Until its answer is passed on: one that is kept back must not be asked again.
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=ASK_AT_ONCE, thread_name_prefix="elasticrt-ask")
 
@@ -133,10 +134,12 @@ class Prober:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, seat: Seat, asked_at: float) -> None:
-        answer = ask(seat.address, seat.probe_port, seat.incarnation)
+        self._answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
+
+    def _heard(self, seat: Seat, answer: Answer, asked_at: float) -> None:
         with self._lock:
             self._asking.discard(seat.incarnation)
-        self._answers.answered(seat, answer, asked_at)
+        self._sink(seat, answer, asked_at)
 
     def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
         number = generation_of(seat.address, seat.probe_port, run_id)

@@ -104,6 +104,7 @@ class VirtualAgent:
         self.lost = self.pausing = False
 
     def _answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
+        self._crowd.answered(self, seat)
         self._crowd.queue.put((self, (seat.incarnation, Verdict(answer, asked_at))))
 
     def register(self) -> float:
@@ -239,9 +240,11 @@ class Crowd:
                 self._pool.submit(self._ask, agent, seat, time.monotonic())
 
     def _ask(self, agent: VirtualAgent, seat: Any, asked_at: float) -> None:
-        answer = ask(seat.address, seat.probe_port, seat.incarnation)
+        agent.answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
+
+    def answered(self, agent: VirtualAgent, seat: Seat) -> None:
+        """From now on this agent may ask that one again."""
         self._asking.discard((agent.index, seat.incarnation))
-        agent.answers.answered(seat, answer, asked_at)
 
     def run(self) -> None:
         """Obey until "quit"."""

@@ -188,6 +188,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "planned without: asked is not None and (not asked.record.step)": ("L6", "a newcomer goes again"),
     "planned without: not asked.record.step": ("L4", "the leader is killed"),
     "planned without: missing and led.now < told_at": ("S10", "a node joins, and nothing is lost"),
+    "planned without: wish.save and (not asked.record.save)": (
+        "S10",
+        "all are told to leave, the last of them when the step is agreed",
+    ),
     "_after_hold without: report is not None and report.record.status == 'holding' and (report.record.hand": (
         "S10",
         "a node joins, and nothing is lost",
@@ -201,6 +205,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "most nodes lose power",
     ),
     "_wish without: draining": ("L2", "a node drains, and nothing is lost"),
+    "_wish without: led.me.starting and (not enough)": (
+        "S10",
+        "all are told to leave, the last of them when the step is agreed",
+    ),
     "_wish without: len(led.seats) > led.spec.max_nodes": ("L4", "a run is resized"),
     "_newcomers without: room <= 0": ("L6", "the farewell of a former life arrives late"),
     "_newcomers without: led.me.starting": ("S10", "a newcomer comes while a generation starts"),

@@ -279,7 +279,7 @@ HERE = Path(__file__).parent
 
 def _catches(catches: dict[str, tuple[str, Place]]) -> str:
     lines = ['"""Which invariant catches which mutant where. Written by `python -m tests.virtual.mutants --write`."""']
-    lines += ["", "# ruff: noqa: E501  A table.", "CATCHES: dict[str, tuple[str, int | str]] = {"]
+    lines += ["", "CATCHES: dict[str, tuple[str, int | str]] = {"]
     lines += [f"    {name!r}: {pair!r}," for name, pair in catches.items()]
     return "\n".join([*lines, "}", ""])
 

