@@ -283,7 +283,7 @@ class Agent(Cycle):
             self.health.noted = replace(noted, phase="ending", turned_at=time.monotonic(), limit_s=limit_s)
         match decision:
             case End(result=result):
-                self.node.finish(END_GRACE_S)
+                self.node.finish(END_GRACE_S, well=result.status == "succeeded")
                 self.voice.ended(result, leads=self.rendezvous.view.leads)
                 self.membership.leave()
                 return result.code

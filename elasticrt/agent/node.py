@@ -233,15 +233,18 @@ class Node:
         if self._running:
             self._workers.kill(self._running)
 
-    def finish(self, grace_s: float) -> None:
-        """The run has ended: let a lingering worker go, and wait for it a little while."""
+    def finish(self, grace_s: float, *, well: bool) -> None:
+        """The run has ended, `well` or not: tell workers that still run, and wait for them a little while."""
         self._wanted = None
         if self._running:
-            if self._failed_at is not None:
+            if self._failed_at is not None or (not well and self._settings.restart_grace_s):
                 self._end_workers()
+            elif not well:  # They may be failing of the same cause, and be writing about it.
+                self._kill_late = (self._running, time.monotonic() + EXIT_HOOKS_S)
             self._workers.release(self._running)
             deadline = max(time.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
-            while self._workers.pids(self._running) and time.monotonic() < deadline:
+            while self._workers.pids(self._running) and (now := time.monotonic()) < deadline:
+                self.kill_late(now)
                 time.sleep(0.005)
 
     def close(self) -> None:
