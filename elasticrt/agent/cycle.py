@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.agent.outage import Heard, Outage
-from elasticrt.agent.probe import Prober
+from elasticrt.agent.prober import Prober
 from elasticrt.errors import EXIT_STORE
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (

@@ -19,18 +19,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, Literal
-
-from elasticrt.rendezvous.records import Seat
 
 log = logging.getLogger(__name__)
 
 TRIES = 3
 TRY_S = 0.5
 LINE_MAX_BYTES = 512
-ASK_AT_ONCE = 32
 
 Answer = Literal["alive", "dead", "silent"]
 
@@ -69,85 +65,6 @@ class ProbeServer:
                     log.debug("a probe that was none: %s", error)
 
 
-class Gathering:
-    """Answers on their way from many threads to one, which thinks about all of them whenever it gets one.
-
-    That nodes live is passed on when the last of those that are being asked has answered, and not node by node: of a
-    thousand nodes any one may be the lost one, and while an answer is missing nothing else can be decided. That a node
-    does not live is passed on at once, with all that is known by then.
-    """
-
-    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
-        self._sink = sink
-        self._lock = threading.Lock()
-        self._missing = 0
-        self._kept: list[tuple[Seat, Answer, float]] = []
-
-    def asked(self) -> None:
-        """One more is being asked."""
-        with self._lock:
-            self._missing += 1
-
-    def answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        """One of them has answered, or has not within its time."""
-        with self._lock:
-            self._missing -= 1
-            self._kept.append((seat, answer, asked_at))
-            if self._missing and answer == "alive":
-                return
-            kept, self._kept = self._kept, []
-        for each in kept:
-            self._sink(*each)
-
-
-class Prober:
-    """Asks seats in the background; each seat is asked once at a time. `sink` is called from other threads."""
-
-    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
-        self._sink = sink
-        self._answers = Gathering(self._heard)
-        self._asking: set[str] = set()  # Until its answer is passed on: one that is kept back must not be asked again.
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(max_workers=ASK_AT_ONCE, thread_name_prefix="elasticrt-ask")
-
-    def ask(self, seats: Iterable[Seat]) -> None:
-        """Start asking those that are not being asked already."""
-        for seat in seats:
-            with self._lock:
-                if seat.incarnation in self._asking:
-                    continue
-                self._asking.add(seat.incarnation)
-            self._answers.asked()
-            self._pool.submit(self._ask, seat, time.monotonic())
-
-    def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
-        """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
-        for seat in seats:
-            with self._lock:
-                if seat.incarnation in self._asking:
-                    continue
-                self._asking.add(seat.incarnation)
-            self._pool.submit(self._listen, seat, run_id, heard)
-
-    def close(self) -> None:
-        """Take no more questions; those under way end by themselves within 1.5 s."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _ask(self, seat: Seat, asked_at: float) -> None:
-        self._answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
-
-    def _heard(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        with self._lock:
-            self._asking.discard(seat.incarnation)
-        self._sink(seat, answer, asked_at)
-
-    def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
-        number = generation_of(seat.address, seat.probe_port, run_id)
-        with self._lock:
-            self._asking.discard(seat.incarnation)
-        heard(number)
-
-
 def ask(address: str, port: int, incarnation: str) -> Answer:
     """Probe one agent, up to three times within 1.5 s."""
     for _ in range(TRIES):
@@ -172,6 +89,28 @@ def generation_of(address: str, port: int, run_id: str) -> int:
     return number if isinstance(number, int) else 0
 
 
+def new_question() -> tuple[str, bytes]:
+    """A nonce, and the line that asks with it."""
+    nonce = secrets.token_hex(8)
+    return nonce, json.dumps({"nonce": nonce}).encode() + b"\n"
+
+
+def answer_of(line: bytes, nonce: str, incarnation: str) -> Answer:
+    """What a whole line says about one life, when `nonce` was asked with."""
+    fields = _fields(line, nonce)
+    if fields is None:
+        return "silent"
+    return "alive" if fields.get("incarnation") == incarnation else "dead"
+
+
+def _fields(line: bytes, nonce: str) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) and fields.get("nonce") == nonce else None
+
+
 def _ask_once(address: str, port: int, incarnation: str) -> Answer:
     answer = _exchange(address, port)
     if isinstance(answer, str):
@@ -181,18 +120,16 @@ def _ask_once(address: str, port: int, incarnation: str) -> Answer:
 
 def _exchange(address: str, port: int) -> dict[str, Any] | Literal["dead", "silent"]:
     """One question; an agent's answer, or what its absence means."""
-    nonce = secrets.token_hex(8)
+    nonce, text = new_question()
     try:
         with socket.create_connection((address, port), timeout=TRY_S) as connection:
-            connection.sendall(json.dumps({"nonce": nonce}).encode() + b"\n")
-            answer = json.loads(_read_line(connection))
+            connection.sendall(text)
+            answer = _fields(_read_line(connection), nonce)
     except (ConnectionRefusedError, ConnectionResetError):
         return "dead"
     except (OSError, ValueError):
         return "silent"
-    if not isinstance(answer, dict) or answer.get("nonce") != nonce:
-        return "silent"
-    return answer
+    return "silent" if answer is None else answer
 
 
 def _read_line(connection: socket.socket) -> bytes:

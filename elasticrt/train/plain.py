@@ -21,8 +21,8 @@ _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 POOLED_BYTES_MIN = 1 << 16
 
 ONE_THREAD_BYTES_MAX = 4 << 20
-"""Up to this size a tensor is copied by the training thread alone. Torch would wake its pool of threads for it, and on a
-machine whose cores are taken two of them may spin on one core for a time slice or two: 12 ms instead of 2 for 12 MB."""
+"""Up to this size a tensor is copied by the training thread alone. Torch would wake its pool of threads for it, and on
+a machine whose cores are taken two of them may spin on one core for some time slices: 12 ms instead of 2 for 12 MB."""
 
 
 class Buffers:

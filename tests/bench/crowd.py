@@ -25,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from elasticrt.agent.probe import Answer, Gathering, ask
+from elasticrt.agent.probe import Answer
+from elasticrt.agent.prober import Prober
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
 from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
@@ -36,7 +37,6 @@ from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address
 
 REGISTER_AT_ONCE = 8
-ASK_AT_ONCE = 32
 ANSWER_S = 0.5
 LIVE_AT_ONCE = 4
 """Loops that run at the same time in one process: while one waits for etcd, another computes."""
@@ -99,12 +99,11 @@ class VirtualAgent:
         )
         self.me = Me(record=record, spec=crowd.spec)
         self.rendezvous = Rendezvous(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
-        self.answers = Gathering(self._answered)
+        self._prober: Prober | None = None
         self.lease = 0
         self.lost = self.pausing = False
 
     def _answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        self._crowd.answered(self, seat)
         self._crowd.queue.put((self, (seat.incarnation, Verdict(answer, asked_at))))
 
     def register(self) -> float:
@@ -174,7 +173,8 @@ class VirtualAgent:
                     if self.rendezvous.file(decision):
                         self.me = replace(self.me, filed=report)
                 case Probe(seats=seats):
-                    self._crowd.ask(self, seats)
+                    self._prober = self._prober or Prober(self._answered)
+                    self._prober.ask(seats)
                     return time.monotonic() + 2.0
                 case Fence():
                     self.rendezvous.evict(decision)
@@ -211,8 +211,6 @@ class Crowd:
         self.agents = [
             VirtualAgent(self, index, stores[index % len(stores)]) for index in range(order["first"], order["last"])
         ]
-        self._asking: set[tuple[int, str]] = set()
-        self._pool = ThreadPoolExecutor(ASK_AT_ONCE)
         self._lives = ThreadPoolExecutor(LIVE_AT_ONCE)
         self._lock = threading.Lock()
         self._alive = len(self.agents)
@@ -230,21 +228,6 @@ class Crowd:
         for agent in self.agents:
             agent.pausing = False
             self.queue.put((agent, None))
-
-    def ask(self, agent: VirtualAgent, seats: Any) -> None:
-        """Probe, as `Prober` does; each question of an agent once at a time."""
-        for seat in seats:
-            if (agent.index, seat.incarnation) not in self._asking:
-                self._asking.add((agent.index, seat.incarnation))
-                agent.answers.asked()
-                self._pool.submit(self._ask, agent, seat, time.monotonic())
-
-    def _ask(self, agent: VirtualAgent, seat: Any, asked_at: float) -> None:
-        agent.answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
-
-    def answered(self, agent: VirtualAgent, seat: Seat) -> None:
-        """From now on this agent may ask that one again."""
-        self._asking.discard((agent.index, seat.incarnation))
 
     def run(self) -> None:
         """Obey until "quit"."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.agent.probe import Gathering
+from elasticrt.agent.prober import Gathering
 from elasticrt.rendezvous.records import Seat
 
 

@@ -1,0 +1,264 @@
+"""Asking many agents at once whether they live, from one thread. `probe` says what is asked, and what answers mean.
+
+A thread per question would be simpler. But after the loss of one of a thousand nodes all others are asked before
+anything else can happen: threads that take turns need three times as long for that. And where half of a cluster is cut
+off, hundreds of questions wait for their time to end; they do so together, and not a few at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from elasticrt.agent.probe import LINE_MAX_BYTES, TRIES, TRY_S, Answer, answer_of, ask, generation_of, new_question
+from elasticrt.rendezvous.records import Seat
+
+log = logging.getLogger(__name__)
+
+OPEN_AT_ONCE = 256
+"""Connections. An agent's usual limit of open files is 1,024."""
+
+THREADS = 32
+"""For what may have to wait for a name to be resolved, and for questions of another kind."""
+
+
+class Gathering:
+    """Answers on their way from many threads to one, which thinks about all of them whenever it gets one.
+
+    That nodes live is passed on when the last of those that are being asked has answered, and not node by node: of a
+    thousand nodes any one may be the lost one, and while an answer is missing nothing else can be decided. That a node
+    does not live is passed on at once, with all that is known by then.
+    """
+
+    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._missing = 0
+        self._kept: list[tuple[Seat, Answer, float]] = []
+
+    def asked(self) -> None:
+        """One more is being asked."""
+        with self._lock:
+            self._missing += 1
+
+    def answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
+        """One of them has answered, or has not within its time."""
+        with self._lock:
+            self._missing -= 1
+            self._kept.append((seat, answer, asked_at))
+            if self._missing and answer == "alive":
+                return
+            kept, self._kept = self._kept, []
+        for each in kept:
+            self._sink(*each)
+
+
+@dataclass(eq=False)
+class _Question:
+    """One seat's; `tries` still to be made, the present one until `ends`. Without a connection it waits for that."""
+
+    seat: Seat
+    asked_at: float
+    to: tuple[socket.AddressFamily, tuple[object, ...]]
+    tries: int = TRIES
+    ends: float = 0.0
+    connection: socket.socket | None = None
+    nonce: str = ""
+    text: bytes = b""
+    answered: bool = False
+
+
+class Prober:
+    """Asks seats in the background; each seat is asked once at a time. `sink` is called from other threads."""
+
+    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
+        self._sink = sink
+        self._answers = Gathering(self._heard)
+        self._asking: set[str] = set()  # Until its answer is passed on: one that is kept back must not be asked again.
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="elasticrt-ask")
+        self._new: deque[_Question] = deque()
+        self._open = 0
+        self._tries: deque[_Question] = deque()  # In order of `ends`: all tries are equally long.
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        for end in (self._wake, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def ask(self, seats: Iterable[Seat]) -> None:
+        """Start asking those that are not being asked already."""
+        now = time.monotonic()
+        for seat in seats:
+            with self._lock:
+                if seat.incarnation in self._asking:
+                    continue
+                self._asking.add(seat.incarnation)
+            self._answers.asked()
+            to = _numeric(seat)
+            if to is None:
+                self._pool.submit(self._ask_by_name, seat, now)
+            else:
+                self._new.append(_Question(seat, now, to))
+        if self._new:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
+                self._thread.start()
+            self._ring()
+
+    def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
+        """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
+        for seat in seats:
+            with self._lock:
+                if seat.incarnation in self._asking:
+                    continue
+                self._asking.add(seat.incarnation)
+            self._pool.submit(self._listen, seat, run_id, heard)
+
+    def close(self) -> None:
+        """Take no more questions; those under way are dropped, or end by themselves within 1.5 s."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        if self._thread is None:
+            self._end()
+        else:
+            self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # Full of rings: it will wake up. Closed: there is nobody to wake.
+            self._waker.send(b"!")
+
+    def _heard(self, seat: Seat, answer: Answer, asked_at: float) -> None:
+        with self._lock:
+            self._asking.discard(seat.incarnation)
+        self._sink(seat, answer, asked_at)
+
+    def _ask_by_name(self, seat: Seat, asked_at: float) -> None:
+        self._answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
+
+    def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
+        number = generation_of(seat.address, seat.probe_port, run_id)
+        with self._lock:
+            self._asking.discard(seat.incarnation)
+        heard(number)
+
+    # On the thread
+
+    def _work(self) -> None:
+        while not self._closed:
+            while self._new and self._open < OPEN_AT_ONCE:
+                self._try(self._new.popleft())
+            timeout_s = max(0.0, self._tries[0].ends - time.monotonic()) if self._tries else None
+            for key, _ in self._selector.select(timeout_s):
+                if key.data is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake.recv(4096)
+                else:
+                    self._go_on(key.data)
+            self._end_tries(time.monotonic())
+        self._end()
+
+    def _try(self, question: _Question) -> None:
+        """Connect. What comes of it, if not at once, the selector tells."""
+        question.tries -= 1
+        question.ends = time.monotonic() + TRY_S
+        question.text = b""
+        self._tries.append(question)
+        family, address = question.to
+        try:
+            question.connection = socket.socket(family, socket.SOCK_STREAM)
+            self._open += 1
+            question.connection.setblocking(False)
+            failure = question.connection.connect_ex(address)
+            if failure in (0, errno.EINPROGRESS):
+                self._selector.register(question.connection, selectors.EVENT_WRITE, question)
+                return
+        except OSError as error:  # Too many open files, say.
+            failure = error.errno or 0
+        self._failed(question, failure)
+
+    def _go_on(self, question: _Question) -> None:
+        """The connection stands, or has failed, or brings an answer."""
+        connection = question.connection
+        assert connection is not None, "only open ones are selected"
+        try:
+            if not question.nonce:
+                failure = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if failure:
+                    self._failed(question, failure)
+                    return
+                question.nonce, text = new_question()
+                connection.send(text)  # A fresh connection has room for a line.
+                self._selector.modify(connection, selectors.EVENT_READ, question)
+                return
+            piece = connection.recv(LINE_MAX_BYTES)
+        except OSError as error:
+            self._failed(question, error.errno or 0)
+            return
+        question.text += piece
+        if question.text.endswith(b"\n"):
+            answer = answer_of(question.text, question.nonce, question.seat.incarnation)
+        elif piece and len(question.text) <= LINE_MAX_BYTES:
+            return
+        else:
+            answer = "silent"
+        self._tried(question, answer)
+
+    def _failed(self, question: _Question, failure: int) -> None:
+        self._tried(question, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent")
+
+    def _tried(self, question: _Question, answer: Answer) -> None:
+        """An answer; or silence, after which the next try begins when this one's time is over, and not before."""
+        self._hang_up(question)
+        if answer != "silent":
+            question.answered = True
+            self._answers.answered(question.seat, answer, question.asked_at)
+
+    def _end_tries(self, now: float) -> None:
+        while self._tries and self._tries[0].ends <= now:
+            question = self._tries.popleft()
+            if question.answered:
+                continue
+            self._hang_up(question)
+            if question.tries:
+                self._new.appendleft(question)
+            else:
+                question.answered = True
+                self._answers.answered(question.seat, "silent", question.asked_at)
+
+    def _hang_up(self, question: _Question) -> None:
+        if question.connection is not None:
+            with contextlib.suppress(KeyError):  # It was never selected.
+                self._selector.unregister(question.connection)
+            question.connection.close()
+            question.connection, question.nonce = None, ""
+            self._open -= 1
+
+    def _end(self) -> None:
+        for question in self._tries:
+            self._hang_up(question)
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()
+
+
+def _numeric(seat: Seat) -> tuple[socket.AddressFamily, tuple[object, ...]] | None:
+    """Where to connect; None for a name, which somebody has to be asked for."""
+    try:
+        found = socket.getaddrinfo(
+            seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )
+    except OSError:
+        return None
+    return found[0][0], found[0][4]

@@ -1,0 +1,153 @@
+"""Many agents asked at once, by real sockets: each gets its own answer, whatever the others do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elasticrt.agent.probe import ProbeServer
+from elasticrt.agent.prober import OPEN_AT_ONCE, Prober
+from elasticrt.rendezvous.records import Seat
+
+LIFE, OTHER = "a" * 16, "b" * 16
+
+
+def _seat(life: str, port: int, address: str = "127.0.0.1") -> Seat:
+    return Seat(node=f"n-{life}", incarnation=life, index=0, rank_offset=0, workers=1, address=address, probe_port=port)
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.recv(512)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.recv(512)
+
+
+def _say(text: bytes) -> Callable[[socket.socket], None]:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(512)
+        connection.sendall(text)
+
+    return answer
+
+
+@contextlib.contextmanager
+def _server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A port that answers each connection in its way; which port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # Closed.
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    answer(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join(5)
+
+
+class Heard:
+    """What a prober says, and the prober."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[str]] = {}
+        self._changed = threading.Condition()
+        self.prober = Prober(self._heard)
+
+    def _heard(self, seat: Seat, answer: str, at: float) -> None:
+        with self._changed:
+            self.answers.setdefault(seat.incarnation, []).append(answer)
+            self._changed.notify_all()
+
+    def wait(self, number: int) -> dict[str, list[str]]:
+        """Until so many have answered."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.answers) >= number, 60), self.answers
+            return dict(self.answers)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """A prober, closed at the end."""
+    each = Heard()
+    yield each
+    each.prober.close()
+
+
+def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
+    """L1: alive, dead and silent agents asked together, by address and by name; each is told once, as it is."""
+    with contextlib.ExitStack() as stack:
+        alive = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+        stack.callback(alive.close)
+        ways = {
+            "silent": lambda connection: connection.recv(512) and connection.recv(512),
+            "garbage": _say(b"\xff{\n"),
+            "endless": _say(b"x" * 4096),
+            "wrong nonce": _say(b'{"nonce": "0", "incarnation": "' + LIFE.encode() + b'"}\n'),
+            "no object": _say(b"[]\n"),
+            "hangs up": _hang_up,
+            "resets": _reset,
+        }
+        ports = {name: stack.enter_context(_server(way)) for name, way in ways.items()}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            refusing = free.getsockname()[1]
+        lives = {name: f"{index:016x}" for index, name in enumerate(ways)}
+        seats = [_seat(lives[name], ports[name]) for name in ways]
+        seats += [_seat(LIFE, alive.port), _seat(OTHER, alive.port), _seat("c" * 16, refusing)]
+        heard.prober.ask(seats)
+        heard.prober.ask(seats)  # Those that are being asked already are not asked again.
+        found = heard.wait(len(seats))
+        assert found == {
+            **{lives[name]: ["dead" if name == "resets" else "silent"] for name in ways},
+            LIFE: ["alive"],
+            OTHER: ["dead"],
+            "c" * 16: ["dead"],
+        }
+        heard.answers.clear()
+        heard.prober.ask([_seat(LIFE, alive.port, "localhost"), _seat("d" * 16, 1, "no.such.host.invalid")])
+        assert heard.wait(2) == {LIFE: ["alive"], "d" * 16: ["silent"]}
+
+
+def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:
+    """L1: hundreds live and one of them does not; all are told, though only some are connected at a time."""
+    server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    try:
+        number = 2 * OPEN_AT_ONCE + 10
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            refusing = free.getsockname()[1]
+        seats = [_seat(f"{index:016x}", server.port) for index in range(number)]
+        heard.prober.ask([*seats, _seat("f" * 16, refusing), _seat(LIFE, server.port)])
+        found = heard.wait(number + 2)
+        assert found.pop(LIFE) == ["alive"]
+        assert set(map(tuple, found.values())) == {("dead",)}  # Another life lives there.
+    finally:
+        server.close()
+
+
+def test_a_prober_that_is_closed_leaves_nothing() -> None:
+    """G16: closed while it asks, and unused: its thread ends."""
+    before = {thread.name for thread in threading.enumerate()}
+    with _server(lambda connection: connection.recv(512) and connection.recv(512)) as port:
+        unused, busy = Heard(), Heard()
+        busy.prober.ask([_seat(LIFE, port)])
+        thread = busy.prober._thread
+        assert thread is not None
+        unused.prober.close()
+        busy.prober.close()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert {thread.name for thread in threading.enumerate()} <= before | {"elasticrt-ask"}
