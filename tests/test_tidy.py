@@ -63,6 +63,7 @@ PURE = (
     "agent/policy.py",
     "agent/report.py",
     "agent/vitals.py",
+    "train/offer.py",
     "train/order.py",
     "simulation/plan.py",
     "simulation/events.py",

@@ -127,6 +127,8 @@ class Agent(Cycle):
         return [at for at in alarms if at is not None]
 
     def _run(self, generation: Generation, seat: Seat) -> None:
+        if self.settings.fresh and not self.me.started and generation.resume is not None:
+            self.voice.left_out_fresh(generation.resume.step)
         self.node.run(generation, seat, tuple(seat.node for seat in self.rendezvous.view.order()))
 
     def _hand_over(self, decision: Hold | Go | Release) -> None:

@@ -64,6 +64,11 @@ class Memory:
             log.warning("no memory for handing states over: %s", error.strerror)
             self.fd = -1
 
+    def forget(self) -> None:
+        """The copy that the running generation is to resume from is damaged: it is offered to nobody again."""
+        self._close(self._kept_fd)
+        self.kept, self._kept_fd = None, -1
+
     def descriptors(self, resumed: Copy | None) -> dict[str, int]:
         """What to pass to local rank 0: "copy" to leave its state in, "state" if it is to resume from this node's."""
         fds = {"copy": self.fd} if self.fd >= 0 else {}

@@ -34,7 +34,7 @@ from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.agent.watch import Watch
 from elasticrt.contract.env import Copy
-from elasticrt.contract.messages import Copied, HandedOver, Learnt, Reply, Step, Warm
+from elasticrt.contract.messages import Copied, Damaged, HandedOver, Learnt, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
@@ -198,6 +198,8 @@ class Node:
                 self._stepped(event, step)
             case WorkerSaid(message=Copied() as copied):
                 self._copied(event, copied)
+            case WorkerSaid(message=Damaged() as found):
+                self._damaged(event, found)
             case WorkerSaid(message=HandedOver() as left):
                 self._handed_over(event, left)
             case WorkerEnded():
@@ -281,17 +283,8 @@ class Node:
         self._ends = replace(self._ends, kept=self._memory.newest)
         listen = self.ports.take(generation.master_port, shared=self._method == "fork") if seat.index == 0 else None
         envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
-        self._events.write(
-            "generation",
-            number=generation.number,
-            nodes=self._names,
-            world_size=generation.world_size,
-            cause=generation.cause,
-            kind=generation.kind,
-            resume_step=envs[0].resume_step,
-            restarts=generation.restarts,
-            index=seat.index,
-        )
+        told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts"})
+        self._events.write("generation", **told, nodes=self._names, resume_step=envs[0].resume_step, index=seat.index)
         self._workers.start(
             generation.number,
             envs,
@@ -371,6 +364,13 @@ class Node:
         self._memory.put(Copy(copied.step, copied.epoch, copied.size, copied.digest, world_size), event.fd)
         self._ends = replace(self._ends, kept=self._memory.newest)
         self._events.write("copied", generation=event.generation, step=copied.step, bytes=copied.size)
+
+    def _damaged(self, event: WorkerSaid, found: Damaged) -> None:
+        """Nobody is to resume from this copy again; the next generation takes another node's, or the head."""
+        if event.generation == self._running:
+            self._memory.forget()
+            self._ends = replace(self._ends, kept=self._memory.newest)
+            self._events.write("copy_damaged", generation=event.generation, step=found.step, problem=found.problem)
 
     def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
         if event.generation != self._running or self._started is None:

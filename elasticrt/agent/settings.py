@@ -33,6 +33,7 @@ class Settings:
         notes: what people should know of their options.
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
         etcd_wait_s: how long to wait for an etcd that nobody serves yet; 0 where one is said to run.
+        fresh: whether the user has asked for a start from the beginning; workers read that from their environment.
         alone: what to say if no other node has come after a while, "" for nothing.
         drain_timeout_s: how long this agent tries to hand over before it leaves without.
         stop_timeout_s: grace between SIGTERM and SIGKILL for workers when this agent is told to leave.
@@ -71,6 +72,7 @@ class Settings:
     ride_through_s: float = 900.0
     etcd_linger_s: float = 30.0
     etcd_wait_s: float = 0.0
+    fresh: bool = False
     alone: str = ""
     hang_timeout_s: float = 600.0
     role: str = "default"

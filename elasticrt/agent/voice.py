@@ -43,6 +43,11 @@ class Voice:
             for line in how_to_join(settings, me.spec, meeting):
                 self.say(line)
 
+    def left_out_fresh(self, step: int) -> None:
+        """`--fresh` is for runs that nobody knows yet; a node that starts again must not throw away what others do."""
+        self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
+        self.say("to start from the beginning, give another --run-id")
+
     def nothing_to_do(self, result: Result) -> None:
         """The run has succeeded before."""
         self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")

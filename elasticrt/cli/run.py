@@ -140,7 +140,7 @@ def main(arguments: argparse.Namespace, options: Options) -> int:
     settings = replace(settings, alone=alone(Slurm.from_env(os.environ), spec.max_nodes, sys.argv[1:]))
     from elasticrt.agent.agent import Agent
 
-    if values["fresh"]:
+    if settings.fresh:
         os.environ["ELASTICRT_FRESH"] = "1"
     if values["ledger"]:
         os.environ["ELASTICRT_LEDGER"] = str(Path(values["ledger"]).absolute())
@@ -210,6 +210,7 @@ def configure(
         health_host=values["health_host"],
         role=values["role"],
         as_srun=values["as_srun"],
+        fresh=values["fresh"],
         events_fd=values["events_fd"],
     )
     return settings, spec

@@ -42,6 +42,8 @@ class Commit:
         file: name of the payload inside the directory, without any "/".
         digest: SHA-256 of the payload, 64 hex digits.
         size: bytes of the payload.
+        serial: larger than that of every checkpoint that its writer knew of; 0 where that was not written down.
+        node: whose rank 0 wrote it: where the file is, if the directory is not shared; "" without an agent.
     """
 
     step: int
@@ -53,6 +55,8 @@ class Commit:
     file: str
     digest: str
     size: int
+    serial: int = 0
+    node: str = ""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -65,11 +69,12 @@ class Commit:
 
     @classmethod
     def from_fields(cls, fields: object) -> Commit:
-        """Build from a parsed JSON object; ValueError says which field is wrong."""
-        if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
+        """Build from a parsed JSON object; ValueError says which field is wrong. Old ones lack the last two fields."""
+        fields = {"serial": 0, "node": "", **fields} if isinstance(fields, dict) else {}
+        if set(fields) != set(cls.__dataclass_fields__):
             raise ValueError(f"a commit needs exactly the fields {sorted(cls.__dataclass_fields__)}")
         for name, value in fields.items():
-            whole = name in ("step", "epoch", "generation", "size")
+            whole = name in ("step", "epoch", "generation", "size", "serial")
             if type(value) is not (int if whole else str):
                 raise ValueError(f"field {name!r} of a commit: got {value!r}; expected {'int' if whole else 'str'}")
             if isinstance(value, int) and value < 0:

@@ -7,7 +7,7 @@ Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Learnt, Started, Exited.
-* worker -> agent: Step, Save, Claim, Published, BuildFailed, Copied, HandedOver, Done.
+* worker -> agent: Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Done.
 * agent -> worker: Reply, Release.
 """
 
@@ -210,6 +210,17 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class Damaged:
+    """The copy of `step` in this node's memory is not what was promised: this worker fails, and no other may use it.
+
+    `problem` says what was found instead.
+    """
+
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True)
 class Reply:
     """The answer to the request of the same number."""
 
@@ -238,6 +249,7 @@ Message = (
     | BuildFailed
     | Done
     | Copied
+    | Damaged
     | HandedOver
     | Reply
     | Release
@@ -246,8 +258,8 @@ Message = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Copied, Done,
-        HandedOver, Reply, Release,
+        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Copied, Damaged,
+        Done, HandedOver, Reply, Release,
     )
 }  # fmt: skip
 

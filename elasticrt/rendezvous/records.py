@@ -146,6 +146,8 @@ class HeadRecord(Record):
     file: Annotated[str, Field(max_length=255, pattern=r"^[^/.][^/]*$")]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     size: Count
+    serial: Count = 0
+    node: Name | Literal[""] = ""
 
     @classmethod
     def of(cls, commit: Commit) -> HeadRecord:

@@ -4,8 +4,10 @@ written durably, old ones deleted late. `manifest` says what the files mean; `ch
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import pickle
 import secrets
 import socket
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, explain
-from elasticrt.train.files import Directory, Sink, Unfit, sha256
+from elasticrt.train.files import Directory, Sink, Unfit, open_plain, sha256
 from elasticrt.train.lock import FileLock
 from elasticrt.train.manifest import (
     MANIFEST,
@@ -40,16 +42,27 @@ _run_directory: dict[str, Path] = {}
 
 
 class Archive:
-    """The checkpoint directory as rank 0 uses it. Nothing is opened before `open`."""
+    """The checkpoint directory as one process uses it: all look into theirs, rank 0 saves. Opened by `open`.
+
+    Attributes:
+        path: where it is.
+        serial: what is written next gets a larger one.
+        troubles: what `history` has left out, and why.
+    """
 
     def __init__(self, path: Path, keep: int, worker: WorkerEnv | None) -> None:
-        self._path = path
+        self.path = path
         self._keep = keep
         self._worker = worker
         self._generation = 0 if worker is None else worker.generation
         self._directory: Directory | None = None
-        self._serial = 0
+        self.serial = 0
         self.troubles: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a directory, as far as this process has looked."""
+        return self._directory is not None
 
     def open(self, *, create: bool) -> bool:
         """Open the directory if it is not open; False when it does not exist and is not to be created.
@@ -58,14 +71,14 @@ class Archive:
         """
         if self._directory is not None:
             return True
-        if not create and not os.path.lexists(self._path):
+        if not create and not os.path.lexists(self.path):
             return False
         try:
-            self._directory = Directory(self._path, create=create)
-            self._serial = max(self._serial, self.history().serial)
+            self._directory = Directory(self.path, create=create)
+            self.serial = max(self.serial, self.history().serial)
         except (OSError, Unfit) as error:
             raise CheckpointError(
-                explain("the checkpoint directory can't be used", str(self._path), got=str(error))
+                explain("the checkpoint directory can't be used", str(self.path), got=str(error))
             ) from error
         return True
 
@@ -75,32 +88,32 @@ class Archive:
         Raises DuplicateError when another live process saves here, ConfigError when this run saves elsewhere.
         """
         if self._worker is not None:
-            first = _run_directory.setdefault(self._worker.nonce, self._path)
-            if first != self._path:
+            first = _run_directory.setdefault(self._worker.nonce, self.path)
+            if first != self.path:
                 raise ConfigError(
                     explain(
                         "a run has one checkpoint directory",
-                        str(self._path),
+                        str(self.path),
                         got=f"a second one beside {first}",
                         remedy="Save other things with torch.save",
                     )
                 )
             return
-        key = os.path.realpath(self._path)
+        key = os.path.realpath(self.path)
         if key in _locks:
             return
-        lock = FileLock(self._path / ".lock")
+        lock = FileLock(self.path / ".lock")
         try:
             taken = lock.acquire(f"process {os.getpid()} on {socket.gethostname()}")
         except OSError as error:
             # A file system without locks can still be saved to.
-            _log.info("no lock in %s: %s", self._path, error)
+            _log.info("no lock in %s: %s", self.path, error)
             return
         if not taken:
             raise DuplicateError(
                 explain(
                     "another live process saves checkpoints here",
-                    str(self._path),
+                    str(self.path),
                     got=lock.holder() or "an unknown process",
                     remedy="Use another directory, or stop the other one",
                 )
@@ -138,10 +151,23 @@ class Archive:
         """
         known = history.manifests.get(resume.nonce)
         run = self._worker.run_id if self._worker is not None else ""
-        first = Manifest(
-            resume, self._serial if known is None else known.serial, run, 0 if known is None else known.world_size
-        )
+        first = Manifest(resume, run, 0 if known is None else known.world_size)
         return [*history.beyond(resume.nonce, run), first, *history.lineage(resume.parent)]
+
+    def look(self, commit: Commit) -> None:
+        """Whether a payload is here and has the right size, without reading it. Raises Unfit, OSError if not."""
+        fd = open_plain(commit.file, dir_fd=self._opened().fd)
+        try:
+            found = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        if found != commit.size:
+            raise Unfit(f"it has {found} bytes instead of {commit.size}")
+
+    def load(self, commit: Commit) -> tuple[bytearray, dict[str, Any]]:
+        """A payload and what is in it. Raises Unfit, OSError, CheckpointError."""
+        payload = self.payload(commit)
+        return payload, parse(payload)
 
     def payload(self, commit: Commit) -> bytearray:
         """The bytes of a payload, proven to be those that were committed. Raises Unfit, OSError; nothing is parsed."""
@@ -177,18 +203,20 @@ class Archive:
             generation=self._generation,
             nonce=nonce,
             parent=parent,
-            directory=str(self._path),
+            directory=str(self.path),
             file=stem + PAYLOAD,
             digest=digest,
             size=size,
+            serial=self.serial + 1,
+            node="" if self._worker is None else self._worker.node,
         )
-        manifest = Manifest(commit, self._serial + 1, self._run(), world_size, {"torch": torch.__version__, **about})
+        manifest = Manifest(commit, self._run(), world_size, {"torch": torch.__version__, **about})
         try:
             directory.write(stem + MANIFEST, temporary, lambda sink: sink.write(manifest.to_json()))
         except BaseException:
             directory.remove(stem + PAYLOAD)
             raise
-        self._serial += 1
+        self.serial += 1
         return manifest
 
     def mark(self, commit: Commit) -> None:
@@ -231,3 +259,14 @@ class Archive:
             return self._worker.run_id
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return "" if run == "none" else run
+
+
+def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError."""
+    try:
+        data = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"torch.load(weights_only=True) refuses it: {str(error)[:200]}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"it holds a {type(data).__name__} instead of a dict")
+    return data

@@ -5,18 +5,16 @@ A save becomes a commit when the agent's fenced transaction accepts it (without 
 mark appear, and only after that is anything old deleted. A save that fails leaves the old head as it was, and training
 goes on.
 
-All ranks restore together: rank 0 finds, verifies and opens the checkpoint, the others get its bytes. Ranks need no
-shared directory for that, and can't disagree.
+All ranks restore together: whoever has the checkpoint verifies and opens it, the others get its bytes (`search`). Nodes
+need no shared directory for that, and can't disagree.
 """
 
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import logging
 import os
-import pickle
 import secrets
 import threading
 import time
@@ -26,17 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from elasticrt.contract.env import Commit
 from elasticrt.errors import CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
-from elasticrt.train.archive import Archive
+from elasticrt.train.archive import Archive, parse
 from elasticrt.train.commit import Committer
 from elasticrt.train.files import Unfit
-from elasticrt.train.manifest import Manifest
 from elasticrt.train.notice import say
 from elasticrt.train.plain import Buffers, plain_copy
+from elasticrt.train.search import Found, Outcome, Search
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +73,7 @@ class Checkpointer:
     """Saves and restores checkpoints in one directory. Create it on every rank.
 
     Args:
-        directory: created at the first save. Rank 0 needs it; other ranks may lack it.
+        directory: created at the first save. Rank 0 saves to it; it may be shared, or each node's own.
         keep: how many of the newest checkpoints to keep, at least 1.
 
     `Loop` has one of its own; use this class in loops that are not a `Loop`.
@@ -168,8 +163,9 @@ class Checkpointer:
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
 
-        Under an agent that is exactly the commit that the run resumes from. When its file is damaged, its nearest valid
-        ancestor, with a warning. Collective. Raises CheckpointError when there are checkpoints but none can be used.
+        Under an agent that is exactly the commit that the run resumes from, whichever node has it. When its file is
+        damaged or lost, its nearest valid ancestor, with a warning. Collective. Raises CheckpointError when there are
+        checkpoints but none can be used, and when the one to resume from is on a node that is not here.
         """
         return self._restore(claim=False, fresh=False)
 
@@ -183,109 +179,112 @@ class Checkpointer:
     def _restore(self, *, claim: bool, fresh: bool) -> State | None:
         collective.require_group("Checkpointer.restore")
         rank, _ = collective.rank_and_world()
-        found: tuple[dict[str, Any], bytearray, dict[str, Any]] | None = None
+        search = Search(self._archive, self._worker)
+        copied: tuple[bytearray, dict[str, Any]] | None = None
         failure: ElasticError | None = None
         verdict: dict[str, Any] = {"start": secrets.token_hex(8)}
         if rank == 0:
             try:
-                found = self._find(claim, fresh)
-                if found is not None:
-                    verdict["manifest"] = found[0]
+                copied = self._prepare(claim, search)
             except ElasticError as error:
                 failure = error
                 verdict = {"error": str(error)}
+            else:
+                resume = None if self._worker is None else self._worker.resume
+                verdict["over"] = resume is None and _start_over(fresh)
+                if copied is not None and self._worker is not None and self._worker.copy is not None:
+                    verdict["copy"] = handover.describe(self._worker.copy)
+        else:
+            search.look_around()
         verdict = json.loads(bytes(collective.broadcast_bytes(json.dumps(verdict).encode())))
         if "error" in verdict:
             raise failure if failure is not None else CheckpointError(verdict["error"])
         self.start = verdict["start"]
-        if "manifest" not in verdict:
-            return None
-        payload = collective.broadcast_bytes(b"" if found is None else found[1])
-        data = _parse(payload) if found is None else found[2]
-        fields = verdict["manifest"]
-        commit = fields["commit"]
-        self._asked_step = commit["step"]
-        return State(commit["step"], commit["epoch"], fields["world_size"], fields["run"], data)
-
-    def _find(  # noqa: PLR0912  The ways to resume, from the surest to none, in one column.
-        self, claim: bool, fresh: bool
-    ) -> tuple[dict[str, Any], bytearray, dict[str, Any]] | None:
-        """On rank 0: what to resume from (described, its bytes, parsed). Sets what the next commit replaces."""
-        resume = None if self._worker is None else self._worker.resume
-        if self._worker is not None and self._worker.copy is not None:
-            payload = handover.read(self._worker)
-            if claim:
-                self._archive.open(create=True)
-                self._archive.claim()
-            self._committer.descends_from(resume)
-            return handover.describe(self._worker.copy), payload, _parse(payload)
-        if not self._archive.open(create=claim):
-            if resume is not None:
-                self._refuse([f"{resume.file}: there is no directory {self._shown}"])
-            return None
-        if claim:
-            self._archive.claim()
-        try:
-            history = self._archive.history()
-        except OSError as error:
-            raise CheckpointError(
-                explain("the checkpoint directory can't be read", self._shown, got=str(error))
-            ) from error
-        if resume is not None:
-            candidates = self._archive.lineage_of(resume, history)
-            self._committer.resumed(resume)
-        elif _start_over(fresh):
-            return None
+        if "copy" in verdict:
+            state = _from_memory(search, verdict["copy"], copied)
+        elif verdict["over"]:
+            search.exchange()
+            state = None
         else:
-            candidates = history.candidates()
-        troubles = list(self._archive.troubles)
-        for manifest in candidates:
-            try:
-                payload = self._archive.payload(manifest.commit)
-                data = _parse(payload)
-            except (Unfit, OSError, CheckpointError) as error:
-                troubles.append(f"{manifest.commit.file}: {error}")
-                continue
-            self._report(manifest, troubles, resume)
-            self._committer.went_to(manifest.commit)
-            try:
-                self._archive.mark(manifest.commit)
-            except (
-                OSError
-            ) as error:  # Without the mark it is found through its successors; a reader may lack the right.
-                _log.info("%s could not be marked as committed: %s", manifest.commit.file, error)
-            return json.loads(manifest.to_json()), payload, data
-        if resume is not None or history.marked:
-            self._refuse(troubles)
-        for trouble in troubles:
-            _log.warning("skipped in %s: %s", self._shown, trouble)
+            state = self._from_disk(search)
+        if state is not None:
+            self._asked_step = state.step
+        return state
+
+    def _prepare(self, claim: bool, search: Search) -> tuple[bytearray, dict[str, Any]] | None:
+        """On rank 0: the copy in memory to resume from, if that is what is to be done; else look into the directory."""
+        worker = self._worker
+        payload = None if worker is None or worker.copy is None else handover.read(worker)
+        if claim:
+            self._archive.open(create=True)
+            self._archive.claim()
+        if worker is not None and payload is not None:
+            self._committer.descends_from(worker.resume)
+            return payload, parse(payload)
+        self._archive.open(create=False)
+        search.survey()
+        if worker is not None and worker.resume is not None:
+            self._committer.resumed(worker.resume)
         return None
 
-    def _report(self, manifest: Manifest, troubles: list[str], resume: Commit | None) -> None:
-        for trouble in troubles:
-            _log.warning("skipped in %s: %s", self._shown, trouble)
+    def _from_disk(self, search: Search) -> State | None:
+        """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
+        outcome = search.run()
+        rank, _ = collective.rank_and_world()
+        if outcome.choice.what in ("refuse", "away"):
+            text = self._refusal(outcome) if rank == 0 else ""
+            raise CheckpointError(bytes(collective.broadcast_bytes(text.encode())).decode())
+        found = outcome.found
+        if rank == 0:
+            for trouble in outcome.troubles:
+                _log.warning("skipped in %s: %s", self._shown, trouble)
+            if found is not None:
+                self._report(found)
+                self._committer.went_to(found.manifest.commit)
+        if found is None:
+            return None
+        data, commit, manifest = found.data, found.manifest.commit, found.manifest
+        if data is None:
+            data = parse(collective.intact(found.payload, commit.size, commit.digest))
+        return State(commit.step, commit.epoch, manifest.world_size, manifest.run, data)
+
+    def _report(self, found: Found) -> None:
+        resume = None if self._worker is None else self._worker.resume
+        commit, run = found.manifest.commit, found.manifest.run
         if resume is None:
-            run = f" (run {manifest.run})" if manifest.run else ""
+            place = f"{self._shown.rstrip('/')}/" + (f" on {found.where}" if found.where else "")
             how = "ELASTICRT_FRESH=1 starts over" if self._worker is None else "--fresh starts over"
-            say(f"resuming {self._shown.rstrip('/')}/ from step {manifest.commit.step:,}{run}; {how}")
-        elif resume.step < manifest.commit.step:
+            say(f"resuming {place} from step {commit.step:,}{f' (run {run})' if run else ''}; {how}")
+            return
+        if found.where:
+            say(f"step {commit.step:,} comes from the checkpoint directory of {found.where}")
+        if resume.step < commit.step:
             _log.warning(
                 "etcd has forgotten what was committed after step %d; going on from step %d: %s",
-                *(resume.step, manifest.commit.step, manifest.commit.file),
+                *(resume.step, commit.step, commit.file),
             )
-        elif resume.nonce != manifest.commit.nonce:
-            _log.warning(
-                "going back from step %d to step %d: %s", resume.step, manifest.commit.step, manifest.commit.file
-            )
+        elif resume.nonce != commit.nonce:
+            _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
-    def _refuse(self, troubles: list[str]) -> None:
-        raise CheckpointError(
-            explain(
+    def _refusal(self, outcome: Outcome) -> str:
+        """Why the run stops here, for whoever has to decide what is to become of it."""
+        resume = None if self._worker is None else self._worker.resume
+        found = "; ".join(outcome.troubles)
+        if outcome.choice.what == "refuse" or resume is None:
+            return explain(
                 "no checkpoint can be used",
                 self._shown,
                 expected="the head or one of its ancestors, whole and unchanged",
-                remedy="Found: " + ("; ".join(troubles) or "nothing") + ". Put a good copy back, or start over",
+                remedy="Found: " + (found or "nothing") + ". Put a good copy back, or start over",
             )
+        return explain(
+            f"the newest checkpoint, step {resume.step:,}, is on a node that is not here",
+            resume.directory,
+            got=f"no {resume.file} on any node of this generation",
+            expected=f"node {resume.node}, which wrote it",
+            remedy=f"Start {resume.node} together with these nodes, or copy the file to one of them. Without it, "
+            "another --run-id goes on from the newest that is here, with --fresh from the beginning"
+            + (f". Found: {found}" if found else ""),
         )
 
     def _write_guarded(self, *arguments: Any) -> None:
@@ -329,15 +328,13 @@ class Checkpointer:
         _log.debug("saved step %d in %.3f s", step, time.monotonic() - started)
 
 
-def _parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError."""
-    try:
-        data = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"torch.load(weights_only=True) refuses it: {str(error)[:200]}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"it holds a {type(data).__name__} instead of a dict")
-    return data
+def _from_memory(search: Search, described: dict[str, Any], copied: tuple[bytearray, dict[str, Any]] | None) -> State:
+    """The copy that rank 0 has read, as its `handover.describe` says, on all ranks."""
+    search.exchange()
+    payload = collective.broadcast_bytes(b"" if copied is None else copied[0])
+    commit = described["commit"]
+    data = copied[1] if copied is not None else parse(collective.intact(payload, commit["size"], commit["digest"]))
+    return State(commit["step"], commit["epoch"], described["world_size"], described["run"], data)
 
 
 def _start_over(fresh: bool) -> bool:

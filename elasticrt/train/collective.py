@@ -6,7 +6,9 @@ or alone, each is the identity.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -67,6 +69,16 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return travelling.cpu()
 
 
+def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
+    """What each rank passed in, by rank: as many whole numbers of 64 bits with a sign everywhere."""
+    if alone():
+        return [list(numbers)]
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device())
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    return [each.tolist() for each in torch.stack(everyones).cpu()]
+
+
 def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> bytes | bytearray | memoryview:
     """The bytes that rank `source` passed in, on every rank."""
     if alone():
@@ -84,3 +96,22 @@ def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> by
         if travelling is not chunk:
             chunk.copy_(travelling)
     return buffer
+
+
+def intact(payload: bytes | bytearray | memoryview, size: int, digest: str) -> bytes | bytearray | memoryview:
+    """What has arrived, held against its size in bytes and its SHA-256 before anybody makes anything of it.
+
+    Raises RuntimeError: what was sent is good, so the next generation may get it whole.
+    """
+    found = hashlib.sha256(payload).hexdigest()
+    if len(payload) != size or found != digest:
+        raise RuntimeError(
+            explain(
+                "the state has changed on its way to this rank",
+                f"rank {rank_and_world()[0]}",
+                got=f"{len(payload)} bytes with SHA-256 {found[:12]}...",
+                expected=f"{size} bytes with SHA-256 {digest[:12]}...",
+                remedy="If it happens again, the memory or the network of this node is bad",
+            )
+        )
+    return payload

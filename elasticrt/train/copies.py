@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from elasticrt.contract.messages import Copied
 from elasticrt.train import handover, link
 from elasticrt.train.checkpoint import YIELD_S
 from elasticrt.train.plain import Buffers, plain_copy
+from elasticrt.train.room import available_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +42,13 @@ def next_at(now: float, cost_s: float, budget: float) -> float:
     return now + cost_s / budget
 
 
-def lacks_room(size: int, available: int) -> str:
-    """Why copies of `size` bytes are not taken while `available` bytes are free, "" if they are. Pure."""
-    if HELD_AT_ONCE * size < available:
+def lacks_room(size: int, available: int, taken: int = 0) -> str:
+    """Why no copy of `size` bytes is taken after `taken` others, with `available` bytes free; "" if it is. Pure."""
+    held = min(taken + 1, HELD_AT_ONCE - 1) if taken else 0  # These are in what is not free.
+    more = HELD_AT_ONCE - held
+    if more * size < available:
         return ""
-    return f"{HELD_AT_ONCE} copies need {HELD_AT_ONCE * size / 2**20:,.0f} MiB, {available / 2**20:,.0f} MiB are free"
+    return f"no room for {more} of {size / 2**20:,.0f} MiB each, {available / 2**20:,.0f} MiB are free"
 
 
 class Copies:
@@ -61,6 +63,7 @@ class Copies:
         takes = worker is not None and worker.local_rank == 0 and budget > 0 and link.agent_link() is not None
         self._budget = budget if takes else 0.0
         self._next_at = math.inf
+        self._taken = 0
         self._interval_s = 0.0
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
@@ -77,12 +80,13 @@ class Copies:
     def take(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
         """Copy `state` as of `step` to the host now; the rest happens in the background."""
         began = time.monotonic()
-        problem = lacks_room(_size(state), available_bytes())
+        problem = lacks_room(_size(state), available_bytes(), self._taken)
         if problem:
             self._next_at = math.inf
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
             return
         self._next_at = math.inf  # Until this one is done.
+        self._taken += 1
         copied = plain_copy(state, "state", self._buffers)
         stall_s = time.monotonic() - began
         arguments = (copied, step, epoch, stall_s)
@@ -118,21 +122,6 @@ class Copies:
         if not self._interval_s / 2 <= interval_s <= self._interval_s * 2:
             self._interval_s = interval_s
             _log.info("a copy of the state (%.1f MiB) every %.2f s", size / 2**20, interval_s)
-
-
-def available_bytes() -> int:
-    """Memory that this process could still use: of the machine, or of its cgroup if that allows less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free = min(free, int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
-        except (OSError, ValueError):  # No such file, or "max": no limit of this kind.
-            continue
-    return free
 
 
 def _size(value: object) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
+from elasticrt.train import rng
 from elasticrt.train.order import WHOLE, Share
 from elasticrt.train.position import Position
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
@@ -67,16 +69,18 @@ def samples_per_step(loader: object, world_size: int) -> int:
     return size * world_size
 
 
-def feed(loader: Iterable[Any], sampler: AnySampler, skip: int) -> Iterator[tuple[Any, Share]]:
+def feed(loader: Iterable[Any], sampler: AnySampler, skip: int, *, resumed: bool) -> Iterator[tuple[Any, Share]]:
     """Each batch of `loader` with what it counts; ends with the loader. `skip` batches are drawn and dropped first.
 
-    Raises ConfigError when loader and sampler end at different times.
+    `resumed`: what beginning this epoch draws of the random numbers was drawn before the state that was restored, and
+    is not drawn a second time. Raises ConfigError when loader and sampler end at different times.
     """
     shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
-    with sheltered():
-        drawn = iter(loader)
-    for _ in range(skip):
-        next(drawn, _END)
+    with rng.kept() if resumed else nullcontext():
+        with sheltered():
+            drawn = iter(loader)
+        for _ in range(skip):
+            next(drawn, _END)
     for batch in drawn:
         share = WHOLE if shares is None else next(shares, None)
         if share is None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from elasticrt.contract.env import Copy, WorkerEnv
-from elasticrt.contract.messages import HandedOver
+from elasticrt.contract.messages import Damaged, HandedOver
 from elasticrt.contract.page import Page
 from elasticrt.errors import Handover
 from elasticrt.train import link
@@ -78,22 +78,38 @@ def write(fd: int, state: dict[str, Any]) -> tuple[int, str]:
 def read(worker: WorkerEnv) -> bytearray:
     """The copy that this generation resumes from, verified. RuntimeError when it is not what was promised.
 
-    That is no CheckpointError: the run can go on, from its head, in the next generation.
+    That is no CheckpointError: the run can go on in the next generation, from another node's copy or from its head. The
+    agent is told, so that this copy is offered to nobody again.
     """
     copy = worker.copy
     assert copy is not None, "asked for only when there is one"
     if worker.state_fd < 0:
         raise RuntimeError(f"the copy of step {copy.step} is not in this node's memory")
-    size = os.fstat(worker.state_fd).st_size
-    if size != copy.size or _digest(worker.state_fd, size) != copy.digest:
-        raise RuntimeError(f"the copy of step {copy.step} is damaged: got {size} bytes; expected {copy.size}")
-    with mmap.mmap(worker.state_fd, size, prot=mmap.PROT_READ) as mapped:
+    problem = _damage(worker.state_fd, copy)
+    if problem:
+        agent = link.agent_link()
+        if agent is not None:
+            agent.say(Damaged(copy.step, problem))
+        raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
+    with mmap.mmap(worker.state_fd, copy.size, prot=mmap.PROT_READ) as mapped:
         return bytearray(mapped)
+
+
+def _damage(fd: int, copy: Copy) -> str:
+    """What is wrong with the copy in a memory file, "" if nothing is."""
+    size = os.fstat(fd).st_size
+    if size != copy.size:  # Said before anything is read: behind the end of a file there is only SIGBUS.
+        return f"got {size} bytes; expected {copy.size}"
+    digest = _digest(fd, size)
+    if digest != copy.digest:
+        return f"got SHA-256 {digest[:12]}...; expected {copy.digest[:12]}..."
+    return ""
 
 
 def describe(copy: Copy) -> dict[str, Any]:
     """What restoring reports of a copy, in a manifest's words."""
-    return {"commit": {"step": copy.step, "epoch": copy.epoch}, "world_size": copy.world_size, "run": ""}
+    commit = {"step": copy.step, "epoch": copy.epoch, "size": copy.size, "digest": copy.digest}
+    return {"commit": commit, "world_size": copy.world_size, "run": ""}
 
 
 def _digest(fd: int, size: int) -> str:

@@ -247,7 +247,7 @@ class Loop:
         if self._position.drained or (self._sampler is not None and self._sampler.remaining == 0):
             return
         skip = self._position.batches if self._sampler is None else 0
-        drawn = feed(loader, self._sampler, skip)
+        drawn = feed(loader, self._sampler, skip, resumed=number == 1 and self._position.batches > 0)
         while not self._position.limit_reached(self._steps_max):
             batch, share = next(drawn, (None, None))
             if share is None:

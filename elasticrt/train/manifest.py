@@ -57,14 +57,12 @@ class Manifest:
 
     Attributes:
         commit: what was, or was to be, committed. Its `directory` is not trusted: directories move.
-        serial: larger than that of every manifest which was in the directory before.
         run: the run that wrote it, "" when it had no name.
         world_size: of the generation that wrote it.
         about: for readers: position, sampler, versions.
     """
 
     commit: Commit
-    serial: int
     run: str
     world_size: int
     about: dict[str, Any] = field(default_factory=dict)
@@ -87,14 +85,17 @@ class Manifest:
         if check != _check(fields):
             raise ValueError("its content is not what was written")
         del fields["format"]
-        if set(fields) != set(cls.__dataclass_fields__):
+        told = fields.pop("commit", None)
+        if isinstance(told, dict) and "serial" in fields:
+            told.setdefault("serial", fields.pop("serial"))  # Where it was before commits had it.
+        if {*fields, "commit"} != set(cls.__dataclass_fields__):
             raise ValueError(f"it needs exactly the fields {sorted(cls.__dataclass_fields__)}")
-        commit = Commit.from_fields(fields.pop("commit"))
+        commit = Commit.from_fields(told)
         if stem_of(commit.step, commit.generation, commit.nonce) != stem or commit.file != stem + PAYLOAD:
             raise ValueError("it describes another file (renamed?)")
         if not re.fullmatch(r"[0-9a-f]{64}", commit.digest) or not re.fullmatch(r"(|[0-9a-f]{16})", commit.parent):
             raise ValueError("its digest or parent has the wrong form")
-        for name, kind in (("serial", int), ("world_size", int), ("run", str), ("about", dict)):
+        for name, kind in (("world_size", int), ("run", str), ("about", dict)):
             if type(fields[name]) is not kind:
                 raise ValueError(f"field {name!r}: got {fields[name]!r:.80}; expected {kind.__name__}")
         return cls(commit=commit, **fields)
@@ -137,7 +138,9 @@ class History:
     def committed(self) -> list[Manifest]:
         """Newest first: everything marked, and everything that a marked one descends from."""
         nonces = {m.commit.nonce for marked in self.marked for m in self.lineage(marked)}
-        return sorted((self.manifests[n] for n in nonces), key=lambda m: (m.serial, m.commit.nonce), reverse=True)
+        return sorted(
+            (self.manifests[n] for n in nonces), key=lambda m: (m.commit.serial, m.commit.nonce), reverse=True
+        )
 
     def candidates(self) -> list[Manifest]:
         """What to try, in this order, when nothing says where to resume: the newest, its ancestors, then the others."""
@@ -148,7 +151,7 @@ class History:
     @property
     def serial(self) -> int:
         """The highest serial number, 0 when there is none."""
-        return max((m.serial for m in self.manifests.values()), default=0)
+        return max((m.commit.serial for m in self.manifests.values()), default=0)
 
 
 def doomed(history: History, names: list[Name], head: str, keep: int, generation: int) -> list[str]:

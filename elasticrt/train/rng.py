@@ -1,8 +1,9 @@
 """Random number generators of a training process: saved, restored, or derived for ranks that have no saved state.
 
-Only rank 0's state is in a checkpoint. A restart at the same world size gives rank 0 exactly that back; every other
-rank, and every rank at another world size, gets a state that follows from (seed, rank, step), so that two restarts from
-one checkpoint draw the same numbers, and no two ranks draw each other's.
+One process's state is in a checkpoint, rank 0's; in a copy in memory it is that of the process that took it. A restart
+at the same world size gives rank 0 exactly that back; every other rank, and every rank at another world size, gets a
+state that follows from (seed, rank, step), so that two restarts from one checkpoint draw the same numbers, and no two
+ranks draw each other's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +46,16 @@ def restore(state: dict[str, Any]) -> None:
         numpy.random.set_state((name, numpy.array(keys.tolist(), dtype="uint32"), position, has_gauss, cached))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn in here, the generators are afterwards as they were before."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def derive(seed: int, rank: int, step: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 from pathlib import Path
 
@@ -108,3 +110,102 @@ def test_no_copies_are_taken_when_none_are_wanted(tmp_path: Path) -> None:
         assert cluster.ended() == {"node-0": 0}
     assert not cluster.events("copied")
     assert [event["resumed_from"] for event in cluster.events("first_step")] == [0, 0]
+
+
+COPYING = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.nn.functional as F, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+ctx = elasticrt.init()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(640, 8), torch.randn(640, 1))
+sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=16)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+# So small a share that the only copy is the one below.
+loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="5 steps", memory=1e-9)
+for epoch in loop.epochs(1):
+    for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+        loop._checkpointer.wait()
+        if loop.steps == 12 and not Path("go").exists():
+            with loop.pause("the test looks around"):
+                loop._copies.wait()
+                loop._copies.take(loop._state(), loop.steps, epoch)
+                loop._copies.wait()
+                while not Path("go").exists():
+                    time.sleep(0.01)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+HEAD, COPY = 10, 12
+
+
+def _copying(tmp_path: Path, nodes: int) -> Cluster:
+    script = tmp_path / "train.py"
+    script.write_text(COPYING)
+    options = ["--min-nodes", str(nodes), "--max-nodes", str(nodes), "--max-restarts", "20"]
+    cluster = Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script)])
+    for index in range(nodes):
+        cluster.start(f"node-{index}")
+    return cluster
+
+
+def _wait_for_copies(cluster: Cluster, generation: int) -> None:
+    """Until every node of a generation has its copy, and the checkpoint before it is committed."""
+
+    def there() -> bool:
+        copied = [event for event in cluster.events("copied") if event["generation"] == generation]
+        steps = {event["node"]: event["step"] for event in copied}
+        heads = [event["step"] for event in cluster.events("committed")]
+        return set(steps.values()) == {COPY} and len(steps) == len(cluster.agents) and max(heads, default=0) == HEAD
+
+    cluster.wait(f"the copies of generation {generation}", there)
+
+
+def _memory_files(pid: int) -> list[Path]:
+    """The copies that an agent keeps, as files of its own that a test may damage."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # A connection that was closed while we looked.
+            if path.readlink().name.startswith("memfd:elasticrt-copy"):
+                found.append(path)
+    return found
+
+
+def _damage(agent: AgentProcess, where: float | None, size: float = 1.0) -> None:
+    """Another bit at a share of each copy of a node, or another size."""
+    files = _memory_files(agent.pid)
+    assert files
+    for path in files:
+        with path.open("r+b") as file:
+            length = os.fstat(file.fileno()).st_size
+            if where is None:
+                file.truncate(int(size * length))
+            else:
+                file.seek(min(length - 1, int(where * length)))
+                (byte,) = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_costs_the_steps_since_the_checkpoint_and_no_more(tmp_path: Path) -> None:
+    """F06, S7: whatever is wrong with a copy, one generation refuses it, and the next goes on from the head."""
+    damages: list[tuple[float | None, float]] = [(0.0, 1), (0.5, 1), (1.0, 1), (None, 0.0), (None, 0.7), (None, 1.5)]
+    with _copying(tmp_path, 1) as cluster:
+        agent = cluster.agents["node-0"]
+        for number, damage in enumerate(damages):
+            _wait_for_copies(cluster, 2 * number + 1)
+            _damage(agent, *damage)
+            kill(agent.worker_pids()[0])
+        _wait_for_copies(cluster, 2 * len(damages) + 1)
+        (tmp_path / "go").touch()
+        assert cluster.ended() == {"node-0": 0}
+    assert [event["resume_step"] for event in cluster.events("generation")] == [0, *[COPY, HEAD] * len(damages)]
+    found = [event["generation"] for event in cluster.events("copy_damaged")]
+    assert found == list(range(2, 2 * len(damages) + 1, 2))
+    assert "the copy of step 12 in this node's memory is damaged" in agent.text()

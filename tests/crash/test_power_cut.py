@@ -125,13 +125,13 @@ class Checker:
         self._numbers = itertools.count()
         self._torn = False
         self.states = 0
-        real = checkpoint._parse
+        real = archive.parse
 
         def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
             self._torn |= bytes(payload) not in saved.whole
             return real(payload)
 
-        monkeypatch.setattr(checkpoint, "_parse", parse)
+        monkeypatch.setattr(archive, "parse", parse)
 
     def check(self, disk: dict[str, Content], promise: Promise) -> str:
         """What is wrong, "" when nothing is."""

@@ -40,6 +40,20 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a lease that is gone ends the agent": ("S12", 5),
     "who has not the claim publishes": ("S9", "a builder that has lost its claim says that it is done"),
     "two build": ("S9", "two claim in the same moment"),
+    "a copy that is older than the head is resumed from": ("S6", "a generation would be too small"),
+    "a copy that does not descend from the head is resumed from": (
+        "S6",
+        "another history's checkpoint is put in place of the head",
+    ),
+    "a leader's copy from an older generation counts": (
+        "S6",
+        "a leader's workers of the last generation are slow to end",
+    ),
+    "a copy of a former life counts": ("S6", "a node dies after it has stated its copy"),
+    "rank 0 is not where the copy is": ("S6", "the newest copy is not rank 0's"),
+    "copies of the last generation are kept": ("S6", "workers fail again before there is a new copy"),
+    "what a fenced node holds comes back with it": ("S6", "a node that was cut off comes back with its copies"),
+    "a damaged copy is offered again": ("L6", "all copies are damaged"),
     "register without _unchanged(keys.spec, guard.spec)": ("S3", "two begin a run with other options"),
     "register without _unchanged(keys.generation, guard.generation)": (
         "S3",

@@ -83,4 +83,18 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
     ),
     "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
+    "a copy that is older than the head is resumed from": (
+        (_LED, "_newest_copy", "copy.step > (head.step if head else -1)", "True"),
+    ),
+    "a copy that does not descend from the head is resumed from": (
+        (_LED, "_newest_copy", "head is not None and head.generation != before.number and head.nonce not in known", "False"),
+    ),
+    "a leader's copy from an older generation counts": ((_LED, "_newest_copy", " and me.seated == before.number", ""),),
+    "a copy of a former life counts": (
+        (_LED, "_newest_copy", " and report.record.incarnation == entry.record.incarnation", ""),
+    ),
+    "rank 0 is not where the copy is": ((_LED, "publish", "if holder is not None:", "if False:"),),
+    "copies of the last generation are kept": ((_A + "memory", "Memory.renew", "self.left, self._copies = None, []", "self.left = None"),),
+    "what a fenced node holds comes back with it": ((_A + "node", "Node.kill", "self._memory.close()", "pass"),),
+    "a damaged copy is offered again": ((_A + "memory", "Memory.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
 }  # fmt: skip

@@ -6,8 +6,8 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.rendezvous import fence
-from elasticrt.rendezvous.records import Keys, Member, SpecRecord, decode
-from elasticrt.store.protocol import Delete, LeaseLost, Txn
+from elasticrt.rendezvous.records import HeadRecord, Keys, Member, SpecRecord, decode
+from elasticrt.store.protocol import Delete, LeaseLost, Put, Txn
 from tests.virtual.engine import require
 from tests.virtual.plan import Fault
 
@@ -303,3 +303,19 @@ class Faults:
         """etcd forgets its history."""
         if self.sim.server.revision > self.sim.server.compacted:
             self.sim.server.compact(self.sim.server.revision)
+
+    def spoil(self, process: Process, fault: Fault) -> bool:
+        """A bit of every copy in a node's memory is another one."""
+        spoilt = {digest for digest, kept in self.sim.copies.items() if kept.node == process.name}
+        self.sim.spoilt |= spoilt
+        return bool(spoilt)
+
+    def foreign_head(self, process: None, fault: Fault) -> None:
+        """Somebody puts a checkpoint of another history, of step `other`, in place of the head by hand."""
+        step, nonce = int(fault.other), "f" * 16
+        self.sim.disk[nonce] = tuple((batch, nonce) for batch in range(1, step + 1))
+        head = HeadRecord(
+            step=step, epoch=0, generation=0, nonce=nonce, parent="", directory="/ckpt", file="another",
+            digest="d" * 64, size=1,
+        )  # fmt: skip
+        self.sim.server.commit(Txn((), (Put(Keys("run").checkpoint, head.encode()),), "by hand"))

@@ -71,13 +71,14 @@ class Rates:
 class Plan:
     """One run. Times are seconds of virtual time from the start.
 
-    `loops`: the script has a Loop, so that its workers can hand over. `hangs`: the share of workers that hang instead
-    of failing when a peer has gone. `ends_after`: the script ends after so many steps, faults or not (0: when faults
-    have stopped). `build_s`: how long a preparation takes at most. `others`: the options of nodes, or of single lives
-    (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a "resubmit"; `again`: those of a
-    second attempt once the first has ended. `sleeper`: a doomed node that is not dead but stopped, until all has been
-    submitted again. What stories promise beyond the invariants: `commits_within_s`, `leaves_within_s`,
-    `generations_max`, `lossless`.
+    `loops`: the script has a Loop, so that its workers can hand over. `copy_every_s`: each node then copies its state
+    into memory about so often (0: never). `kill_s`: how long workers take to be gone when they are killed. `hangs`: the
+    share of workers that hang instead of failing when a peer has gone. `ends_after`: the script ends after so many
+    steps, faults or not (0: when faults have stopped). `build_s`: how long a preparation takes at most. `others`: the
+    options of nodes, or of single lives (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a
+    "resubmit"; `again`: those of a second attempt once the first has ended. `sleeper`: a doomed node that is not dead
+    but stopped, until all has been submitted again. What stories promise beyond the invariants: `commits_within_s`,
+    `leaves_within_s`, `generations_max`, `lossless`.
     """
 
     seed: str
@@ -92,6 +93,8 @@ class Plan:
     warm_s: float = 0.5
     step_s: float = 0.5
     commit_every: int = 4
+    copy_every_s: float = 0.0
+    kill_s: float = 0.03
     prepares: bool = False
     loops: bool = False
     hangs: float = 0.0
@@ -232,6 +235,7 @@ def draw(seed: int) -> Plan:
         doomed=doomed,
         safety_s=safety_s,
         returns=rng.choice((0.5, 1.0)),
+        copy_every_s=rng.choice((0.0, 1.0, 3.0)),
     )
 
 

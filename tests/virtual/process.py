@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent import memory
+from elasticrt.agent import memory, node
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.group import Command
 from elasticrt.agent.membership import Membership
@@ -262,8 +262,9 @@ def virtual(sim: Simulator) -> Iterator[None]:
         if name in vars(module) and getattr(vars(module)[name], "__module__", "") != module.__name__
     ]
     replaced = [(module, name, replacing[name]) for module, name, _ in before]
-    before.append((memory, "os", os))
-    replaced.append((memory, "os", SimpleNamespace(memfd_create=lambda *_: sim.port(), close=id, MFD_CLOEXEC=0)))
+    before += [(memory, "os", os), (node, "os", os)]
+    files = SimpleNamespace(memfd_create=lambda *_: sim.port(), close=id, MFD_CLOEXEC=0, environ=os.environ)
+    replaced += [(memory, "os", files), (node, "os", files)]
     CURRENT.append(sim)
     logger = logging.getLogger("elasticrt")
     level = logger.level

@@ -17,13 +17,14 @@ from elasticrt.spec import RunSpec, resized
 from elasticrt.store.memory import MemoryServer
 from elasticrt.store.protocol import Changes, Resync, Txn, TxnResult
 from tests.virtual.conduct import Intent
+from tests.virtual.copies import State, Trained
 from tests.virtual.engine import STORY_TAIL, Engine, Violation, require
 from tests.virtual.faults import Faults
 from tests.virtual.invariants import Invariants
 from tests.virtual.plan import Plan, Snag
 from tests.virtual.process import Process, virtual
 from tests.virtual.training import Training
-from tests.virtual.workers import Group, State
+from tests.virtual.workers import Group
 
 RECOVER_S = 60.0
 FINISH_S = 60.0
@@ -68,6 +69,7 @@ class Simulator:
         self.plan = plan
         self.engine = Engine()
         self.net = random.Random(f"net {plan.seed}")
+        self.copying = random.Random(f"copies {plan.seed}")
         self.fired: Counter[str] = Counter()
         self.calm = False
         self.spec = plan.spec
@@ -82,8 +84,9 @@ class Simulator:
         self.invariants = Invariants(self)
         self.processes: dict[str, Process] = {}
         self.lives: Counter[str] = Counter()
-        self.disk: dict[str, tuple[int, ...]] = {}
+        self.disk: dict[str, Trained] = {}
         self.copies: dict[str, State] = {}
+        self.spoilt: set[str] = set()
         self.trainings: dict[str, Training] = {}
         self.down_until = 0.0
         self.trouble_at = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.virtual.plan import Plan
 from tests.virtual.stories_of_change import CHANGES
+from tests.virtual.stories_of_copies import COPIES
 from tests.virtual.stories_of_loss import LOSSES
 
-STORIES: dict[str, Plan] = {plan.seed: plan for plan in (*LOSSES, *CHANGES)}
+STORIES: dict[str, Plan] = {plan.seed: plan for plan in (*LOSSES, *CHANGES, *COPIES)}

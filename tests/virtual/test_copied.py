@@ -91,3 +91,32 @@ def test_the_step_of_a_resumed_copy_stands_until_there_is_a_newer() -> None:
     world.settle()
     assert world.generations() == [1, 2, 3]
     assert world.members["n1"].ran[-1][0].memory == _copy(40)
+
+
+def test_a_copy_that_was_refused_gives_way_to_another_node_s() -> None:
+    """F06: who found its copy damaged states none; another node's copy of the same step is as good."""
+    world = running(2)
+    _fail(world.members["n0"], _copy(40))
+    world.settle()
+    check_ranks(world, 2, ["n0", "n1"])
+    _fail(world.members["n0"], None)
+    _fail(world.members["n1"], _copy(40, "d"))
+    world.settle()
+    check_ranks(world, 3, ["n0", "n1"])
+    generation, seat = world.members["n1"].ran[-1]
+    assert (generation.memory, seat.rank_offset) == (_copy(40, "d"), 0)
+
+
+def test_without_any_copy_that_is_whole_the_head_is_next() -> None:
+    """F06: the generation after a refusal goes on from disk, and not from the same copy again."""
+    world = running(1)
+    _commit(world, 30)
+    _fail(world.members["n0"], _copy(40))
+    world.settle()
+    assert world.members["n0"].ran[-1][0].memory == _copy(40)
+    _fail(world.members["n0"], None)
+    world.settle()
+    generation, _ = world.members["n0"].ran[-1]
+    assert (generation.number, generation.memory) == (3, None)
+    assert generation.resume is not None
+    assert generation.resume.step == 30

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from elasticrt.agent.group import WorkerSaid
 from elasticrt.contract.messages import Step
+from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds
-from tests.virtual.workers import POLL_S, Group, State
+from tests.virtual.workers import POLL_S, Group
 
 if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
@@ -24,7 +25,7 @@ class Training:
         self.formed = self.over = self.finishing = False
         resume, copy = first.resume, first.copy
         self.step = first.start
-        self.trained: tuple[int, ...] = sim.disk[resume.nonce] if resume else ()
+        self.trained: Trained = sim.disk[resume.nonce] if resume else ()
         if copy is not None:
             self.trained = sim.copies[copy.digest].trained
         self.first = True
@@ -66,6 +67,8 @@ class Training:
             self.sim.engine.after(POLL_S, self._form)
             return
         self.formed = True
+        for group in self.ready:
+            group.copier.begin()
         self.sim.invariants.work.formed(self)
         self._tick()
 
@@ -88,7 +91,7 @@ class Training:
             self.sim.engine.after(POLL_S, self._tick)
             return
         self.step += 1
-        self.trained = (*self.trained, self.step)
+        self.trained = (*self.trained, (self.step, self.nonce))
         self.sim.invariants.work.stepped(self)
         if self.sim.plan.loops:
             self._mark_steps()
@@ -96,6 +99,8 @@ class Training:
             self.finishing = True
         if self.finishing or self.step % self.sim.plan.commit_every == 0:
             root.save(self.step, self.trained)
+        for group in self.ready:
+            group.copier.look(self.step, self.trained)
         self.sim.engine.after(self.sim.plan.step_s, self._tick)
 
     def _mark_steps(self) -> None:
@@ -117,7 +122,7 @@ class Training:
                 continue
             if group is root and group.pages[0].save and not self._saved(root):
                 continue
-            group.hand_over(self.step, State(self.trained, root.parent))
+            group.hand_over(self.step, self.trained)
         self.over = all(group.left for group in self.ready)
         together = not any(group.left for group in self.ready)
         return together and all(page.entered > self.step for group in self.ready for page in group.pages)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from elasticrt.agent.report import failure_of
 from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.contract.messages import Claim, HandedOver, Published, Reply, Save
+from elasticrt.contract.messages import Claim, Damaged, HandedOver, Published, Reply, Save
 from elasticrt.contract.page import PAGE_BYTES, Page
+from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import require
 
 if TYPE_CHECKING:
@@ -24,15 +25,6 @@ if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
 
 POLL_S = 0.25
-KILL_S = 0.03
-
-
-@dataclass(frozen=True)
-class State:
-    """A training state: the batches it was trained on, and the nonce of the head that it descends from."""
-
-    trained: tuple[int, ...]
-    parent: str
 
 
 class Words(Page):
@@ -66,6 +58,7 @@ class Group:
         self.parent = self.head
         self.saving: Commit | None = None
         self.requests = 0
+        self.copier = Copier(self)
 
     @property
     def sim(self) -> Simulator:
@@ -133,14 +126,14 @@ class Group:
         """Whether all its workers were told to leave after `step`, or one before."""
         return all(page.stop and page.go and step >= page.go for page in self.pages)
 
-    def hand_over(self, step: int, state: State) -> None:
+    def hand_over(self, step: int, trained: Trained) -> None:
         """Leave the loop: local rank 0 leaves its state, and the processes end soon."""
         ahead = max(page.entered for page in self.pages)
         text = f"workers of {self.process.name} have been let into step {ahead}, and all leave after step {step}"
         require(ahead <= step, "S5", text)
         self.left = True
-        digest = hashlib.sha256(f"{self.nonce}/{step}".encode()).hexdigest()
-        self.sim.copies[digest] = state
+        self.copier.finish()
+        digest = self.copier.keep(step, trained)
         self.sim.say(self.process, f"  workers hand over after step {step}")
         for env in self.envs:
             left = HandedOver(step, 0, 1, digest) if env.local_rank == 0 else HandedOver(step, 0, 0, "")
@@ -185,7 +178,7 @@ class Group:
             self.building = (*self.building, self.requests + 1)
             self.ask(lambda number: Published(number, "data", "1", "d" * 64))
 
-    def save(self, step: int, trained: tuple[int, ...]) -> None:
+    def save(self, step: int, trained: Trained) -> None:
         """Rank 0 asks for a commit, one at a time."""
         if self.saving is not None:
             return
@@ -215,8 +208,9 @@ class VirtualGroup:
         group = self.groups[generation] = Group(self, envs)
         sim = self.process.sim
         sim.invariants.work.started(group)
-        if group.copy is not None and envs[0].rank == 0 and "state" not in descriptors[0]:
-            sim.engine.after(0.1, lambda: group.fail("the copy is not in this node's memory", collateral=False))
+        problem = self._lacks_copy(group, descriptors[0])
+        if problem:
+            sim.engine.after(0.1, lambda: group.fail(problem, collateral=False))
             return
         for env in envs:
             sim.engine.after(0.01, group.emit, WorkerStarted(generation, env.rank, env.local_rank, 1, 0))
@@ -226,9 +220,22 @@ class VirtualGroup:
         else:
             sim.engine.after(start_s, sim.training(group).arrive, group)
 
+    def _lacks_copy(self, group: Group, descriptors: Mapping[str, int]) -> str:
+        """Why rank 0 cannot resume from the copy that it is to resume from, "" if it can; damage is told."""
+        env = group.envs[0]
+        if group.copy is None or env.rank != 0:
+            return ""
+        if "state" not in descriptors:
+            return "the copy is not in this node's memory"
+        if group.copy.digest not in self.process.sim.spoilt:
+            return ""
+        told = WorkerSaid(group.generation, env.rank, 0, Damaged(group.copy.step, "another digest"))
+        self.process.sim.engine.after(0.1, group.emit, told)
+        return "the copy is damaged"
+
     def kill(self, generation: int | None = None) -> None:
         """See `WorkerGroup`."""
-        self._stop(generation, KILL_S)
+        self._stop(generation, self.process.sim.plan.kill_s)
 
     def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
         """See `WorkerGroup`."""

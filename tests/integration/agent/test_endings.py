@@ -227,3 +227,23 @@ def _listener(port: int) -> int:
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             return connection.pid
     raise AssertionError(f"nobody listens on {port}")
+
+
+@pytest.mark.slow
+def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServer) -> None:
+    """F13: --fresh with the id of a run that has a head: it goes on from there, and says so and what to do instead."""
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import elasticrt; ctx = elasticrt.init(); keeper = elasticrt.Checkpointer('ckpt'); state = keeper.restore()\n"
+        "print('at', 0 if state is None else state.step)\n"
+        "keeper.save({'a': 1}, step=7 if state is None else state.step + 7); keeper.wait()\n"
+    )
+    command = [sys.executable, "-m", "elasticrt", "run", "--etcd", str(etcd.address), "--fresh", "--again"]
+    said = []
+    for run_id in ("known", "known", "unknown"):
+        done = subprocess.run(
+            [*command, "--run-id", f"{run_id}-{tmp_path.name}", str(script)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        said.append(re.findall(r"at \d+", done.stdout) + re.findall(r"goes on from step 7: --fresh", done.stderr))
+    assert said == [["at 0"], ["at 7", "goes on from step 7: --fresh"], ["at 0"]]

@@ -89,3 +89,23 @@ def test_going_back_to_disk_forgets_all_copies(memory: Memory) -> None:
     memory.put(_copy(9), _file(b"old"))
     memory.renew(None)
     assert (memory.newest, memory.kept) == (None, None)
+
+
+def test_a_damaged_copy_is_offered_to_nobody_again(memory: Memory) -> None:
+    """F06: what a worker has found damaged is let go: the next generation must not be sent to it again."""
+    memory.put(_copy(5), _file(b"five"))
+    memory.renew(_copy(5))
+    memory.forget()
+    assert (memory.newest, memory.kept) == (None, None)
+    assert "state" not in memory.descriptors(_copy(5))
+    memory.renew(_copy(5))
+    assert "state" not in memory.descriptors(_copy(5))
+
+
+def test_what_is_taken_after_a_damaged_copy_counts(memory: Memory) -> None:
+    """Only that one copy is given up."""
+    memory.put(_copy(5), _file(b"five"))
+    memory.renew(_copy(5))
+    memory.forget()
+    memory.put(_copy(6), _file(b"six"))
+    assert memory.newest == _copy(6)

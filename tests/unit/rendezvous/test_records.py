@@ -65,6 +65,16 @@ def test_a_record_reads_back_as_itself(record: object) -> None:
     assert decode(type(record), "key", record.encode()) == record
 
 
+def test_a_head_of_before_is_read() -> None:
+    """A head that says neither its number nor the node that wrote it, as they once were, is a head."""
+    old = {name: value for name, value in json.loads(HEAD.encode()).items() if name not in ("serial", "node")}
+    assert decode(HeadRecord, "key", json.dumps(old).encode()) == HEAD
+    new = {**old, "serial": 7, "node": "n0"}
+    assert decode(HeadRecord, "key", json.dumps(new).encode()).commit().node == "n0"
+    with pytest.raises(UnreadableRecord, match="node"):
+        decode(HeadRecord, "key", json.dumps({**new, "node": "a/b"}).encode())
+
+
 def _member(**changes: object) -> bytes:
     fields = {**json.loads(MEMBER.encode()), **changes}
     return json.dumps({name: value for name, value in fields.items() if value is not ...}).encode()

@@ -19,7 +19,7 @@ from elasticrt import Checkpointer, CheckpointError, ConfigError
 from elasticrt.contract.env import Commit
 from elasticrt.contract.messages import Save
 from elasticrt.errors import DuplicateError
-from elasticrt.train import archive, checkpoint
+from elasticrt.train import archive
 from elasticrt.train.manifest import _check
 
 
@@ -134,8 +134,8 @@ def test_damaged_payload_falls_back_to_its_parent(tmp_path, kind, caplog, monkey
     path = payload(tmp_path, 3)
     DAMAGE[kind](path)
     parsed = []
-    real = checkpoint._parse
-    monkeypatch.setattr(checkpoint, "_parse", lambda data: parsed.append(len(data)) or real(data))
+    real = archive.parse
+    monkeypatch.setattr(archive, "parse", lambda data: parsed.append(len(data)) or real(data))
     assert restored(tmp_path) == 2
     assert len(parsed) == 1
     assert path.name in caplog.text
@@ -206,6 +206,22 @@ def test_valid_digest_over_code_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_manifests_of_before_are_read(tmp_path, monkeypatch):
+    """A directory of an older version, whose manifests number themselves and name no node, goes on as it was."""
+    save(tmp_path, 1, 2)
+    for path in tmp_path.glob("*.json"):
+        fields = json.loads(path.read_text())
+        fields["serial"] = fields["commit"].pop("serial")
+        del fields["commit"]["node"]
+        path.write_text(signed(fields))
+    assert restored(tmp_path) == 2
+    head = commit_of(tmp_path, 2)
+    old = {name: value for name, value in head.__dict__.items() if name not in ("serial", "node")}
+    with under(Agent(head=head.nonce), monkeypatch, resume=Commit.from_fields(old)):
+        save(tmp_path, 3)
+    assert (commit_of(tmp_path, 3).serial, commit_of(tmp_path, 3).node) == (3, "a")
+
+
 def test_uncommitted_is_not_resumed(tmp_path):
     """Payload and manifest without a mark: an interrupted save, unless a committed one descends from it."""
     save(tmp_path, 1, 2, 3)
@@ -260,7 +276,7 @@ def test_going_back_makes_a_new_branch(tmp_path):
     DAMAGE["flipped"](payload(tmp_path, 3))
     save(tmp_path, 3)
     assert restored(tmp_path) == 3
-    newest = max(tmp_path.glob("step-3-*.json"), key=lambda path: json.loads(path.read_text())["serial"])
+    newest = max(tmp_path.glob("step-3-*.json"), key=lambda path: json.loads(path.read_text())["commit"]["serial"])
     assert json.loads(newest.read_text())["commit"]["parent"] == commit_of(tmp_path, 2).nonce
 
 

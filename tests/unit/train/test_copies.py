@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.errors import ConfigError
-from elasticrt.train.copies import Copies, available_bytes, lacks_room, next_at
+from elasticrt.train.copies import Copies, lacks_room, next_at
 from elasticrt.train.loop import Loop
+from elasticrt.train.room import available_bytes
 
 MIB = 2**20
 
@@ -19,12 +20,21 @@ def test_the_cost_of_a_copy_sets_when_the_next_is_taken(cost_s: float, budget: f
     assert next_at(100.0, cost_s, budget) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("size", "free", "fits"), [(100 * MIB, 401 * MIB, True), (100 * MIB, 400 * MIB, False)])
-def test_four_copies_must_fit(size: int, free: int, fits: bool) -> None:
-    """A state for whose copies the memory does not suffice is left to the disk, and the reason has both numbers."""
-    problem = lacks_room(size, free)
-    assert (problem == "") == fits
-    assert fits or problem == "4 copies need 400 MiB, 400 MiB are free"
+@pytest.mark.parametrize(("taken", "more"), [(0, 4), (1, 2), (2, 1), (3, 1), (1000, 1)])
+def test_what_is_still_to_come_must_fit(taken: int, more: int) -> None:
+    """Four copies are held at once: on the host, being written, and two by the agent. Those that are there take no room
+    again; a state for which the memory does not suffice is left to the disk, and the reason has both numbers."""
+    assert lacks_room(100 * MIB, more * 100 * MIB + 1, taken) == ""
+    assert lacks_room(100 * MIB, more * 100 * MIB, taken) == (
+        f"no room for {more} of 100 MiB each, {more * 100} MiB are free"
+    )
+
+
+def test_memory_that_is_just_enough_stays_enough() -> None:
+    """Copies that have once been begun are not given up for the room that they take themselves."""
+    size, free = 100 * MIB, 401 * MIB
+    for taken, held in enumerate((0, 2, 3, 3, 3)):
+        assert not lacks_room(size, free - held * size, taken)
 
 
 def test_the_memory_that_is_left_is_known() -> None:

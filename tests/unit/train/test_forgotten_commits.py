@@ -14,8 +14,8 @@ def _history(*chains: str, marked: str) -> History:
     for chain in chains:
         parent = "" if chain[0] in "ax" else chr(ord(chain[0]) - 1)
         for serial, name in enumerate(chain):
-            commit = Commit(serial, 0, 1, name, parent, "/ckpt", f"{name}.pt", "d" * 64, 1)
-            manifests[name] = Manifest(commit, serial, "run" if name.islower() else "other", 1)
+            commit = Commit(serial, 0, 1, name, parent, "/ckpt", f"{name}.pt", "d" * 64, 1, serial)
+            manifests[name] = Manifest(commit, "run" if name.islower() else "other", 1)
             parent = name
     return History(manifests, frozenset(marked))
 
