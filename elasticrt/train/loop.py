@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -251,7 +250,7 @@ class Loop:
         while not self._position.limit_reached(self._steps_max):
             batch, share = next(drawn, (None, None))
             if share is None:
-                self._position = replace(self._position, drained=True)
+                self._position = self._position._replace(drained=True)
                 break
             self._begin(share)
             try:
