@@ -155,13 +155,16 @@ def test_a_dead_agents_name_is_taken_over_at_once(tmp_path: Path, etcd: EtcdServ
 
 
 def test_other_options_are_refused_with_the_difference(tmp_path: Path, etcd: EtcdServer) -> None:
-    """A15: a node with other options is told which ones, and the run goes on."""
+    """A15, S13: a node with other options, or another role, is told which ones, and the run goes on."""
     with Run(tmp_path, "--etcd", str(etcd.address)) as run:
         first = run.start("n0", "--nnodes", "1:2")
         run.wait_for_training(1, 1)
         other = run.start("n1", "--nnodes", "1:3")
         assert other.process.wait(30) == 7
         assert "max_nodes: 3 here, 2 in the run" in other.text()
+        other = run.start("n2", "--nnodes", "1:2", "--role", "evaluator")
+        assert other.process.wait(30) == 7
+        assert "role: 'evaluator' here, 'default' in the run" in other.text()
         run.finish()
         assert first.process.wait(30) == 0
 
