@@ -95,15 +95,8 @@ def new_question() -> tuple[str, bytes]:
     return nonce, json.dumps({"nonce": nonce}).encode() + b"\n"
 
 
-def answer_of(line: bytes, nonce: str, incarnation: str) -> Answer:
-    """What a whole line says about one life, when `nonce` was asked with."""
-    fields = _fields(line, nonce)
-    if fields is None:
-        return "silent"
-    return "alive" if fields.get("incarnation") == incarnation else "dead"
-
-
-def _fields(line: bytes, nonce: str) -> dict[str, Any] | None:
+def fields_of(line: bytes, nonce: str) -> dict[str, Any] | None:
+    """What a line answers to the question with this nonce; None when it is no answer to it."""
     try:
         fields = json.loads(line)
     except ValueError:
@@ -111,11 +104,16 @@ def _fields(line: bytes, nonce: str) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) and fields.get("nonce") == nonce else None
 
 
+def answer_of(fields: dict[str, Any] | None, incarnation: str) -> Answer:
+    """What `fields_of` an answer says about one life."""
+    if fields is None:
+        return "silent"
+    return "alive" if fields.get("incarnation") == incarnation else "dead"
+
+
 def _ask_once(address: str, port: int, incarnation: str) -> Answer:
     answer = _exchange(address, port)
-    if isinstance(answer, str):
-        return answer
-    return "alive" if answer.get("incarnation") == incarnation else "dead"
+    return answer if isinstance(answer, str) else answer_of(answer, incarnation)
 
 
 def _exchange(address: str, port: int) -> dict[str, Any] | Literal["dead", "silent"]:
@@ -124,7 +122,7 @@ def _exchange(address: str, port: int) -> dict[str, Any] | Literal["dead", "sile
     try:
         with socket.create_connection((address, port), timeout=TRY_S) as connection:
             connection.sendall(text)
-            answer = _fields(_read_line(connection), nonce)
+            answer = fields_of(_read_line(connection), nonce)
     except (ConnectionRefusedError, ConnectionResetError):
         return "dead"
     except (OSError, ValueError):

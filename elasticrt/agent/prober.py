@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from elasticrt.agent.probe import LINE_MAX_BYTES, TRIES, TRY_S, Answer, answer_of, ask, generation_of, new_question
+from elasticrt.agent.probe import (
+    LINE_MAX_BYTES,
+    TRIES,
+    TRY_S,
+    Answer,
+    answer_of,
+    ask,
+    fields_of,
+    generation_of,
+    new_question,
+)
 from elasticrt.rendezvous.records import Seat
-
-log = logging.getLogger(__name__)
 
 OPEN_AT_ONCE = 256
 """Connections. An agent's usual limit of open files is 1,024."""
@@ -100,11 +107,7 @@ class Prober:
     def ask(self, seats: Iterable[Seat]) -> None:
         """Start asking those that are not being asked already."""
         now = time.monotonic()
-        for seat in seats:
-            with self._lock:
-                if seat.incarnation in self._asking:
-                    continue
-                self._asking.add(seat.incarnation)
+        for seat in self._not_asked(seats):
             self._answers.asked()
             to = _numeric(seat)
             if to is None:
@@ -119,11 +122,7 @@ class Prober:
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
-        for seat in seats:
-            with self._lock:
-                if seat.incarnation in self._asking:
-                    continue
-                self._asking.add(seat.incarnation)
+        for seat in self._not_asked(seats):
             self._pool.submit(self._listen, seat, run_id, heard)
 
     def close(self) -> None:
@@ -134,6 +133,15 @@ class Prober:
             self._end()
         else:
             self._ring()
+
+    def _not_asked(self, seats: Iterable[Seat]) -> Iterator[Seat]:
+        """Those that are not being asked already; from now on they are."""
+        for seat in seats:
+            with self._lock:
+                if seat.incarnation in self._asking:
+                    continue
+                self._asking.add(seat.incarnation)
+            yield seat
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError):  # Full of rings: it will wake up. Closed: there is nobody to wake.
@@ -208,7 +216,7 @@ class Prober:
             return
         question.text += piece
         if question.text.endswith(b"\n"):
-            answer = answer_of(question.text, question.nonce, question.seat.incarnation)
+            answer = answer_of(fields_of(question.text, question.nonce), question.seat.incarnation)
         elif piece and len(question.text) <= LINE_MAX_BYTES:
             return
         else:
