@@ -253,8 +253,8 @@ class Checkpointer:
         commit, run = found.manifest.commit, found.manifest.run
         if resume is None:
             place = f"{self._shown.rstrip('/')}/" + (f" on {found.where}" if found.where else "")
-            how = "ELASTICRT_FRESH=1 starts over" if self._worker is None else "--fresh starts over"
-            say(f"resuming {place} from step {commit.step:,}{f' (run {run})' if run else ''}; {how}")
+            how = self._how_to_start_over()
+            say(f"resuming {place} from step {commit.step:,}{f' (run {run})' if run else ''}; {how} starts over")
             return
         if found.where:
             say(f"step {commit.step:,} comes from the checkpoint directory of {found.where}")
@@ -266,16 +266,22 @@ class Checkpointer:
         elif resume.nonce != commit.nonce:
             _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
+    def _how_to_start_over(self) -> str:
+        if self._worker is None:
+            return "ELASTICRT_FRESH=1"
+        return "--fresh" if self._worker.resume is None else "--fresh with another --run-id"
+
     def _refusal(self, outcome: Outcome) -> str:
         """Why the run stops here, for whoever has to decide what is to become of it."""
         resume = None if self._worker is None else self._worker.resume
         found = "; ".join(outcome.troubles)
         if outcome.choice.what == "refuse" or resume is None:
+            how = self._how_to_start_over()
             return explain(
                 "no checkpoint can be used",
                 self._shown,
                 expected="the head or one of its ancestors, whole and unchanged",
-                remedy="Found: " + (found or "nothing") + ". Put a good copy back, or start over",
+                remedy=f"Found: {found or 'nothing'}. Put a good copy back, or start over ({how})",
             )
         return explain(
             f"the newest checkpoint, step {resume.step:,}, is on a node that is not here",
