@@ -23,7 +23,7 @@ from elasticrt.errors import ConfigError, explain
 
 def main() -> None:
     """Call the function with this worker's local rank, and put down what it returns."""
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = int(os.environ["ELASTICRT_LOCAL_RANK"])  # LOCAL_RANK is 0 for all where each sees one GPU only.
     target = os.environ[VALUES_VARIABLE].split(":")[local_rank]
     try:
         call: Call = pickle.loads(Path(os.environ[CALL_VARIABLE]).read_bytes())  # noqa: S301  As said above.

@@ -90,6 +90,24 @@ def test_a_script(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "elasticrt_runs"}
 
 
+ONE_GPU_EACH = """
+import os, elasticrt
+
+def which(i):
+    return i, os.environ["LOCAL_RANK"]
+
+if __name__ == "__main__":
+    print(elasticrt.spawn(which, nprocs=2))
+"""
+
+
+def test_workers_that_see_one_gpu_each(tmp_path: Path) -> None:
+    """With --virtual-local-rank LOCAL_RANK is 0 for all, and yet each is called with its own i, and returns a value."""
+    (tmp_path / "script.py").write_text(ONE_GPU_EACH)
+    output = finish(start(["script.py"], tmp_path, ELASTICRT_VIRTUAL_LOCAL_RANK="1"))
+    assert "{0: (0, '0'), 1: (1, '0')}" in output
+
+
 NOTEBOOK = """
 import linecache, sys
 
