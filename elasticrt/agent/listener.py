@@ -11,7 +11,6 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from pathlib import Path
 from elasticrt.agent.logs import ERR, OUT, Output
 from elasticrt.agent.report import Failure, failure_of
 from elasticrt.agent.warm import ParentEvent, ParentLost, WorkerParent
+from elasticrt.contract.bell import Bell
+from elasticrt.contract.cgroups import memory_groups, text_of
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import (
@@ -99,24 +100,18 @@ class GroupEnded:
 GroupEvent = WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded
 
 
-def oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for memory so far; 0 where it does not say."""
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return 0
-    for _, controllers, path in groups:
-        base, name = Path("/sys/fs/cgroup"), "memory.events"
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        if controllers:
-            base, name = base / "memory", "memory.oom_control"
-        # Inside a container the path is the host's, and the group itself is mounted at the top.
-        for directory in (base / path.lstrip("/"), base):
-            with contextlib.suppress(OSError, ValueError):
-                fields = dict(line.split(None, 1) for line in (directory / name).read_text().splitlines())
-                if "oom_kill" in fields:
-                    return int(fields["oom_kill"])
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes of this control group the kernel has killed for memory so far; 0 where it does not say.
+
+    A kill is counted in the group of the process, whichever group's limit was reached; by version 2 also in all around
+    it. So the own group's count is what we want, or that of the nearest group that has one. `root`: where /proc and
+    /sys are.
+    """
+    for group, names in memory_groups(root):
+        for line in text_of(group / names.events).splitlines():
+            word, _, count = line.partition(" ")
+            if word == "oom_kill" and count.strip().isdecimal():
+                return int(count)
     return 0
 
 
@@ -157,33 +152,27 @@ class Listener:
         self._inbox: collections.deque[Running | tuple[WorkerParent, ParentEvent]] = collections.deque()
         self._groups: dict[int, Running] = {}
         self._closed = False
-        self._wake, self._waker = socket.socketpair()
-        for end in (self._wake, self._waker):
-            end.setblocking(False)
+        self._bell = Bell()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._work, name="elasticrt-group", daemon=True)
         self._thread.start()
 
     def add(self, running: Running) -> None:
         """Listen to the workers of a generation, from before they are started."""
         self._inbox.append(running)
-        self._ring()
+        self._bell.ring()
 
     def put(self, parent: WorkerParent, event: ParentEvent) -> None:
         """Take an event of a worker parent."""
         self._inbox.append((parent, event))
-        self._ring()
+        self._bell.ring()
 
     def close(self, timeout_s: float) -> None:
         """End the thread, after all that was put before."""
         self._closed = True
-        self._ring()
+        self._bell.ring()
         self._thread.join(timeout_s)
-
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # Full of rings: it will wake up.
-            self._waker.send(b"!")
 
     def _work(self) -> None:
         while True:
@@ -192,8 +181,7 @@ class Listener:
             ready = self._selector.select(0 if closed else timeout_s)
             for key, _ in ready:
                 if key.data is None:
-                    with contextlib.suppress(BlockingIOError):
-                        self._wake.recv(4096)
+                    self._bell.heard()
                 else:
                     running, worker, stream = key.data
                     self._read(running, worker, stream)
@@ -207,8 +195,7 @@ class Listener:
         for worker in self._alive():
             self._forget(worker)
         self._selector.close()
-        self._wake.close()
-        self._waker.close()
+        self._bell.close()
 
     def _alive(self) -> list[WorkerState]:
         return [worker for running in self._groups.values() for worker in running.workers.values() if not worker.gone]

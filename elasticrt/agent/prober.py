@@ -29,6 +29,7 @@ from elasticrt.agent.probe import (
     generation_of,
     new_question,
 )
+from elasticrt.contract.bell import Bell
 from elasticrt.rendezvous.records import Seat
 
 OPEN_AT_ONCE = 256
@@ -97,10 +98,8 @@ class Prober:
         self._open = 0
         self._tries: deque[_Question] = deque()  # In order of `ends`: all tries are equally long.
         self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
-        for end in (self._wake, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._bell = Bell()
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -118,7 +117,7 @@ class Prober:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
                 self._thread.start()
-            self._ring()
+            self._bell.ring()
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
@@ -132,7 +131,7 @@ class Prober:
         if self._thread is None:
             self._end()
         else:
-            self._ring()
+            self._bell.ring()
 
     def _not_asked(self, seats: Iterable[Seat]) -> Iterator[Seat]:
         """Those that are not being asked already; from now on they are."""
@@ -142,10 +141,6 @@ class Prober:
                     continue
                 self._asking.add(seat.incarnation)
             yield seat
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # Full of rings: it will wake up. Closed: there is nobody to wake.
-            self._waker.send(b"!")
 
     def _heard(self, seat: Seat, answer: Answer, asked_at: float) -> None:
         with self._lock:
@@ -170,8 +165,7 @@ class Prober:
             timeout_s = max(0.0, self._tries[0].ends - time.monotonic()) if self._tries else None
             for key, _ in self._selector.select(timeout_s):
                 if key.data is None:
-                    with contextlib.suppress(BlockingIOError):
-                        self._wake.recv(4096)
+                    self._bell.heard()
                 else:
                     self._go_on(key.data)
             self._end_tries(time.monotonic())
@@ -257,8 +251,7 @@ class Prober:
         for question in self._tries:
             self._hang_up(question)
         self._selector.close()
-        self._wake.close()
-        self._waker.close()
+        self._bell.close()
 
 
 def _numeric(seat: Seat) -> tuple[socket.AddressFamily, tuple[object, ...]] | None:

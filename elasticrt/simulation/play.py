@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticrt.contract.bell import Bell
 from elasticrt.simulation import leash, pause, plan, story
 from elasticrt.simulation.events import read_event
 from elasticrt.simulation.screen import Screen
@@ -104,16 +104,14 @@ class _Player:
         self._kill_at: float | None = None
         self._last_end = now
         self._selector = selectors.DefaultSelector()
-        self._wakeup, self._wakeup_write = socket.socketpair()
+        self._bell = Bell()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM come as bytes through a socket that the loop reads, and as nothing else."""
-        for end in (self._wakeup, self._wakeup_write):
-            end.setblocking(False)
+        """SIGINT and SIGTERM ring a bell that the loop hears, and do nothing else."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        wakeup_before = signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
+        wakeup_before = self._bell.ring_on_signals()
         try:
             yield
         finally:
@@ -123,7 +121,7 @@ class _Player:
 
     def run(self) -> int:
         """The whole simulation."""
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._bell, selectors.EVENT_READ, self._on_signal)
         for _ in range(self._simulation.nodes):
             self._add_node()
         while self._agents or (self._pipes and time.monotonic() < self._last_end + LAST_OUTPUT_S):
@@ -148,8 +146,7 @@ class _Player:
         for fd in self._pipes:
             os.close(fd)
         self._selector.close()
-        self._wakeup.close()
-        self._wakeup_write.close()
+        self._bell.close()
 
     # --- What happens -------------------------------------------------------------------------------------------------
 
@@ -171,7 +168,7 @@ class _Player:
                 )
 
     def _on_signal(self) -> None:
-        for number in self._wakeup.recv(64):
+        for number in self._bell.heard():
             if number in (signal.SIGINT, signal.SIGTERM):
                 self._stop(signal.Signals(number))
 

@@ -1,73 +1,14 @@
 """How much memory a process may still use: of the machine, and of every control group that it is in.
 
-A container, a scheduler's job and a slice of systemd are control groups inside others, each of which may have a limit
-of its own: the one with the least room decides. Both versions of control groups are read, also side by side.
+Each of the groups may have a limit of its own: the one with the least room decides.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-STAT = "memory.stat"
-
-
-@dataclass(frozen=True)
-class Names:
-    """How a version of control groups calls its limits, what is used, and (in `STAT`) what the kernel can drop."""
-
-    limits: tuple[str, ...]
-    usage: str
-    cache: str
-
-
-VERSIONS = {
-    "cgroup2": Names(("memory.max", "memory.high"), "memory.current", "inactive_file"),
-    "cgroup": Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""By the type of file system that they are mounted as."""
-
-
-def groups(memberships: str, mounts: str) -> list[tuple[str, Names]]:
-    """The directories of the memory control groups that a process is in, from its own up to each mount's top. Pure.
-
-    Args:
-        memberships: /proc/self/cgroup.
-        mounts: /proc/self/mountinfo.
-    """
-    paths = {}
-    for line in memberships.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    found = []
-    for line in mounts.splitlines():
-        place, _, what = line.partition(" - ")
-        kind, _, options = what.split()[:3]
-        if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
-            root, top = (_unescaped(field) for field in place.split()[3:5])
-            found += [(directory, VERSIONS[kind]) for directory in _upwards(paths[kind], root, top)]
-    return found
-
-
-def _upwards(path: str, root: str, top: str) -> list[str]:
-    """From the group `path` up to the group `root`, which is mounted at `top`.
-
-    Where the mount shows another part of the tree, as a container's may, its top is all that can be seen of us.
-    """
-    group = PurePosixPath(path)
-    visible = group.is_relative_to(root) and ".." not in group.parts
-    below = group.relative_to(root) if visible else PurePosixPath()
-    return [str(PurePosixPath(top) / each) for each in (below, *below.parents)]
-
-
-def _unescaped(field: str) -> str:
-    """Blanks and the like are octal numbers in mountinfo."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+from elasticrt.contract.cgroups import STAT, Names, memory_groups, text_of
 
 
 def room(files: Mapping[str, str], names: Names) -> int | None:
@@ -86,19 +27,9 @@ def room(files: Mapping[str, str], names: Names) -> int | None:
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Memory that this process may still use. `root`: where /proc and /sys are."""
-    fields = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines())
+    fields = dict(line.split(":", 1) for line in text_of(root / "proc/meminfo").splitlines())
     free = [int(fields["MemAvailable"].split()[0]) * 1024]
-    for directory, names in groups(_text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo")):
-        group = root / directory.lstrip("/")
-        files = {name: _text(group / name) for name in (*names.limits, names.usage, STAT)}
-        left = room(files, names)
+    for group, names in memory_groups(root):
+        left = room({name: text_of(group / name) for name in (*names.limits, names.usage, STAT)}, names)
         free += [] if left is None else [left]
     return min(free)
-
-
-def _text(path: Path) -> str:
-    """A file's content; "" where there is none to read: then it is no limit."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -13,13 +13,13 @@ import errno
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticrt.contract.bell import Bell
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.messages import Exited, Message, Signal, Start, Started, Warm
 from elasticrt.worker import child, footprint, sessions
@@ -61,10 +61,8 @@ class Parent:
         self._generation = 0
         self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
         self._agent_fd = self._watch_agent()
-        self._wake, self._wake_writer = socket.socketpair()
-        for end in (self._wake, self._wake_writer):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        self._bell = Bell()
+        self._bell.ring_on_signals()
         # A handler has to be there for the wake-up to happen; the work is done in the loop.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         for number in _IGNORED:
@@ -82,8 +80,7 @@ class Parent:
         """In a fork: close what only the parent may hold."""
         self._channel.close()
         self.learner.close_inbox()
-        self._wake.close()
-        self._wake_writer.close()
+        self._bell.close()
         if self._agent_fd >= 0:
             os.close(self._agent_fd)
         for worker in self._workers.values():
@@ -111,7 +108,7 @@ class Parent:
         return self._agent_fd >= 0 and bool(select.select([self._agent_fd], [], [], 0)[0])
 
     def _turn(self) -> Job | None:
-        watched = [self._channel.fileno(), self._wake.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
+        watched = [self._channel.fileno(), self._bell.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
         watched += self.learner.filenos()
         ready = select.select(watched, [], [], self._wait_s())[0]
         self._reap()
@@ -203,9 +200,7 @@ class Parent:
 
     def _reap(self) -> None:
         """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
-        with contextlib.suppress(BlockingIOError):
-            while self._wake.recv(4096):
-                pass
+        self._bell.heard()
         with contextlib.suppress(ChildProcessError):
             # A worker is looked at before it is reaped: until then nobody else can get its number.
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -262,7 +257,7 @@ class Parent:
                     # The agent may have closed its sending side only, and still listen to how they ended.
                     self._reap()
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    select.select([self._wake], [], [], SWEEP_AGAIN_S)
+                    select.select([self._bell], [], [], SWEEP_AGAIN_S)
             except ChildProcessError:
                 return
 
@@ -350,11 +345,11 @@ def _why_not_forked(script: Path | None) -> str:
         return f"{script.name} is not a plain source file"
     from elasticrt.worker import preamble
 
-    source = script.read_bytes()
-    found = preamble.early_write(source, os.environ)
+    tree = preamble.parse(script.read_bytes())
+    found = preamble.early_write(tree, os.environ)
     if found:
         return f"{script.name} {found}, which is too late in a fork"
-    found = preamble.early_spawn(source)
+    found = preamble.early_spawn(tree)
     return f"{script.name} {found}" if found else ""
 
 

@@ -39,16 +39,20 @@ _ANY = "variables that only running it would tell"
 _Place = tuple[int, int]
 
 
-def early_write(source: str | bytes, env: Mapping[str, str]) -> str:
+def parse(source: str | bytes) -> ast.Module:
+    """A script's syntax tree; an empty one for what is not Python: the interpreter will say what is wrong with it."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
     """The first write to the environment that a fork would make too late, in words; "" when there is none.
 
     Only what comes before an import counts, and nothing that comes after `import torch`. `env` is what the script
-    starts with: setting a variable to the value that it has already is no change. Text that is not Python has none.
+    starts with: setting a variable to the value that it has already is no change.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ""  # The interpreter will say what is wrong with it.
     imports = [(_place(node), name) for node in ast.walk(tree) for name in _imported(node)]
     torch_at = min((_place(node) for node in _certain(tree) if "torch" in _imported(node)), default=None)
     for place, name in sorted(_writes(tree, env)):
@@ -60,15 +64,11 @@ def early_write(source: str | bytes, env: Mapping[str, str]) -> str:
     return ""
 
 
-def early_spawn(source: str | bytes) -> str:
+def early_spawn(tree: ast.Module) -> str:
     """Where a script starts training processes by `mp.spawn`, in words; "" when it does not.
 
     One of these hosts the store of a run of several nodes then, on MASTER_PORT, which no fork may keep open for itself.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ""  # As above.
     modules, functions = {_MULTIPROCESSING}, set()
     for node in ast.walk(tree):
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():

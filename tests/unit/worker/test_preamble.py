@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.worker.preamble import early_spawn, early_write
+from elasticrt.worker.preamble import early_spawn, early_write, parse
 
 TORCH = "import torch\n"
 
@@ -55,7 +55,7 @@ TORCH = "import torch\n"
 )
 def test_early_writes(source, variable):
     """A write before an import counts, unless torch is there already, the variable is read late, or nothing changes."""
-    found = early_write(source, {"SET": "value"})
+    found = early_write(parse(source), {"SET": "value"})
     assert bool(found) == bool(variable), found
     assert variable in found
 
@@ -63,7 +63,7 @@ def test_early_writes(source, variable):
 def test_the_reason_names_both_lines():
     """The words say which line sets what, and before which import."""
     source = "import os\n\nos.environ['OMP_NUM_THREADS'] = '4'\nimport json\nimport numpy as np\nimport torch\n"
-    assert early_write(source, {}) == "line 3 sets OMP_NUM_THREADS before `import numpy` in line 5"
+    assert early_write(parse(source), {}) == "line 3 sets OMP_NUM_THREADS before `import numpy` in line 5"
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_the_reason_names_both_lines():
 )
 def test_early_spawn(source, called):
     """A script that starts its training processes by mp.spawn is found, under whatever name it has the function."""
-    found = early_spawn(source)
+    found = early_spawn(parse(source))
     assert (f" calls {called}," in found) if called else found == ""
