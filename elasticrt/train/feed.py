@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import rng
 from elasticrt.train.order import WHOLE, Share
 from elasticrt.train.position import Position
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
@@ -69,14 +68,16 @@ def samples_per_step(loader: object, world_size: int) -> int:
     return size * world_size
 
 
-def feed(loader: Iterable[Any], sampler: AnySampler, skip: int, *, resumed: bool) -> Iterator[tuple[Any, Share]]:
+def feed(
+    loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
+) -> Iterator[tuple[Any, Share]]:
     """Each batch of `loader` with what it counts; ends with the loader. `skip` batches are drawn and dropped first.
 
-    `resumed`: what beginning this epoch draws of the random numbers was drawn before the state that was restored, and
-    is not drawn a second time. Raises ConfigError when loader and sampler end at different times.
+    `beginning`: in which the loader begins its epoch, and those batches are dropped. Raises ConfigError when loader and
+    sampler end at different times.
     """
     shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
-    with rng.kept() if resumed else nullcontext():
+    with beginning:
         with sheltered():
             drawn = iter(loader)
         for _ in range(skip):

@@ -45,6 +45,8 @@ class Loop:
         every: how often to save: "30s", "5 min", "200 steps" or "1 epoch".
         keep: how many checkpoints to keep.
         resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
+        seed: of the random numbers of each step, rank by rank: after any restart at the same world size each rank draws
+            what it would have drawn. None: only rank 0 does, and of generators that the script seeds alike all ranks.
         memory: the share of the time that copies of the state in the memory of each node may take, 0 for none. After a
             failure training goes on from the newest of them that has survived, else from disk.
         ledger: a directory to note in which samples each step has trained, for `elasticrt ledger check`.
@@ -65,6 +67,7 @@ class Loop:
         every: str = "30s",
         keep: int = 3,
         resume: str = "auto",
+        seed: int | None = None,
         memory: float = BUDGET,
         ledger: str | os.PathLike[str] | None = None,
         **stateful_objects: Any,
@@ -82,6 +85,7 @@ class Loop:
         self._sampler = sampler
         self._every = Every.parse(every)
         self._fresh = resume == "fresh"
+        self._numbers = rng.Numbers(seed)
         self._objects = stateful_objects
         self._weighting = Weighting(stateful_objects.values())
         self._hooks: list[RemovableHandle] = []
@@ -159,11 +163,13 @@ class Loop:
     def _enter(self) -> None:
         if _running:
             raise ConfigError(explain("another Loop is running", "epochs", remedy="Finish one before the next"))
+        self._numbers.compare()
         state = self._checkpointer.begin(fresh=self._fresh)
         self._rank, self._world_size = collective.rank_and_world()
         self._resumed_world_size = self._world_size
         if state is not None:
             self._restore(state.data, state.world_size)
+        self._numbers.begin_step(self._position)
         self._saved = self._position
         self._saved_at = time.monotonic()
         self._ledger.open(self._checkpointer.start, self._position)
@@ -210,10 +216,7 @@ class Loop:
         self._resumed_world_size = world_size
         self.vars.clear()
         self.vars.update(ours["vars"])
-        if self._rank == 0 and world_size == self._world_size:
-            rng.restore(ours["rng"])
-        else:
-            rng.derive(ours["rng"]["seed"], self._rank, self._position.steps)
+        self._numbers.restore(ours["rng"], self._position.steps)
 
     def _cut_short(self) -> bool:
         """Whether the limit of steps, and not the end of the data or a `break`, ended this epoch."""
@@ -246,7 +249,8 @@ class Loop:
         if self._position.drained or (self._sampler is not None and self._sampler.remaining == 0):
             return
         skip = self._position.batches if self._sampler is None else 0
-        drawn = feed(loader, self._sampler, skip, resumed=number == 1 and self._position.batches > 0)
+        resumed = number == 1 and self._position.batches > 0
+        drawn = feed(loader, self._sampler, skip, self._numbers.beginning(self._position, resumed=resumed))
         while not self._position.limit_reached(self._steps_max):
             batch, share = next(drawn, (None, None))
             if share is None:
@@ -265,7 +269,8 @@ class Loop:
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             self._settle(passed=True)
-            self._boundary()
+            if share.last:  # Between two parts of a step the state is that of neither side.
+                self._boundary()
         self._expect_steps(0)
 
     def step(self, **scalars: float | torch.Tensor) -> None:
@@ -344,6 +349,7 @@ class Loop:
             self._copies.wait()
             state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
             handover.leave(self._worker, state, self._position.steps, self._position.epoch)
+        self._numbers.begin_step(self._position)
 
     def _interrupted(self) -> None:
         """An exception left the batch. Its step is not counted; if the optimizer has stepped, the model is ahead."""

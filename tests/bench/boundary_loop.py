@@ -1,6 +1,6 @@
 """The script of `tests.bench.boundary`: a Loop around steps in which nothing happens: only its own work is left.
 
-elasticrt run ... boundary_loop.py RESULT_FILE STEPS
+elasticrt run ... boundary_loop.py RESULT_FILE STEPS [SEED]
 
 The loop has all that a real one has: DDP model, optimizer, sampler, page and link to the agent; nothing is due to be
 saved. The loader hands out the same object again and again, which costs some 20 ns.
@@ -24,13 +24,13 @@ BLOCK = 1000
 
 def main():
     """Measure both, and write them as JSON: microseconds, one value for each block of 1000."""
-    steps = int(sys.argv[2])
+    steps, seed = int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None
     elasticrt.init(backend="gloo")
     sampler = elasticrt.ElasticBatchSampler(range(steps), 1, shuffle=False)
     model = DDP(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     with tempfile.TemporaryDirectory() as directory:
-        loop = elasticrt.Loop(directory, sampler=sampler, every="1 h", model=model, optimizer=optimizer)
+        loop = elasticrt.Loop(directory, sampler=sampler, every="1 h", seed=seed, model=model, optimizer=optimizer)
         blocks = []
         for _epoch in loop.epochs(1):
             page = loop._page

@@ -114,7 +114,6 @@ def train(directory: Path, *, steps: int | None, epochs: int, name: str, batch_s
         "began": began,
         "seen": seen,
         "ends": loop.vars["epochs ended"],
-        "draw": torch.rand(1).item(),
     }
 
 

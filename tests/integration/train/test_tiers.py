@@ -8,15 +8,15 @@ import pytest
 from ranks import run
 
 STEPS = 5
-PER_EPOCH = 7
+PER_EPOCH = 6
 LAST = 2 * PER_EPOCH + 2
+SEEDS = ("own", "alike", "loop")
 KINDS = {"model", "optimizer", "schedule", "scaler", "ema"}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """What the ranks of each phase return, all of it from one interpreter: starting it is most of the time."""
-    numbers = "tiers.numbers"
     phases = {
         "left": (2, "tiers.leave_behind", {"steps": STEPS}),
         "disk, one process": (1, "tiers.from_disk", {"name": "one"}),
@@ -25,12 +25,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
         "memory, three processes": (3, "tiers.from_copy", {}),
         "disk, damaged": (3, "tiers.from_disk", {"name": "damaged", "damaged": 1}),
         "memory, damaged": (3, "tiers.from_copy", {"damaged": 1}),
-        "alone": (2, numbers, {"steps": LAST, "name": "alone"}),
-        "to 3": (2, numbers, {"steps": 3, "name": "to-3"}),
-        "from 3": (2, numbers, {"steps": LAST, "name": "from-3", "begins_as": "to-3"}),
-        "from 3 again": (2, numbers, {"steps": LAST, "name": "again", "begins_as": "to-3"}),
-        f"to {PER_EPOCH}": (2, numbers, {"steps": PER_EPOCH, "name": "to-end"}),
-        f"from {PER_EPOCH}": (2, numbers, {"steps": LAST, "name": "from-end", "begins_as": "to-end"}),
+        **{
+            f"{seeds}, {name}": (world, "tiers.numbers", {**of, "seeds": seeds, "name": f"{seeds}-{name}"})
+            for seeds in SEEDS
+            for name, (world, of) in {
+                "alone": (2, {"steps": LAST}),
+                "to 3": (2, {"steps": 3}),
+                "from 3": (2, {"steps": LAST, "begins_as": f"{seeds}-to 3"}),
+                "from 3 again": (2, {"steps": LAST, "begins_as": f"{seeds}-to 3"}),
+                "from 3 as three": (3, {"steps": LAST, "begins_as": f"{seeds}-to 3"}),
+                f"to {PER_EPOCH}": (2, {"steps": PER_EPOCH}),
+                f"from {PER_EPOCH}": (2, {"steps": LAST, "begins_as": f"{seeds}-to {PER_EPOCH}"}),
+            }.items()
+        },
     }
     return dict(zip(phases, run(tmp_path_factory.mktemp("tiers"), *phases.values()), strict=True))
 
@@ -58,14 +65,33 @@ def test_what_arrives_damaged_is_refused(results: dict[str, list], how: str) -> 
 
 
 @pytest.mark.parametrize("cut", [3, PER_EPOCH])
-def test_rank_0_draws_what_it_would_have_drawn(results: dict[str, list], cut: int) -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_rank_0_draws_what_it_would_have_drawn(results: dict[str, list], seeds: str, cut: int) -> None:
     """S6: python's, numpy's and torch's generators go on where they were: in an epoch, at its end, in later ones."""
-    assert results[f"to {cut}"][0] + results[f"from {cut}"][0] == results["alone"][0]
+    assert results[f"{seeds}, to {cut}"][0] + results[f"{seeds}, from {cut}"][0] == results[f"{seeds}, alone"][0]
 
 
-def test_other_ranks_draw_the_same_in_every_restart(results: dict[str, list]) -> None:
+@pytest.mark.parametrize("cut", [3, PER_EPOCH])
+@pytest.mark.parametrize("seeds", ["alike", "loop"])
+def test_every_rank_draws_what_it_would_have_drawn(results: dict[str, list], seeds: str, cut: int) -> None:
+    """S6: where the script seeds all ranks alike, and where the Loop has a seed."""
+    before, after, alone = (results[f"{seeds}, {name}"] for name in (f"to {cut}", f"from {cut}", "alone"))
+    assert [first + then for first, then in zip(before, after, strict=True)] == alone
+
+
+def test_what_ranks_draw_alike_they_go_on_drawing_alike(results: dict[str, list]) -> None:
+    """Ranks that decide by the same random numbers whether to skip a layer would wait for each other for ever when one
+    of them drew another number, after a restart with more of them as well."""
+    first, *others = results["alike, from 3 as three"]
+    assert all([step[:2] for step in other] == [step[:2] for step in first] for other in others)
+    assert [step[:2] for step in first] == [step[:2] for step in results["alike, alone"][0][3:]]
+
+
+@pytest.mark.parametrize("seeds", ["own", "loop"])
+def test_other_ranks_draw_the_same_in_every_restart(results: dict[str, list], seeds: str) -> None:
     """Two restarts from one checkpoint are the same run; and no rank draws the numbers of another, or of before."""
-    assert results["from 3"] == results["from 3 again"]
-    after = itertools.chain.from_iterable(itertools.chain(*results["from 3"]))
-    drawn = [*after, *itertools.chain(*results["to 3"][1])]
-    assert len(set(drawn)) == len(drawn)
+    assert results[f"{seeds}, from 3"] == results[f"{seeds}, from 3 again"]
+    for name in ("from 3", "from 3 as three"):
+        after = itertools.chain.from_iterable(itertools.chain(*results[f"{seeds}, {name}"]))
+        drawn = [*after, *itertools.chain(*results[f"{seeds}, to 3"][1])]
+        assert len(set(drawn)) == len(drawn)

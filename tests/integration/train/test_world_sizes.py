@@ -65,8 +65,6 @@ def test_resume_in_the_middle_of_an_epoch_at_other_world_sizes(tmp_path: Path):
         assert ids == list(range(SAMPLES))
     for rank in results[-1]:
         assert rank["parameters"] == pytest.approx(reference[0]["parameters"], rel=0, abs=1e-11)
-    draws = [rank["draw"] for rank in results[1]]
-    assert len(set(draws)) == len(draws), "ranks drew the same random numbers after a resume"
 
 
 @pytest.fixture(scope="module")

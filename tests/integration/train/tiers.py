@@ -38,10 +38,10 @@ class Enough(Exception):  # noqa: N818  It is no error.
 class Script:
     """One start of a script with everything that people give to a Loop."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, seed: int | None = None) -> None:
         torch.manual_seed(0)
         self.data = Numbered(SAMPLES)
-        self.sampler = elasticrt.ElasticBatchSampler(self.data, BATCH, seed=1)
+        self.sampler = elasticrt.ElasticBatchSampler(self.data, BATCH, seed=1, drop_last=True)
         network = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 2)).double()
         model = DistributedDataParallel(network)
         # Its scale grows with every second step, so that what comes back is not what it begins with.
@@ -54,7 +54,7 @@ class Script:
             "scaler": self.scaler,
             "ema": AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
         }
-        self.loop = elasticrt.Loop(directory, sampler=self.sampler, every="1000 steps", **self.objects)
+        self.loop = elasticrt.Loop(directory, sampler=self.sampler, seed=seed, every="1000 steps", **self.objects)
 
     def batches(self, max_steps: int | None = None) -> Iterator[Any]:
         """All that is left."""
@@ -176,15 +176,20 @@ def _arrives_damaged() -> None:
     dist.broadcast = damaging
 
 
-def numbers(directory: Path, *, steps: int, name: str, begins_as: str = "") -> list[list[float]]:
-    """The random numbers of each step, as a script with dropout draws them; starts with the checkpoint of another."""
+def numbers(directory: Path, *, steps: int, name: str, seeds: str, begins_as: str = "") -> list[list[float]]:
+    """The random numbers of each step, as a script with dropout draws them; starts with the checkpoint of another.
+
+    `seeds`: of each rank's "own", "alike" on all, or, in spite of seeds of each rank's own, those of the "loop".
+    """
     rank = dist.get_rank()
     if begins_as and rank == 0:
         shutil.copytree(directory / begins_as, directory / name)
     dist.barrier()
-    script = Script(directory / name)
-    random.seed(rank)
-    np.random.seed(rank)
+    script = Script(directory / name, seed=5 if seeds == "loop" else None)
+    seed = 0 if seeds == "alike" else rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     drawn: list[list[float]] = []
     for batch in script.batches(steps):
         script.train(batch)

@@ -271,6 +271,72 @@ def test_how_often_it_saves(tmp_path, every, saves, monkeypatch):
     assert steps == saves
 
 
+def test_nothing_is_saved_between_two_parts_of_a_step(tmp_path):
+    """With micro-batches, what a step has done to the user's variables and to the random numbers is saved with it."""
+    run, parts, drawn = Run(tmp_path, micro=2, every="1 h"), 3, []
+    with pytest.raises(ZeroDivisionError):
+        for _ in run.loop.epochs(1):
+            for batch in run.loop.batches(run.loader):
+                drawn.append(torch.rand(1).item())
+                run.loop.vars["parts"] = len(drawn)
+                run.train(batch)
+                if len(drawn) == 2 * parts + 1:
+                    run.loop._saved_at -= 3600  # The hour is over after the first part of the third step.
+                if len(drawn) == 3 * parts + 1:
+                    run.loop._checkpointer.wait()
+                    raise ZeroDivisionError
+    again = Run(tmp_path, micro=2)
+    for _ in again.loop.epochs(1):
+        assert again.loop.steps == 3
+        assert again.loop.vars["parts"] == 3 * parts
+        next(again.loop.batches(again.loader))
+        assert torch.rand(1).item() == drawn[3 * parts]
+        break
+
+
+def test_with_a_seed_each_step_has_numbers_of_its_own(tmp_path):
+    """The parts of a step draw different numbers; a restart draws the same as the run that was not disturbed."""
+
+    def drawn(run: Run, max_steps: int | None = None) -> list[float]:
+        numbers = []
+        for _ in run.loop.epochs(2, max_steps=max_steps):
+            torch.rand(1 + run.loop.steps)  # Once more where the epoch is entered again.
+            for batch in run.loop.batches(run.loader):
+                run.train(batch)
+                numbers.append(torch.rand(1).item())
+        return numbers
+
+    straight = drawn(Run(tmp_path / "a", micro=2, seed=7))
+    assert len(set(straight)) == len(straight)
+    first = drawn(Run(tmp_path / "b", micro=2, seed=7), max_steps=3)
+    second = drawn(Run(tmp_path / "b", micro=2, seed=7))
+    assert first + second == straight
+    assert not set(drawn(Run(tmp_path / "c", micro=2, seed=8))) & set(straight)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_a_seed_a_loader_that_shuffles_goes_on_in_its_order(tmp_path, workers):
+    """Without one of our samplers, too, a restart in the middle of an epoch trains what is left of it, and no other."""
+
+    def samples(name: str, max_steps: int | None = None) -> list[list[int]]:
+        torch.manual_seed(0)
+        loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH, shuffle=True, num_workers=workers)
+        loop = Loop(tmp_path / name, seed=3)
+        epochs = loop.epochs(2, max_steps=max_steps)
+        return [ids.tolist() for _ in epochs for (ids,) in loop.batches(loader)]
+
+    straight = samples("a")
+    assert straight[:PER_EPOCH] != straight[PER_EPOCH:]
+    assert samples("b", PER_EPOCH + 2) + samples("b") == straight
+
+
+def test_a_seed_is_a_whole_number(tmp_path):
+    """Anything else is refused at once."""
+    for seed in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match=r"Loop\(seed=\)"):
+            Loop(tmp_path, seed=seed)
+
+
 def test_vars_scheduler_and_random_numbers_come_back(tmp_path):
     """The user's variables in place, the scheduler, and all generators exactly as they were (S6)."""
 
