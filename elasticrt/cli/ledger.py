@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from elasticrt.contract.ledger import SUFFIX, Book, Verdict, check, read
+from elasticrt.contract.book import SUFFIX, Book, longest, put_in_order, read
+from elasticrt.contract.ledger import Verdict, check
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError, explain
 
 EPILOG = """\
 exit codes:
   0   along the history that counts, each sample of each epoch was trained exactly once
   1   samples were lost or repeated, or a part of the ledger is missing; the lines say which
-  2   there is no ledger, or a file in it is damaged (a last line that a killed process left half is none)
+  2   there is no ledger, a file in it is damaged (a last line that a killed process left half is none), or the files
+      don't tell which start of the training is the newest
+
+A start of the training is known by its files. If you leave out those of the newest, what was before it is checked: see
+that the last step that counts is the training's last.
 """
 
 
@@ -25,26 +31,26 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "check",
         help="prove that each sample counts exactly once",
         description="Check a ledger that `elasticrt run --ledger DIR`, or Loop(ledger=DIR), has written. Nodes without "
-        "a shared directory each have a part of it: copy all files into one directory first.",
+        "a shared directory each have a part of it: copy each node's to a directory of its own, and give all of them. "
+        "A file that is in several counts once, as far as the longest copy goes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    checking.add_argument("directory", metavar="DIR", help="where the ledger is")
+    checking.add_argument("directories", metavar="DIR", nargs="+", help="where the ledger, or a node's part of it, is")
     checking.set_defaults(func=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the verdict; 0 when each sample counts exactly once, else 1. Raises ConfigError for what is no ledger."""
-    directory = Path(arguments.directory)
     try:
-        verdict = check(books(directory))
+        verdict = check(books(*map(Path, arguments.directories)))
     except (OSError, ValueError) as error:
         raise ConfigError(
             explain(
                 "not a ledger that can be checked",
-                str(directory),
-                expected=f"a directory with files *{SUFFIX}, each whole",
+                ", ".join(arguments.directories),
+                expected=f"directories with files *{SUFFIX}, each whole",
                 remedy=f"What is wrong: {error}",
             )
         ) from None
@@ -52,10 +58,26 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_WORKERS if verdict.problems else EXIT_OK
 
 
-def books(directory: Path) -> list[Book]:
-    """What the files in a directory say. Raises OSError, and ValueError for a damaged one."""
-    found = [read(path.name, path.read_bytes()) for path in sorted(directory.iterdir()) if path.name.endswith(SUFFIX)]
-    return [book for book in found if book is not None]
+def books(*directories: Path) -> list[Book]:
+    """What the files in the directories say together.
+
+    Raises OSError, and ValueError for a damaged file, for copies that differ, and for a directory without any file.
+    """
+    places: dict[str, list[Path]] = defaultdict(list)
+    for directory in directories:
+        names = sorted(each.name for each in directory.iterdir() if each.name.endswith(SUFFIX))
+        if not names:
+            raise ValueError(f"there is nothing in {directory}")
+        for name in names:
+            places[name].append(directory)
+    found = {}
+    for name, holders in places.items():
+        book = read(*longest({str(directory / name): (directory / name).read_bytes() for directory in holders}))
+        if book is not None:
+            found[name] = book
+    for directory in directories:
+        put_in_order(found[name] for name in found if directory in places[name])
+    return list(found.values())
 
 
 def describe(verdict: Verdict) -> list[str]:

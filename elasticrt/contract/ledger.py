@@ -7,148 +7,21 @@ has not written down; therefore a process may be killed at any time, and the ste
 What counts follows neither from clocks nor from the numbers of generations. The training state carries its own history,
 the starts it descends from with the last step of each, through every checkpoint, copy and handover; a start writes down
 the history that it went on from. What other starts wrote, or wrote beyond those steps, was lost and is done again.
+
+The files may be in one directory or, without a shared disk, in one for each node: a book (`contract.book`) says by
+itself what came before it, wherever it is read.
 """
 
 from __future__ import annotations
 
-import json
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-FORMAT = 1
-SUFFIX = ".ledger"
+from elasticrt.contract.book import Book, Closing, Entry, Link
+
 NAMED_MAX = 20
 """So many samples are named of those that were lost or repeated in an epoch; the rest is counted."""
-
-Link = tuple[str, int]
-"""A start and its last step that counts."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The first line of a file: who writes it, and where the start went on.
-
-    Attributes:
-        start: name of the start, the same on all its ranks.
-        serial: larger than that of every start which was in the directory before.
-        run, generation, rank, world_size, node: as the agent has them; "", 0 and "" without one.
-        steps, epoch: where it went on.
-        history: what the state at `steps` descends from, oldest first.
-        samples: length of the data set.
-    """
-
-    start: str
-    serial: int
-    run: str
-    generation: int
-    rank: int
-    world_size: int
-    node: str
-    steps: int
-    epoch: int
-    history: tuple[Link, ...]
-    samples: int
-
-    def to_line(self) -> str:
-        """As it is in the file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Opening:
-        """Raises ValueError, KeyError, TypeError when it is none."""
-        if fields.pop("format", None) != FORMAT:
-            raise ValueError(f"not the beginning of a ledger of format {FORMAT}")
-        history = tuple((str(start), int(last)) for start, last in fields.pop("history"))
-        opening = cls(history=history, **fields)
-        for name in ("serial", "generation", "rank", "world_size", "steps", "epoch", "samples"):
-            value = getattr(opening, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{name} is {value!r}")
-        return opening
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One rank's part of a step: `ids` are the indices into the data set, empty when this rank had none."""
-
-    step: int
-    epoch: int
-    ids: Sequence[int]
-
-    def to_line(self) -> str:
-        """As it is in the file."""
-        return f'{{"step": {self.step}, "epoch": {self.epoch}, "ids": {list(self.ids)}}}\n'
-
-
-@dataclass(frozen=True)
-class Closing:
-    """An epoch's body has ended after `steps`, with `trained` of its samples trained and `excused` left out by rule.
-
-    `excused`: by `drop_last`. What is neither was left out by the script, which has ended the epoch early.
-    """
-
-    epoch: int
-    steps: int
-    trained: int
-    excused: int
-
-    def to_line(self) -> str:
-        """As it is in the file."""
-        return json.dumps({"closed": asdict(self)}) + "\n"
-
-
-def end_line(steps: int) -> str:
-    """The loop has ended by itself after `steps`."""
-    return json.dumps({"end": steps}) + "\n"
-
-
-@dataclass
-class Book:
-    """What one rank of one start has written. Of a step that was begun twice the last entry counts: the first one was
-    broken off by the script, or the next step would have had another number.
-    """
-
-    name: str
-    opening: Opening
-    entries: dict[int, Entry] = field(default_factory=dict)
-    closings: list[Closing] = field(default_factory=list)
-    end: int | None = None
-
-    @property
-    def finished(self) -> int:
-        """The last step that this rank has certainly finished: the end it wrote, else the one before its last."""
-        if self.end is not None:
-            return self.end
-        return max(max(self.entries, default=0) - 1, self.opening.steps)
-
-
-def read(name: str, content: bytes) -> Book | None:
-    """Parse a file. A last line without an end is what a killed process leaves, and is none; None: not even a first.
-
-    Raises ValueError saying which line is wrong.
-    """
-    lines = content.split(b"\n")[:-1]
-    if not lines:
-        return None
-    book = None
-    for number, line in enumerate(lines, 1):
-        try:
-            fields = json.loads(line)
-            if book is None:
-                book = Book(name, Opening.from_fields(fields))
-            elif "ids" in fields:
-                entry = Entry(int(fields["step"]), int(fields["epoch"]), array("q", fields["ids"]))
-                book.entries[entry.step] = entry
-            elif "closed" in fields:
-                book.closings.append(Closing(**fields["closed"]))
-            else:
-                book.end = int(fields["end"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number}: {type(error).__name__}: {error}") from None
-    return book
 
 
 @dataclass(frozen=True)
@@ -190,7 +63,8 @@ class Verdict:
 def check(books: Iterable[Book]) -> Verdict:
     """Whether along the history that counts each epoch has each sample exactly once.
 
-    Raises ValueError for books that cannot be of one ledger: none at all, or two of one rank of a start.
+    Raises ValueError for books that cannot be of one ledger, none at all or two of one rank of a start, and when they
+    don't tell which start is the newest.
     """
     starts: dict[str, dict[int, Book]] = defaultdict(dict)
     for book in books:
@@ -220,20 +94,50 @@ def check(books: Iterable[Book]) -> Verdict:
 
 
 def _newest(starts: Mapping[str, Mapping[int, Book]]) -> str:
-    """The start that nobody has gone on from. Of several the one of the latest generation, or of the latest run."""
-    gone_on_from = {start for ranks in starts.values() for start, _ in _any(ranks).opening.history}
-    openings = [_any(ranks).opening for start, ranks in starts.items() if start not in gone_on_from]
-    by_run: dict[str, Opening] = {}
-    for opening in sorted(openings, key=lambda each: (each.generation, each.serial)):
-        by_run[opening.run] = opening
-    if not by_run:
-        raise ValueError("every start in it says that it went on from another one of them")
-    return max(by_run.values(), key=lambda each: each.serial).start
+    """The start that came after all others. Raises ValueError when the files don't tell.
+
+    A start is older than those that descend from it, and than those that found a file of it in a directory. Whoever
+    wrote a file knew both, wherever it lies now. A node that took part in two starts knows which came first, so that
+    nodes tie their directories together; what was before the first was before the second.
+
+    Numbers of generations don't count: an etcd that has lost its data begins with 1 again, in the same run. So nobody
+    can tell when no nodes lead from one start to the other, and neither descends from the other. And of a start without
+    any file, from which no other went on, nothing is known.
+    """
+    origins = {start: {each for each, _ in _any(ranks).opening.history} for start, ranks in starts.items()}
+    older: dict[str, set[str]] = {}
+    for start, ranks in starts.items():
+        # A rank that was held up before it opened its file may have found those that went on from its own start.
+        found = {each for book in ranks.values() for each in book.opening.before if start not in origins.get(each, ())}
+        older[start] = (origins[start] | found) & starts.keys() - {start}
+    newest = sorted(starts.keys() - set().union(*older.values()))
+    if len(newest) > 1:
+        named = [f"{each} (run {_any(starts[each]).opening.run!r}, {_origin(starts[each])})" for each in newest]
+        raise ValueError(
+            f"which start is the newest can't be told: each of these may be: {_list(named)}. Give the directories of "
+            "all nodes; if these are all, leave out the files of those starts that are older"
+        )
+    known, found = set(newest), set(newest)
+    while found:
+        found = set().union(*(older[each] for each in found)) - known
+        known |= found
+    if len(known) < len(starts):
+        raise ValueError(f"each of these starts came after another one of them: {_list(sorted(starts.keys() - known))}")
+    return newest[0]
 
 
 def _any(ranks: Mapping[int, Book]) -> Book:
     """The book of the lowest rank: what they say of the start as a whole is the same in all."""
     return ranks[min(ranks)]
+
+
+def _origin(ranks: Mapping[int, Book], rank: int = -1) -> str:
+    """Generation and node of a rank; of one that has no file, and of the whole start, the nodes that have one."""
+    generation = f"generation {_any(ranks).opening.generation}"
+    nodes = sorted({book.opening.node for book in ranks.values() if book.opening.node})
+    if rank in ranks:
+        return ", ".join(filter(None, (generation, ranks[rank].opening.node)))
+    return f"{generation}; there are files of {_list(nodes)}" if nodes else generation
 
 
 def _gaps(starts: Mapping[str, Mapping[int, Book]], chain: Sequence[Link]) -> list[str]:
@@ -250,8 +154,8 @@ def _gaps(starts: Mapping[str, Mapping[int, Book]], chain: Sequence[Link]) -> li
             for rank in range(opening.world_size):
                 missing = set(range(opening.steps + 1, last + 1)) - set(books[rank].entries if rank in books else ())
                 if missing:
-                    where = f"rank {rank} of start {start} (generation {opening.generation})"
-                    problems.append(f"steps {_ranges(missing)}: nothing was written by {where}")
+                    who = f"rank {rank} of start {start} ({_origin(books, rank)})"
+                    problems.append(f"steps {_ranges(missing)}: nothing was written by {who}")
         before = last
     return problems
 

@@ -1,8 +1,8 @@
 """Writing the ledger: each rank notes the samples of a step before the step's gradients meet. See `contract.ledger`.
 
-One `write` per step into a file of its own, nothing is synced: what a killed process has written is there, what a node
-wrote in the seconds before it lost its power may not be, and is then reported as missing, never as right. A ledger that
-cannot be written is a warning; training goes on.
+The directory may be shared, or each node's own. One `write` per step into a file of its own, nothing is synced: what a
+killed process has written is there, what a node wrote in the seconds before it lost its power may not be, and is then
+reported as missing, never as right. A ledger that cannot be written is a warning; training goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from elasticrt.contract.ledger import SUFFIX, Closing, Entry, Link, Opening, end_line
+from elasticrt.contract.book import SUFFIX, Closing, Entry, Link, Opening, end_line
 from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train import link
 from elasticrt.train.collective import rank_and_world
@@ -79,15 +79,16 @@ class Ledger:
         name = f"generation-{generation}-{start}-rank-{rank}{SUFFIX}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            serial = 1 + len(starts(each.name for each in self._directory.iterdir()))
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(self._directory / name, flags, 0o666)
+            # Only now: NFS may show a listing of half a minute ago to a node that has changed nothing in the directory.
+            there = starts(each.name for each in self._directory.iterdir())
         except OSError as error:
             _log.warning("no ledger is written to %s: %s", self._directory, error)
+            self.close()
             return
         opening = Opening(
             start=start,
-            serial=serial,
             run=(worker.run_id if worker else os.environ.get("TORCHELASTIC_RUN_ID", "")),
             generation=generation,
             rank=rank,
@@ -97,6 +98,7 @@ class Ledger:
             epoch=position.epoch,
             history=tuple(self._history),
             samples=self._sampler.state_dict()["samples"],
+            before=tuple(sorted(there - {start} - {each for each, _ in self._history})),
         )
         self._write(opening.to_line())
 
@@ -144,4 +146,4 @@ class Ledger:
 
 def starts(names: Iterable[str]) -> set[str]:
     """The starts that files of these names belong to."""
-    return {name.rsplit("-rank-", 1)[0] for name in names if name.endswith(SUFFIX)}
+    return {name.rsplit("-rank-", 1)[0].rpartition("-")[2] for name in names if name.endswith(SUFFIX)}

@@ -43,14 +43,26 @@ for epoch in loop.epochs(1000):
 """
 
 
-def _under_faults(tmp_path: Path, seed: int, *, faults: int, nodes: int) -> tuple[list[str], Verdict]:
+class OwnDisks(Storm):
+    """Nodes that each have a ledger of their own."""
+
+    def start(self, name: str, *extra: str) -> AgentProcess:
+        """Start an agent as one more node."""
+        return super().start(name, "--ledger", f"ledgers/{name}", *extra)
+
+
+def _under_faults(
+    tmp_path: Path, seed: int, *, faults: int, nodes: int, kind: type[Storm] = Storm
+) -> tuple[list[str], Verdict]:
     """Train while `faults` things happen, drawn from the seed; what happened, and what the ledger says."""
     draw = random.Random(seed)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--max-restarts", "1000", "--ledger", "ledger"]
+    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--max-restarts", "1000"]
+    if kind is Storm:
+        options += ["--ledger", "ledger"]
     told: list[str] = []
-    with Storm(tmp_path, options, [str(script)]) as storm:
+    with kind(tmp_path, options, [str(script)]) as storm:
         for _ in range(nodes):
             storm.add()
         storm.wait_for_commits(1)
@@ -62,7 +74,12 @@ def _under_faults(tmp_path: Path, seed: int, *, faults: int, nodes: int) -> tupl
         codes = storm.ended(200)
         survivors = [code for code in codes.values() if code not in (-signal.SIGKILL, 143)]
         assert set(survivors) == {0}, f"{told}\n{storm.story()}"
-    return told, check(books(tmp_path / "ledger"))
+    return told, check(books(*_directories(tmp_path)))
+
+
+def _directories(tmp_path: Path) -> list[Path]:
+    """The ledger that all nodes share, or those of the nodes."""
+    return sorted((tmp_path / "ledgers").glob("*")) or [tmp_path / "ledger"]
 
 
 def _has_arrived(agent: AgentProcess) -> bool:
@@ -74,7 +91,7 @@ def _proven(tmp_path: Path, told: list[str], verdict: Verdict) -> None:
     assert verdict.problems == (), told
     assert verdict.steps == len(verdict.epochs) * -(-SAMPLES // BATCH)
     assert {(each.trained, each.left_out) for each in verdict.epochs} == {(SAMPLES, 0)}
-    command = [sys.executable, "-m", "elasticrt", "ledger", "check", "ledger"]
+    command = [sys.executable, "-m", "elasticrt", "ledger", "check", *map(str, _directories(tmp_path))]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("each sample counts exactly once\n")
@@ -88,12 +105,21 @@ def test_five_faults(tmp_path: Path) -> None:
     assert verdict.starts > 3
 
 
+def test_five_faults_with_a_ledger_on_each_node(tmp_path: Path) -> None:
+    """S5: nodes that share no directory; their ledgers together prove the same, and without one of them nothing."""
+    told, verdict = _under_faults(tmp_path, 5, faults=5, nodes=3, kind=OwnDisks)
+    _proven(tmp_path, told, verdict)
+    first, *others = _directories(tmp_path)
+    assert len(others) >= 2
+    assert any("nothing was written by rank" in problem for problem in check(books(*others)).problems), first
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_twenty_four_faults(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [(1, Storm), (2, Storm), (1, OwnDisks), (2, OwnDisks)])
+def test_twenty_four_faults(tmp_path: Path, seed: int, kind: type[Storm]) -> None:
     """S5, X01, D09: 24 kills of workers and nodes, drains and joins; each sample of each epoch counts exactly once."""
-    told, verdict = _under_faults(tmp_path, seed, faults=24, nodes=3)
+    told, verdict = _under_faults(tmp_path, seed, faults=24, nodes=3, kind=kind)
     _proven(tmp_path, told, verdict)
     assert verdict.starts > 15
     assert verdict.redone > 0

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from elasticrt import ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
 from elasticrt.cli.ledger import books as books_in
 from elasticrt.cli.main import main
-from elasticrt.contract.ledger import Book, Closing, Entry, Opening, check, end_line, read
+from elasticrt.contract.book import Book, Closing, Entry, Opening, end_line, read
+from elasticrt.contract.ledger import check
 from elasticrt.train import archive
 
 SAMPLES = 8
 PER_EPOCH = 4
-OPENING = Opening("a", 1, "run", 1, 0, 1, "n", 0, 0, (), SAMPLES)
+OPENING = Opening("a", "run", 1, 0, 1, "n", 0, 0, (), SAMPLES)
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +38,13 @@ def no_locks_kept():
 def book(start: str, went_on: int, entries: str, *, history: str = "", rank: int = 0, **other: Any) -> Book:
     """A rank's book. `entries`: "1:01 2:23" says that step 1 had samples 0 and 1; step 5 begins epoch 1 unless "5@0".
 
-    `history`: "a3 b5" says that the state at `went_on` descends from step 3 of start a and from step 5 of start b.
+    `history`: "a3 b5" says that the state at `went_on` descends from step 3 of start a and from step 5 of start b. All
+    starts came in the order of their letters, in one directory.
     """
     links = tuple((link[0], int(link[1:])) for link in history.split())
     number = ord(start) - ord("a") + 1
-    fields = {"serial": number, "generation": number, "epoch": went_on // PER_EPOCH, **other}
+    before = tuple(map(chr, range(ord("a"), ord(start))))
+    fields = {"before": before, "generation": number, "epoch": went_on // PER_EPOCH, **other}
     end, closings = fields.pop("end", None), fields.pop("closings", [])
     opening = replace(OPENING, start=start, rank=rank, steps=went_on, history=links, **fields)
     found = Book(f"{start}{rank}", opening, closings=[Closing(*closing) for closing in closings], end=end)
@@ -86,13 +89,18 @@ SECOND = "5:76 6:54 7:32 8:10"
             4, 1, id="one rank was killed before it wrote its part",
         ),
         pytest.param(
-            [book("b", 2, "3:45 4:67", history="a2", end=4), book("a", 0, "1:01 2:23 3:00 4:00", end=4, serial=9)],
+            [book("b", 2, "3:45 4:67", history="a2", end=4), book("a", 0, "1:01 2:23 3:00 4:00", end=4, before=("b",))],
             4, 2, id="a zombie goes on, and ends, and counts for nothing",
         ),
         pytest.param(
             [book("a", 0, "1:01 2:23", run="old"), book("b", 1, "2:45 3:00", history="a1", run="old", generation=7),
              book("c", 2, "3:45 4:67", history="a2", run="new", generation=1, end=4)],
             4, 2, id="another run goes on, its generations begin with 1",
+        ),
+        pytest.param(
+            [book("a", 0, "1:01 2:23"), book("b", 1, "2:45 3:00", history="a1"),
+             book("c", 2, "3:45 4:67", history="a2", generation=1, end=4)],
+            4, 2, id="etcd has lost its data, and numbers the generations of the run from 1 again",
         ),
         pytest.param([book("a", 0, "1:01 2:23 3:45 4@1:76 5@1:5432 6@1:10", closings=[(0, 3, 6, 0)], end=6)], 6, 0,
                      id="the script has left an epoch early"),
@@ -127,9 +135,10 @@ def test_exactly_once(books: list[Book], steps: int, superseded: int) -> None:
         pytest.param([book("a", 0, "1:01 2:23"), book("b", 2, "3:23 4:67", history="a2", end=4)],
                      "repeated: 2 samples: 2 (steps 2 and 3), 3 (steps 2 and 3)", id="the position was one batch off"),
         pytest.param([book("a", 0, "1:01 2:23", world_size=2, end=2)],
-                     "steps 1-2: nothing was written by rank 1 of start a (generation 1)", id="a rank is missing"),
-        pytest.param([book("a", 0, "1:01 3:45 5:76", end=5)], "steps 2, 4: nothing was written by rank 0",
-                     id="steps are missing"),
+                     "steps 1-2: nothing was written by rank 1 of start a (generation 1; there are files of n)",
+                     id="a rank is missing"),
+        pytest.param([book("a", 0, "1:01 3:45 5:76", end=5)],
+                     "steps 2, 4: nothing was written by rank 0 of start a (generation 1, n)", id="steps are missing"),
         pytest.param([book("b", 2, "3:45 4:67", history="a2", end=4)], "steps 1 to 2: nothing was written by start a",
                      id="a start's files are missing"),
         pytest.param([book("b", 2, "3:45 4:67", end=4)], "steps 1 to 2: trained without a ledger", id="begun without"),
@@ -147,10 +156,14 @@ def test_what_is_wrong_is_named(books: list[Book], problem: str) -> None:
 @pytest.mark.parametrize(
     ("books", "why"),
     [([], "nothing in it"), ([book("a", 0, "1:01"), book("a", 0, "1:23")], "the same rank"),
-     ([book("a", 0, "1:01", history="b1"), book("b", 0, "1:01", history="a1")], "went on from another")],
+     ([book("a", 0, "1:01", history="b1"), book("b", 0, "1:01", history="a1")], "came after another one of them: a, b"),
+     ([book("a", 0, "1:01", before=("b",)), book("b", 0, "1:01")], "came after another one of them: a, b"),
+     ([book("a", 0, "", before=("b",)), book("b", 0, ""), book("c", 0, "", before=())], "another one of them: a, b"),
+     ([book("a", 0, "1:01"), book("b", 0, "1:01", run="other", node="m", before=())],
+      r"each of these may be: a \(run 'run', generation 1; there are files of n\), b \(run 'other', .* of m\)\. Give")],
 )  # fmt: skip
 def test_what_cannot_be_a_ledger(books: list[Book], why: str) -> None:
-    """Nothing, the same file twice, and starts that descend from each other are refused."""
+    """Nothing, the same file twice, and starts of which none is known to be the newest are refused."""
     with pytest.raises(ValueError, match=why):
         check(books)
 
@@ -186,7 +199,11 @@ def test_damage_is_an_error(damage: str) -> None:
         read("a", (WRITTEN + damage + "\n").encode())
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"rank": -1}, {"steps": "0"}, {"extra": 1}, {"history": [["a"]]}])
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 3}, {"format": 1}, {"rank": -1}, {"steps": "0"}, {"extra": 1}, {"history": [["a"]]}, {"before": 1},
+     {"serial": 1}],
+)  # fmt: skip
 def test_a_first_line_of_another_kind_is_an_error(change: dict[str, Any]) -> None:
     """A file of another format, or with fields that cannot be, is refused."""
     with pytest.raises(ValueError, match="a, line 1: "):
