@@ -312,7 +312,9 @@ def _run_id(values: Mapping[str, Any]) -> str:
     if values["run_id"] is not None and not values["standalone"]:
         return check_name(values["run_id"], "--run-id")
     adjectives, animals = _ADJECTIVES.split(), _ANIMALS.split()
-    return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{secrets.randbelow(90) + 10}"
+    # Whoever draws the name of another run on this machine would join it.
+    rest = "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(5))
+    return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{rest}"
 
 
 def _host_name() -> str:

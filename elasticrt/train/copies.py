@@ -4,6 +4,10 @@ Between two steps local rank 0 copies its state to the host; a thread writes the
 the agent, which keeps it when this process dies. Copies are taken as often as a share of the time allows, the cost of
 the last one being the measure. A generation that ends without a handover resumes from the newest copy that a surviving
 node holds, if it is newer than the newest checkpoint.
+
+Nodes copy after the same steps, without having to agree on them: after those that a round number divides, which each
+chooses by itself. All ranks wait for the one that copies; if each node did so in its own time, training would stand
+still once for every node, and of a hundred nodes each would take its share from all.
 """
 
 from __future__ import annotations
@@ -33,13 +37,25 @@ BUDGET = 0.01
 FIRST_S = 1.0
 """A generation that has just begun has better things to do; and what it resumed from is still there."""
 
+FIRST_WITHIN_S = 0.25
+"""After that, the first copy is taken within twice this time: nobody knows yet what it costs."""
+
+STEP_S_MIN = 1e-6
+"""No step is shorter. What divides by nothing is no number of steps."""
+
 HELD_AT_ONCE = 4
 """The copy on the host, its memory file, and the two that the agent keeps."""
 
 
-def next_at(now: float, cost_s: float, budget: float) -> float:
-    """When to take the next copy after one that took `cost_s` seconds, so that they take the share `budget`. Pure."""
-    return now + cost_s / budget
+def stride(interval_s: float, step_s: float) -> int:
+    """After every how many steps of `step_s` seconds to copy, so that at least `interval_s` lie between. Pure.
+
+    A power of two, or three of them: nodes whose costs differ a little choose the same, and where they do not, most
+    steps of the one are among those of the other.
+    """
+    steps = max(1, math.ceil(interval_s / max(step_s, STEP_S_MIN)))
+    power: int = 1 << (steps - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and steps <= power * 3 // 4 else power
 
 
 def lacks_room(size: int, available: int, taken: int = 0) -> str:
@@ -62,31 +78,40 @@ class Copies:
     def __init__(self, worker: WorkerEnv | None, budget: float) -> None:
         takes = worker is not None and worker.local_rank == 0 and budget > 0 and link.agent_link() is not None
         self._budget = budget if takes else 0.0
-        self._next_at = math.inf
+        self._not_before = math.inf
+        self._stride = 0  # Steps; 0: not known yet.
         self._taken = 0
-        self._interval_s = 0.0
+        self._step = 0
+        self._at = 0.0
+        self._step_s = 0.0
         self._buffers = Buffers()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """The loop is entered."""
+    def begin(self, now: float, step: int) -> None:
+        """The loop is entered after `step`."""
         if self._budget:
-            self._next_at = time.monotonic() + FIRST_S
+            self._not_before = now + FIRST_S
+            self._step, self._at = step, now
 
-    def due(self, now: float) -> bool:
-        """Whether to take one now."""
-        return now >= self._next_at
+    def due(self, now: float, step: int) -> bool:
+        """Whether to take one now, after `step`."""
+        if now < self._not_before or step == self._step:
+            return False
+        if not self._stride:
+            self._stride = stride(FIRST_WITHIN_S, (now - self._at) / (step - self._step))
+        return step % self._stride == 0
 
     def take(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
         """Copy `state` as of `step` to the host now; the rest happens in the background."""
         began = time.monotonic()
+        self._not_before = math.inf  # Until this one is done, or for ever.
         problem = lacks_room(_size(state), available_bytes(), self._taken)
         if problem:
-            self._next_at = math.inf
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
             return
-        self._next_at = math.inf  # Until this one is done.
         self._taken += 1
+        self._step_s = (began - self._at) / max(1, step - self._step)
+        self._step, self._at = step, began
         copied = plain_copy(state, "state", self._buffers)
         stall_s = time.monotonic() - began
         arguments = (copied, step, epoch, stall_s)
@@ -116,12 +141,14 @@ class Copies:
             return
         finally:
             os.close(fd)
-        now = time.monotonic()
-        self._next_at = next_at(now, stall_s + now - began, self._budget)
-        interval_s = self._next_at - now
-        if not self._interval_s / 2 <= interval_s <= self._interval_s * 2:
-            self._interval_s = interval_s
-            _log.info("a copy of the state (%.1f MiB) every %.2f s", size / 2**20, interval_s)
+        cost_s = stall_s + time.monotonic() - began
+        chosen = stride(cost_s / self._budget, self._step_s)
+        if chosen != self._stride:
+            _log.info(
+                "a copy of the state (%.1f MiB) every %d steps, %.2f s", size / 2**20, chosen, chosen * self._step_s
+            )
+        self._stride = chosen
+        self._not_before = -math.inf
 
 
 def _size(value: object) -> int:

@@ -183,7 +183,7 @@ class Loop:
                 self._hooks.append(each.register_step_post_hook(self._after_optimizer))
         self._stage = "running"
         self._shield.raise_()
-        self._copies.begin()
+        self._copies.begin(time.monotonic(), self._position.steps)
         _running.append(self)
 
     def _leave(self) -> None:
@@ -338,7 +338,7 @@ class Loop:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         now = time.monotonic()
         self._save_if_due(now)
-        if self._copies.due(now):
+        if self._copies.due(now, self._position.steps):
             self._copies.take(self._state(), self._position.steps, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()

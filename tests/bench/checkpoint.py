@@ -31,7 +31,7 @@ OUTPUT = Path(__file__).with_name("results") / "checkpoint.txt"
 METHODS = {"torch.save": "torch.save", "dcp": "DCP async_save", "loop": "elasticrt"}
 GAP_S = {1: 1.0, 25: 4.0, 100: 10.0}
 SAVES = {1: 6, 25: 4, 100: 3}
-KILLS = 4
+KILLS = 8
 TIMEOUT_S = 200.0
 
 

@@ -171,7 +171,7 @@ def copies(job: Job, directory: Path) -> None:
             elif stalls:
                 break
         break
-    interval_s = tier._interval_s
+    interval_s = tier._stride * tier._step_s
     result = {
         "bare_ms": bare_s * 1e3, "stalls_ms": [stall * 1e3 for stall in stalls], "interval_s": interval_s,
         "overhead_percent": (sum(stalls) + max(0.0, extra_s)) / interval_s * 100,
@@ -189,7 +189,7 @@ def kills(job: Job, times: int, directory: Path) -> None:
         resumed = loop.steps
         with notes.open("a") as file:
             file.write(f"resumed {resumed}\n")
-        end = time.monotonic() + 4.0 + 0.37 * ctx.restart_count
+        end = time.monotonic() + 4.0 + 0.77 * ctx.restart_count
         for _batch in loop.batches(itertools.repeat(None)):
             job.step()
             if ctx.restart_count < times and time.monotonic() > end:

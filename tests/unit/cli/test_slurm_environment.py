@@ -94,7 +94,7 @@ def test_node_and_run(env: dict[str, str], argv: tuple[str, ...], node: str, run
     assert settings.node == node
     assert settings.node_given == ("--node" in argv)
     if run_id is None:
-        assert re.fullmatch(r"[a-z]+-[a-z]+-[0-9]{2}", settings.run_id)
+        assert re.fullmatch(r"[a-z]+-[a-z]+-[a-z2-9]{5}", settings.run_id)
     else:
         assert settings.run_id == run_id
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.errors import ConfigError
-from elasticrt.train.copies import Copies, lacks_room, next_at
+from elasticrt.train.copies import STEP_S_MIN, Copies, lacks_room, stride
 from elasticrt.train.loop import Loop
 from elasticrt.train.room import available_bytes
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize(
-    ("cost_s", "budget", "expected"), [(0.001, 0.01, 100.1), (0.4, 0.01, 140.0), (0.5, 0.5, 101.0)]
-)
-def test_the_cost_of_a_copy_sets_when_the_next_is_taken(cost_s: float, budget: float, expected: float) -> None:
-    """Copies take the share of the time that was granted, whatever the size of the state."""
-    assert next_at(100.0, cost_s, budget) == pytest.approx(expected)
+@pytest.mark.parametrize("interval_s", [0.0, 1e-7, 0.01, 0.1, 1.0, 39.9, 1000.0])
+@pytest.mark.parametrize("step_s", [0.0, 1e-4, 0.05, 0.3, 40.0])
+def test_copies_take_their_share_of_the_time_and_no_more(interval_s: float, step_s: float) -> None:
+    """At least the interval lies between two, and at most half as much again, but for whole steps."""
+    steps = stride(interval_s, step_s)
+    step_s = max(step_s, STEP_S_MIN)
+    assert interval_s <= steps * step_s * (1 + 1e-9)
+    assert steps * step_s < 1.5 * (interval_s + step_s)
+
+
+def test_many_nodes_copy_after_the_same_steps() -> None:
+    """Of 1,000 nodes whose copies differ in cost by up to a half, training waits for less than two per interval."""
+    strides = [stride(4.0 * (1 + number / 2000), 0.05) for number in range(1000)]
+    steps = {step for each in set(strides) for step in range(each, 10_001, each)}
+    assert len(steps) < 2 * 10_000 / min(strides)
 
 
 @pytest.mark.parametrize(("taken", "more"), [(0, 4), (1, 2), (2, 1), (3, 1), (1000, 1)])
@@ -45,8 +54,8 @@ def test_the_memory_that_is_left_is_known() -> None:
 def test_without_an_agent_none_are_taken() -> None:
     """A script that runs by itself has nobody to keep its copies."""
     copies = Copies(None, 0.01)
-    copies.begin()
-    assert not copies.due(1e12)
+    copies.begin(0.0, 0)
+    assert not copies.due(1e12, 1024)
     copies.wait()
 
 
