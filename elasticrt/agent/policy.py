@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from elasticrt.agent.report import Failure, describe, render
+from elasticrt.agent.report import AWAY, Failure, describe, render
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
@@ -23,7 +23,8 @@ class Ends:
 
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
-    newest copy taken meanwhile, or one of the step that the generation resumed from.
+    newest copy taken meanwhile, or one of the step that the generation resumed from. `spare`: an older one, for when
+    nobody has the checkpoint that it resumes from.
     """
 
     generation: int
@@ -35,6 +36,7 @@ class Ends:
     handed: frozenset[int] = frozenset()
     memory: Copy | None = None
     kept: Copy | None = None
+    spare: Copy | None = None
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -48,7 +50,7 @@ class Ends:
                 incarnation=incarnation,
                 status="failed",
                 failure=failure_record(self.failures),
-                memory=copy_record(self.kept),
+                memory=copy_record(self.kept or self.spare),
             )
         if len(self.handed) == self.workers:
             return Report(
@@ -97,6 +99,7 @@ def failure_record(failures: Sequence[Failure]) -> FailureRecord:
         summary=summary[:SUMMARY_MAX],
         text=render(failures)[:TEXT_MAX],
         stalled=cause.kind == "stalled",
+        away=cause.exception.rpartition(".")[2] == AWAY,
     )
 
 

@@ -18,6 +18,8 @@ from elasticrt.errors import EXIT_CHECKPOINT, EXIT_PREPARATION
 JSON_MAX_BYTES = 4096
 _MESSAGE_MAX = 600
 _LAST_LINES_MAX = 30
+AWAY = "CheckpointAwayError"
+"""Name of the exception that says so of the checkpoint to resume from."""
 _KINDS = ("exit", "signal", "start", "oom", "stalled")
 
 
@@ -170,7 +172,7 @@ def stalled(
 
 
 def _final_code(exception: str, hint: int) -> Literal[0, 5, 6]:
-    if hint == EXIT_CHECKPOINT or exception.rpartition(".")[2] == "CheckpointError":
+    if hint == EXIT_CHECKPOINT or exception.rpartition(".")[2] in ("CheckpointError", AWAY):
         return 5
     if hint == EXIT_PREPARATION or exception.rpartition(".")[2] == "PreparationError":
         return 6

@@ -63,6 +63,9 @@ COLLATERAL_GRACE_S = 0.25
 """How long to wait for the cause when only collateral failures are reported: a killed worker is reported within
 milliseconds, its peers' failing collectives later, so this is rarely used up."""
 
+COPIES_GRACE_S = 2.0
+"""How long to wait for all nodes to say which copies they have, when nobody has the checkpoint."""
+
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
@@ -190,8 +193,8 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         return Finish("succeeded", 0, f"all {led.generation.world_size} workers ended with exit code 0")
     for entry in led.reports.values():
-        if entry.record.failure is not None and entry.record.failure.final_code:
-            failure = entry.record.failure
+        failure = entry.record.failure
+        if failure is not None and failure.final_code and not failure.away:
             return Finish("failed", failure.final_code, failure.summary, failure.text)
 
     doubted = tuple(seat for seat in led.seats if seat.node != me.record.node and _doubted(led, seat))
@@ -260,6 +263,8 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
 def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
     first, only_collateral = _first_cause(failed)
+    if first.away:
+        return _without_head(led, first, failed)
     if only_collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
@@ -280,6 +285,23 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     if short is not None:
         return short
     return publish(led.view, spec, "failure", first.summary, restarts=(restarts, total, step), me=led.me)
+
+
+def _without_head(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Decision:
+    """The checkpoint to resume from is on a node that is not here: an older copy in memory is better than the end."""
+    until = min(entry.since for entry in failed) + COPIES_GRACE_S
+    if len(failed) < len(led.seats) and led.now < until:
+        return Wait("nobody has the checkpoint; waiting for what the other nodes have in memory", until)
+    short = too_few(led.view, led.spec, led.now)
+    if short is not None:
+        return short
+    head = led.view.head.record if led.view.head else None
+    cause = f"the checkpoint of step {head.step} is away with {head.node}" if head else first.summary
+    again = publish(led.view, led.spec, "lost", cause, restarts=kept_restarts(led.generation), me=led.me)
+    back = head is not None and head.node in {seat.node for seat in again.draft.seats}
+    if again.draft.memory is None and not back:
+        return Finish("failed", first.final_code, first.summary, first.text)
+    return again
 
 
 def _doubted(led: Led, seat: Seat) -> bool:

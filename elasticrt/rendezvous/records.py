@@ -191,7 +191,8 @@ class Generation(Record):
 
     `restarts` counts failures since new steps were last committed, `restarts_total` all of this attempt;
     `restart_step` is the head's step at the last counted failure. `resume` is where its workers start from, unless
-    there is a `memory` copy: a later step, in the memory of the node with rank 0.
+    there is a `memory` copy, in the memory of the node with rank 0: a later step, or an earlier one when the head is on
+    the disk of a node that is not here.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -215,7 +216,8 @@ class Generation(Record):
 class FailureRecord(BaseModel):
     """What a report says about the worker that failed first on its node. Texts are truncated by the sender.
 
-    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing.
+    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `away`:
+    nobody here has the checkpoint to resume from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -226,6 +228,7 @@ class FailureRecord(BaseModel):
     summary: Annotated[str, Field(max_length=500)]
     text: Annotated[str, Field(max_length=TEXT_MAX)] = ""
     stalled: bool = False
+    away: bool = False
 
 
 class Report(Record):
@@ -236,8 +239,9 @@ class Report(Record):
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
-    behind (with "failed": the copy that the generation resumed from, if this node keeps one). `handover` is the create
-    revision of the record that asked for it.
+    behind; with "failed" the newest copy of their state, or the one that the generation resumed from, if this node
+    keeps one: an older one where the checkpoint to resume from is away. `handover` is the create revision of the record
+    that asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticrt.errors import CheckpointError, ElasticError, explain
+from elasticrt.errors import CheckpointAwayError, CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
 from elasticrt.train.archive import Archive, parse
 from elasticrt.train.commit import Committer
@@ -219,6 +219,10 @@ class Checkpointer:
             self._archive.open(create=True)
             self._archive.claim()
         if worker is not None and payload is not None:
+            assert worker.copy is not None, "the payload is its"
+            if worker.resume is not None and worker.copy.step < worker.resume.step:
+                away, back = (worker.resume.step, worker.resume.node), worker.copy.step
+                _log.warning("the checkpoint of step %d is away with %s; going back to step %d, in memory", *away, back)
             self._committer.descends_from(worker.resume)
             return payload, parse(payload)
         self._archive.open(create=False)
@@ -233,7 +237,8 @@ class Checkpointer:
         rank, _ = collective.rank_and_world()
         if outcome.choice.what in ("refuse", "away"):
             text = self._refusal(outcome) if rank == 0 else ""
-            raise CheckpointError(bytes(collective.broadcast_bytes(text.encode())).decode())
+            kind = CheckpointAwayError if outcome.choice.what == "away" else CheckpointError
+            raise kind(bytes(collective.broadcast_bytes(text.encode())).decode())
         found = outcome.found
         if rank == 0:
             for trouble in outcome.troubles:

@@ -108,3 +108,70 @@ def test_the_node_that_has_the_newest_sends_it(tmp_path: Path) -> None:
         assert _resumed_from(cluster) == {(head + 25, head + 26)}
         assert f"ckpt-a/ on node b from step {head + 25}" in cluster.agents["a"].text()
     assert _newest(tmp_path, "a") == head + 40
+
+
+GOING_BACK = """
+import os, time
+from pathlib import Path
+import torch, torch.nn.functional as F, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+elasticrt.init()
+data = TensorDataset(torch.randn(640, 8), torch.randn(640, 1))
+sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=16)
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+# So small a share that there is no copy but the one below.
+loop = elasticrt.Loop(
+    "ckpt-" + os.environ["ELASTICRT_NODE"], sampler=sampler, model=model, optimizer=optimizer, every="15 steps",
+    memory=float(os.environ["SHARE"]),
+)
+for epoch in loop.epochs(1):
+    for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+        if loop.steps == 12 and float(os.environ["SHARE"]):
+            loop._copies.wait()
+            loop._copies.take(loop._state(), loop.steps, epoch)
+            loop._copies.wait()
+        if loop.steps == 16:
+            loop._checkpointer.wait()
+            with loop.pause("the test looks around"):
+                while not Path("go").exists():
+                    time.sleep(0.01)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+COPY, HEAD, LAST = 12, 15, 40
+
+
+@pytest.mark.parametrize("share", ["1e-9", "0"])
+def test_the_node_with_the_newest_checkpoint_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    """F16, S6: the others go on from an older copy in memory; without one the run ends and says where the newest is."""
+    monkeypatch.setenv("SHARE", share)
+    script = tmp_path / "train.py"
+    script.write_text(GOING_BACK)
+    options = ["--min-nodes", "2", "--max-nodes", "3", "--lease-ttl", "2"]
+    with Cluster(tmp_path, f"back-{secrets.token_hex(4)}", options, [str(script)]) as cluster:
+        for rank, name in enumerate("abc"):
+            cluster.start(name, "--node-rank", str(rank))
+        copies = 3 if float(share) else 0
+        cluster.wait("copies", lambda: sum(event["step"] == COPY for event in cluster.events("copied")) == copies)
+        cluster.wait("the checkpoint", lambda: any(event["step"] == HEAD for event in cluster.events("committed")))
+        kill(cluster.agents["a"].pid)
+        (tmp_path / "go").touch()
+        codes = cluster.ended()
+        said = cluster.agents["b"].text() + cluster.agents["c"].text()
+    assert f"the newest checkpoint, step {HEAD}, is on a node that is not here ({tmp_path}/ckpt-a)" in said
+    if not copies:
+        assert (codes["b"], codes["c"]) == (5, 5)
+        return
+    assert (codes["b"], codes["c"]) == (0, 0)
+    assert f"the checkpoint of step {HEAD} is away with a; going back to step {COPY}, in memory" in said
+    assert {(event["resumed_from"], event["step"]) for event in cluster.events("first_step")} == {
+        (0, 1),
+        (COPY, COPY + 1),
+    }
+    assert max(_newest(tmp_path, "b"), _newest(tmp_path, "c")) == LAST

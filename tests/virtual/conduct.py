@@ -174,7 +174,7 @@ class Conduct:
     def replaced(self, old: dict[str, Seat], new: Generation, seats: dict[str, Seat]) -> None:
         """A generation takes the place of another: nobody is left out, and nobody in, without a reason."""
         lives = {seat.incarnation for seat in seats.values()}
-        if new.kind == "lost":
+        if new.kind == "lost" and not self.history.head_was_away():
             lost = [seat for seat in old.values() if seat.incarnation not in lives]
             require(lost, "L7", f"generation {new.number} replaces one that has lost nobody: {new.cause}")
         if new.kind in ("join", "drain", "resize"):

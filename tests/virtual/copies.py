@@ -86,22 +86,41 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     """S5, S6: what a generation resumes from in memory.
 
     It is newer than the head and descends from it; the generation that is replaced has taken it, or has resumed from
-    the very same state; and it is kept by the node with rank 0, in the life that has taken it.
+    the very same state; and it is kept by the node with rank 0, in the life that has taken it. When the head is on the
+    disk of a node that is not here, it may be older, and the head then descends from it; and the next generations go
+    on from there.
     """
     if new.memory is None:
+        _need_not_be_looked_for(history, new)
         return
     text = f"generation {new.number} resumes from a copy of step {new.memory.step}"
     require(history.generations, "S6", f"{text}, and there was none before")
     before, head = history.generations[-1], history.heads[-1] if history.heads else None
     copies = history.sim.copies
     copy = copies[new.memory.digest]
-    require(new.memory.step > step_of(head), "S6", f"{text}, and the head is of step {step_of(head)}")
-    resumed = before.memory is not None and copy.trained == copies[before.memory.digest].trained
-    known = copy.taken_in == before.nonce or resumed
-    require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
-    base = history.sim.disk[head.nonce] if head is not None else ()
-    require(copy.trained[: len(base)] == base, "S6", f"{text}, which does not descend from the head")
     place = (first.node, first.incarnation)
     require(place == (copy.node, copy.incarnation), "S6", f"{text}, which another life than rank 0's has taken")
     steps = tuple(step for step, _ in copy.trained)
     require(steps == tuple(range(1, new.memory.step + 1)), "S5", f"{text}, which was trained on {steps}")
+    resumed = before.memory is not None and copy.trained == copies[before.memory.digest].trained
+    known = copy.taken_in == before.nonce or resumed
+    if head is not None and history.has_gone_back():
+        require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
+        return
+    if head is not None and history.head_is_lost(new):
+        descends = history.sim.disk[head.nonce][: len(copy.trained)] == copy.trained
+        require(descends or new.memory.step > head.step, "S6", f"{text}, from which the lost head does not descend")
+        return
+    require(new.memory.step > step_of(head), "S6", f"{text}, and the head is of step {step_of(head)}")
+    require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
+    base = history.sim.disk[head.nonce] if head is not None else ()
+    require(copy.trained[: len(base)] == base, "S6", f"{text}, which does not descend from the head")
+
+
+def _need_not_be_looked_for(history: Invariants, new: Generation) -> None:
+    """S6: who has gone back behind a head that is lost does not go to it again while there are copies."""
+    if history.generations and history.has_gone_back():
+        lives = {seat.incarnation for seat in history.seats[new.nonce].values()}
+        last = [report for report in history.reported if report.generation == history.number()]
+        stated = [report.node for report in last if report.memory is not None and report.incarnation in lives]
+        require(not stated, "S6", f"generation {new.number} resumes from the lost head, and {stated} have copies")

@@ -84,7 +84,23 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
-        (_LED, "_newest_copy", "copy.step > (head.step if head else -1)", "True"),
+        (_LED, "_least_step", "-1 if looked_for and not here else head.step", "-1"),
+    ),
+    "nobody goes back behind a checkpoint that is lost": ((_LED, "_least_step", "looked_for and not here", "False"),),
+    "a checkpoint is passed over although its node is back": (
+        (_LED, "_least_step", "looked_for and not here", "looked_for"),
+    ),
+    "who has gone back goes to the lost checkpoint again": (
+        (_LED, "_least_step", "same and before.memory is not None and before.memory.step <= head.step", "False"),
+    ),
+    "a copy of another generation than the lost checkpoint's is resumed from": (
+        (_A + "memory", "Memory._best_spare", "self._generation != head.generation", "False"),
+    ),
+    "a copy of a later step than the lost checkpoint's is resumed from": (
+        (_A + "memory", "Memory._best_spare", " if copy.step <= head.step", ""),
+    ),
+    "no copy is spared": (
+        (_A + "memory", "Memory.renew", "(None, -1) if resumed or head is None else self._best_spare(head)", "(None, -1)"),
     ),
     "a copy that does not descend from the head is resumed from": (
         (_LED, "_newest_copy", "head is not None and head.generation != before.number and head.nonce not in known", "False"),

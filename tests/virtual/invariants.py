@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from elasticrt.errors import EXIT_CHECKPOINT
 from elasticrt.rendezvous.records import (
     Generation,
     HandoverRecord,
@@ -153,8 +154,10 @@ class Invariants:
             "S6",
             f"generation {new.number} resumes from {step_of(new.resume)}, head {step_of(head)}",
         )
-        copies.check(self, new, seats[0])
         self.seats[new.nonce] = {seat.node: seat for seat in seats}
+        copies.check(self, new, seats[0])
+        if new.memory is not None and new.memory.step <= step_of(head):
+            self.work.gone_back(new.memory.step)
         before = self.generations[-1] if self.generations else None
         if before is not None and before.attempt == new.attempt:
             self.conduct.replaced(self.seats[before.nonce], new, self.seats[new.nonce])
@@ -185,7 +188,8 @@ class Invariants:
             require((new.restarts, new.restarts_total) == (0, 0), "S13", "a new attempt begins with restarts")
             return
         failed = [report for report in self.reported if report.generation == old.number and report.status == "failed"]
-        final = [report.node for report in failed if report.failure is not None and report.failure.final_code]
+        failures = [(report.node, report.failure) for report in failed if report.failure is not None]
+        final = [node for node, failure in failures if failure.final_code and not failure.away]
         require(not final, "S13", f"generation {new.number} comes after a failure on {final} that no restart can cure")
         if new.kind == "failure":
             require(failed, "S13", f"generation {new.number} counts a failure that nobody reported in {old.number}")
@@ -212,10 +216,12 @@ class Invariants:
         require(
             new.parent == (old.nonce if old else ""), "S2", f"step {new.step} does not follow the head {step_of(old)}"
         )
-        require(new.step > step_of(old), "S2", f"step {new.step} after {step_of(old)}")
+        least = self.work.least if self.sim.plan.own_disks else step_of(old)
+        require(new.step > least, "S2", f"step {new.step} after {step_of(old)}")
         trained = tuple(step for step, _ in self.sim.disk[new.nonce])
         require(trained == tuple(range(1, new.step + 1)), "S5", f"step {new.step} was trained on {trained}")
         self.heads.append(new)
+        self.work.least = new.step
         self.head_at = self.sim.engine.now
         self.sim.engine.say("etcd", f"= head: step {new.step} by generation {new.generation}")
 
@@ -249,6 +255,7 @@ class Invariants:
             require(new.code != 0, "S12", "failure with code 0")
         self._s13_result(new)
         self._l3_result(new)
+        self._s6_result(new)
         self.results[new.attempt] = new
         self.result_at = self.sim.engine.now
         self.sim.engine.say("etcd", f"= result: {new.status}, code {new.code}: {new.reason}")
@@ -261,6 +268,28 @@ class Invariants:
         require(failed, "S13", f"the run failed, but nobody reported a failure in generation {last.number}")
         spent = last.restarts if spec.restarts_reset else last.restarts_total
         require(spent >= spec.max_restarts, "S13", f"the run failed after {spent} of {spec.max_restarts} restarts")
+
+    def head_was_away(self) -> bool:
+        """Whether the present generation has looked for the head in vain."""
+        said = [report.failure for report in self.reported if report.generation == self.number()]
+        return self.sim.plan.own_disks and any(failure is not None and failure.away for failure in said)
+
+    def head_is_lost(self, new: Generation) -> bool:
+        """Whether, besides, who wrote it is not in `new` either."""
+        return self.head_was_away() and self.heads[-1].node not in self.seats[new.nonce]
+
+    def has_gone_back(self) -> bool:
+        """Whether the present generation began behind the head, and there is no other since."""
+        last, head = self.generations[-1], self.heads[-1] if self.heads else None
+        return last.memory is not None and last.memory.step <= step_of(head) and last.resume == head
+
+    def _s6_result(self, new: Result) -> None:
+        """A run ends for want of a checkpoint only when nobody has a copy from which it could go on."""
+        if new.code != EXIT_CHECKPOINT or not self.sim.plan.own_disks:
+            return
+        for process in self.sim.processes.values():
+            copy = None if process.gone or process.name not in self.roster() else process.agent.node._memory.spare
+            require(copy is None, "S6", f"the run ends, and {process.name} has a copy of step {copy and copy.step}")
 
     def _l3_result(self, new: Result) -> None:
         if new.code == 3:

@@ -72,13 +72,14 @@ class Plan:
     """One run. Times are seconds of virtual time from the start.
 
     `loops`: the script has a Loop, so that its workers can hand over. `copy_every_s`: each node then copies its state
-    into memory about so often (0: never). `kill_s`: how long workers take to be gone when they are killed. `hangs`: the
-    share of workers that hang instead of failing when a peer has gone. `ends_after`: the script ends after so many
-    steps, faults or not (0: when faults have stopped). `build_s`: how long a preparation takes at most. `others`: the
-    options of nodes, or of single lives (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a
-    "resubmit"; `again`: those of a second attempt once the first has ended. `sleeper`: a doomed node that is not dead
-    but stopped, until all has been submitted again. What stories promise beyond the invariants: `commits_within_s`,
-    `leaves_within_s`, `generations_max`, `lossless`.
+    into memory about so often (0: never). `own_disks`: checkpoints are on the disk of the node that wrote them.
+    `kill_s`: how long workers take to be gone when they are killed. `hangs`: the share of workers that hang instead of
+    failing when a peer has gone. `ends_after`: the script ends after so many steps, faults or not (0: when faults have
+    stopped). `build_s`: how long a preparation takes at most. `others`: the options of nodes, or of single lives
+    (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a "resubmit"; `again`: those of a
+    second attempt once the first has ended. `sleeper`: a doomed node that is not dead but stopped, until all has been
+    submitted again. What stories promise beyond the invariants: `commits_within_s`, `leaves_within_s`,
+    `generations_max`, `lossless`, `succeeds`.
     """
 
     seed: str
@@ -94,6 +95,7 @@ class Plan:
     step_s: float = 0.5
     commit_every: int = 4
     copy_every_s: float = 0.0
+    own_disks: bool = False
     kill_s: float = 0.03
     prepares: bool = False
     loops: bool = False
@@ -112,6 +114,7 @@ class Plan:
     leaves_within_s: float = 0.0
     generations_max: int = 0
     lossless: bool = False
+    succeeds: bool = False
     doomed: tuple[str, ...] = ()
     safety_s: float = 40.0
     returns: float = 1.0
@@ -236,6 +239,7 @@ def draw(seed: int) -> Plan:
         safety_s=safety_s,
         returns=rng.choice((0.5, 1.0)),
         copy_every_s=rng.choice((0.0, 1.0, 3.0)),
+        own_disks=rng.random() < 0.3,
     )
 
 

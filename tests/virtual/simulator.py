@@ -301,6 +301,8 @@ class Simulator:
                 self._live()
                 if self.plan.again is not None:
                     self._again(self.plan.again)
+                failed = [result for result in self.invariants.results.values() if result.status != "succeeded"]
+                require(not (failed and self.plan.succeeds), "L1", f"the run has failed: {failed}")
             except Violation as violation:
                 raise Failed(self._first or violation, self.plan, self.engine.story) from violation
             finally:
@@ -345,7 +347,7 @@ class Simulator:
             require(self.engine.now < ended_at + 30.0, "L2", f"{late} have not ended 30 s after the result")
         self.engine.run(self.engine.now + 1.5)
         for process in self.processes.values():
-            if not process.paused:
+            if process.gone:  # Who was paused until just now may still be ending.
                 require(not process.group.living, "L2", f"workers of {process.name} live on after its agent")
 
     def _again(self, spec: RunSpec) -> None:
@@ -371,7 +373,9 @@ class Simulator:
             if process.gone:
                 continue
             me = getattr(process.agent, "me", None)
-            if me is None or (me.known == 0 and not process.agent.rendezvous.view.members):
+            rendezvous = getattr(process.agent.membership, "rendezvous", None)
+            outside = me is None or rendezvous is None or (me.known == 0 and not rendezvous.view.members)
+            if outside or me.attempt > max(self.invariants.results, default=0):
                 self.kill(process, "is sent home")
 
     def _until(self, deadline: float, done: Callable[[], bool], name: str, text: str) -> None:

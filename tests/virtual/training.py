@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.group import WorkerSaid
+from elasticrt.agent.report import AWAY
 from elasticrt.contract.messages import Step
+from elasticrt.errors import EXIT_CHECKPOINT
 from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds
 from tests.virtual.workers import POLL_S, Group
 
 if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
+
+
+AWAY_FROM_HERE: dict[str, Any] = {"collateral": False, "final_code": EXIT_CHECKPOINT, "exception": AWAY}
 
 
 class Training:
@@ -67,10 +72,22 @@ class Training:
             self.sim.engine.after(POLL_S, self._form)
             return
         self.formed = True
+        if self._head_is_away():
+            for group in self.ready:
+                delay = self.sim.net.uniform(0.0, 0.3)
+                self.sim.engine.after(delay, lambda group=group: group.fail("away", **AWAY_FROM_HERE))
+            return
         for group in self.ready:
             group.copier.begin()
         self.sim.invariants.work.formed(self)
         self._tick()
+
+    def _head_is_away(self) -> bool:
+        """Whether the checkpoint that all are to resume from is on the disk of a node that is not here."""
+        root = next(group for group in self.ready if group.envs[0].rank == 0)
+        if not self.sim.plan.own_disks or root.resume is None or root.copy is not None:
+            return False
+        return root.resume.node not in {group.process.name for group in self.ready}
 
     def _tick(self) -> None:
         if self.over or all(not group.alive for group in self.ready):

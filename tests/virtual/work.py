@@ -28,6 +28,12 @@ class Work:
         self.well: dict[str, set[int]] = {}
         self.told_step: dict[str, int] = {}
         self.furthest = 0
+        self.least = 0  # The step below which nobody may go: of the head, or of a copy where the head was lost.
+
+    def gone_back(self, step: int) -> None:
+        """The head is lost with its node, and a generation goes back to a copy of `step`."""
+        self.least = step
+        self.told_step.clear()
 
     def started(self, group: Group) -> None:
         """S3: ranks of a generation belong to one node each, and are those of its roster."""
@@ -63,7 +69,10 @@ class Work:
         generation = next((one for one in self.history.generations if one.nonce == training.nonce), None)
         if generation is None:
             return  # Of a store that has been wiped: its agents end it as soon as they know.
-        require(training.step > step_of(generation.resume), "S10", f"step {training.step} is done again")
+        start = step_of(generation.resume)
+        if self.sim.plan.own_disks and generation.memory is not None:
+            start = generation.memory.step
+        require(training.step > start, "S10", f"step {training.step} is done again")
         if self.sim.plan.lossless:
             require(training.step == self.furthest + 1, "S10", f"step {training.step} after {self.furthest}")
         self.furthest = max(self.furthest, training.step)

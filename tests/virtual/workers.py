@@ -10,6 +10,7 @@ import hashlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -76,12 +77,15 @@ class Group:
         env = self.envs[0]
         self.emit(WorkerSaid(self.generation, env.rank, 0, message(self.requests)))
 
-    def fail(self, summary: str, *, collateral: bool, local_rank: int = 0, final_code: int = 0) -> None:
+    def fail(
+        self, summary: str, *, collateral: bool, local_rank: int = 0, final_code: int = 0, exception: str = ""
+    ) -> None:
         """One worker ends badly; its agent kills the rest."""
         if not self.alive or self.stopping or self.left:
             return
         if self.process.paused and self.process.whole_node:
-            self.sim.engine.after(POLL_S, lambda: self.fail(summary, collateral=collateral, final_code=final_code))
+            again = partial(self.fail, summary, collateral=collateral, final_code=final_code, exception=exception)
+            self.sim.engine.after(POLL_S, again)
             return
         env = self.envs[local_rank % len(self.envs)]
         failure = failure_of(
@@ -89,6 +93,8 @@ class Group:
             last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
         )  # fmt: skip
         failure = replace(failure, collateral=collateral, final_code=final_code)
+        if exception:
+            failure = replace(failure, exception=exception)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
         self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 1, 0, failure))
         self.sim.training(self).broken(self)
@@ -185,7 +191,7 @@ class Group:
         nonce = hashlib.sha256(f"{self.nonce}/{step}/{self.process.life}".encode()).hexdigest()[:16]
         self.saving = Commit(
             step=step, epoch=0, generation=self.generation, nonce=nonce, parent=self.parent, directory="/ckpt",
-            file=f"step-{step}", digest="d" * 64, size=1,
+            file=f"step-{step}", digest="d" * 64, size=1, node=self.process.name,
         )  # fmt: skip
         self.sim.disk[nonce] = trained
         commit, replaces = self.saving, self.head
