@@ -47,15 +47,18 @@ from elasticrt.rendezvous.led import (
     Led,
     candidates,
     counted,
+    first_cause,
     kept_restarts,
     list_names,
     out_of_reach,
     publish,
+    returned,
     settled_at,
+    text_of,
     too_few,
 )
 from elasticrt.rendezvous.planned import handing_over, planned
-from elasticrt.rendezvous.records import TEXT_MAX, FailureRecord, Member, Report, Seat
+from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
 from elasticrt.rendezvous.view import Entry, View
 from elasticrt.spec import RunSpec, difference, resized
 
@@ -63,11 +66,9 @@ COLLATERAL_GRACE_S = 0.25
 """How long to wait for the cause when only collateral failures are reported: a killed worker is reported within
 milliseconds, its peers' failing collectives later, so this is rarely used up."""
 
-COPIES_GRACE_S = 2.0
-"""How long to wait for all nodes to say which copies they have, when nobody has the checkpoint."""
-
 STACKS_GRACE_S = 6.0
-"""How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
+"""How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock. Nor for
+longer for what all have in memory, where nobody has the checkpoint: they find that together."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
@@ -155,7 +156,7 @@ def _follow(me: Me, view: View) -> Decision:
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
         return Fence(leader, f"the leader {leader.record.node} does not exist any more")
-    if verdict is None or verdict.asked_at < max(trouble):
+    if verdict is None or verdict.asked_at < max(trouble) or (verdict.kind == "silent" and returned(leader, verdict)):
         return Probe((_seat_to_ask(leader.record),), f"{what}: does the leader {leader.record.node} live?")
     if verdict.kind == "silent":
         return _without_leader(view, me, leader, max(trouble))
@@ -200,16 +201,16 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     doubted = tuple(seat for seat in led.seats if seat.node != me.record.node and _doubted(led, seat))
     if doubted:
         return Probe(doubted, f"{len(doubted)} of {counted(len(led.seats), 'node')} may be gone")
-    unsure = _fence_or_wait(led)
-    if unsure is not None:
-        return unsure
     strangers = _strangers(led)
     if strangers:
         return Probe(strangers, f"can {list_names(seat.node for seat in strangers)} be reached?")
+    unsure = _fence_or_wait(led)
+    if unsure is not None:
+        return unsure
 
     gone = [seat for seat in led.seats if _gone(led, seat)]
     failed = [entry for entry in led.reports.values() if entry.record.status == "failed"]
-    if gone:
+    if gone or not led.seats:  # Somebody has deleted the roster: it seats nobody.
         return _asking_again(led, _after_loss(led, gone))
     if failed:
         return _asking_again(led, _after_failure(led, failed))
@@ -262,7 +263,7 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
 
 def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
-    first, only_collateral = _first_cause(failed)
+    first, only_collateral = first_cause(failed)
     if first.away:
         return _without_head(led, first, failed)
     if only_collateral:
@@ -280,7 +281,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     if (restarts if spec.restarts_reset else total) > spec.max_restarts:
         what = "without new committed steps " if spec.restarts_reset else ""
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
-        return Finish("failed", EXIT_WORKERS, reason, _text(first, failed))
+        return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
     short = too_few(led.view, spec, led.now)
     if short is not None:
         return short
@@ -289,7 +290,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
 
 def _without_head(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Decision:
     """The checkpoint to resume from is on a node that is not here: an older copy in memory is better than the end."""
-    until = min(entry.since for entry in failed) + COPIES_GRACE_S
+    until = min(entry.since for entry in failed) + STACKS_GRACE_S
     if len(failed) < len(led.seats) and led.now < until:
         return Wait("nobody has the checkpoint; waiting for what the other nodes have in memory", until)
     short = too_few(led.view, led.spec, led.now)
@@ -342,19 +343,28 @@ def _fence_or_wait(led: Led) -> Decision | None:
     if silent and (led.failed_since is not None or led.standing_since is not None):
         seat, key, asked_at = silent[0]
         term_over = asked_at + led.spec.lease_ttl_s
-        if 2 * len(silent) < len(led.seats):
+        unheard = sum(_is_unheard(led, seat) for seat in led.seats)
+        if 2 * unheard < len(led.seats):
             return Fence(key, f"{seat.node} is silent")
         if led.now < term_over:
-            return Wait(f"{len(silent)} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
+            return Wait(f"{unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
         if len(led.seats) == 2:
             return Fence(key, f"{seat.node} has been silent for a whole lease term")
         # As etcd sees them they live, and most of a run is not cut off from one node: this node is cut off from them.
-        return Rejoin(f"{len(silent)} of {counted(len(led.seats), 'node')} are silent and keep their leases")
+        return Rejoin(f"{unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
     away = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
     if away:
         until = min(led.vanished_at(seat) for seat in away) + led.spec.lease_ttl_s
         return Wait(f"{list_names(seat.node for seat in away)} answers but has no key; it may register again", until)
     return None
+
+
+def _is_unheard(led: Led, seat: Seat) -> bool:
+    """Whether a seat's node is silent, with or without a key, and in whichever life it is by now."""
+    entry, verdicts = led.view.members.get(seat.node), led.view.verdicts
+    verdict = verdicts.get(entry.record.incarnation) if entry is not None else None
+    verdict = verdict or verdicts.get(seat.incarnation)
+    return verdict is not None and verdict.kind == "silent"
 
 
 def _gone(led: Led, seat: Seat) -> bool:
@@ -367,25 +377,6 @@ def _gone(led: Led, seat: Seat) -> bool:
     if verdict is not None and verdict.kind != "alive":
         return True
     return led.now >= led.vanished_at(seat) + led.spec.lease_ttl_s
-
-
-def _first_cause(failed: list[Entry[Report]]) -> tuple[FailureRecord, bool]:
-    """The failure that came first in the store's order among those that are not collateral; whether there was none."""
-    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
-    failures = [entry.record.failure for entry in ordered if entry.record.failure is not None]
-    causes = [failure for failure in failures if not failure.collateral]
-    unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
-    return (causes or failures or [unknown])[0], not causes and bool(failures)
-
-
-def _text(first: FailureRecord, failed: list[Entry[Report]]) -> str:
-    """The report of the first cause; of a hang, which has its cause anywhere, a share of each node's."""
-    if not first.stalled:
-        return first.text
-    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
-    texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
-    share = TEXT_MAX // len(texts)
-    return "\n".join(text[: share - 1] for text in texts)
 
 
 def _seat_to_ask(member: Member) -> Seat:

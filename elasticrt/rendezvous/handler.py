@@ -179,10 +179,11 @@ class Rendezvous:
 
     def register_again(self, member: Member, lease: int) -> bool:
         """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
-        decided_in = self.view.number
+        decided_by = (self.view.number, self._guard().spec)
         self.refresh()
-        if self.view.number != decided_in:
-            return False  # A generation may have left this life out: what it has to do is decided anew.
+        if (self.view.number, self._guard().spec) != decided_by:
+            # A generation may have left this life out, or the run may have other options: that is decided anew.
+            return False
         mine = self.view.members.get(member.node)
         if mine is not None and mine.record.incarnation == member.incarnation:
             # The key is still there, on the old lease: replace it by one on the new lease.
@@ -195,10 +196,11 @@ class Rendezvous:
 
     def evict_stale(self, stale: KeyValue) -> None:
         """Delete a dead life's key under this name, if it is unchanged. Raises StoreUnavailable."""
-        self.view = apply(self.view, self.keys, [Event(stale.key, stale, stale.mod_revision)], self._now())
+        # In a view of its own: this one may know already that the key is gone, and would not take it up.
+        seen = apply(View(self.view.node), self.keys, [Event(stale.key, stale, stale.mod_revision)], self._now())
         generation = self._read(self.keys.generation).get(self.keys.generation)
         guard = fence.Guard(spec=0, generation=generation.mod_revision if generation else 0, checkpoint=0, me=0)
-        self._commit(fence.evict(self.keys, guard, self.view.members[self.view.node]))
+        self._commit(fence.evict(self.keys, guard, seen.members[self.view.node]))
         self.view = View(self.view.node)
 
     # Carrying out decisions. Each returns whether it took effect; if not, the view has been read anew.

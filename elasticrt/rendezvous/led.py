@@ -9,7 +9,7 @@ from typing import Literal
 
 from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
-from elasticrt.rendezvous.records import CopyRecord, Generation, Member, Report, Seat
+from elasticrt.rendezvous.records import TEXT_MAX, CopyRecord, FailureRecord, Generation, Member, Report, Seat
 from elasticrt.rendezvous.seats import Draft, seat_order, seats_for
 from elasticrt.rendezvous.view import Entry, Verdict, View
 from elasticrt.spec import RunSpec
@@ -212,6 +212,25 @@ def returned(entry: Entry[Member], verdict: Verdict) -> bool:
 def kept_restarts(generation: Generation) -> tuple[int, int, int]:
     """The restart counters of a generation, for one that follows it for free."""
     return generation.restarts, generation.restarts_total, generation.restart_step
+
+
+def first_cause(failed: list[Entry[Report]]) -> tuple[FailureRecord, bool]:
+    """The failure that came first in the store's order among those that are not collateral; whether there was none."""
+    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
+    failures = [entry.record.failure for entry in ordered if entry.record.failure is not None]
+    causes = [failure for failure in failures if not failure.collateral]
+    unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
+    return (causes or failures or [unknown])[0], not causes and bool(failures)
+
+
+def text_of(first: FailureRecord, failed: list[Entry[Report]]) -> str:
+    """The report of the first cause; of a hang, which has its cause anywhere, a share of each node's."""
+    if not first.stalled:
+        return first.text
+    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
+    texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
+    share = TEXT_MAX // len(texts)
+    return "\n".join(text[: share - 1] for text in texts)
 
 
 def list_names(nodes: Iterable[str]) -> str:

@@ -50,15 +50,17 @@ class Conduct:
         self.history = history
         self.members: dict[str, tuple[Member, int]] = {}
         self.writer: tuple[Process, Txn, Intent] | None = None
-        self._refused: Counter[tuple[str, tuple[Compare, ...]]] = Counter()
+        self._refused: Counter[tuple[str, str, tuple[Compare, ...]]] = Counter()
         self._fenced: dict[tuple[int, str, int], set[str]] = {}
         self._named_at: dict[tuple[str, int], float] = {}
 
     # Writing.
 
     def refused(self, process: Process, txn: Txn) -> None:
-        """L8: who is refused has old knowledge: it reads before it tries again."""
-        sent = (process.name, txn.compares)
+        """L8: who is refused has old knowledge: it reads before it tries again. (Workers ask again.)"""
+        if txn.why.endswith(" builds"):
+            return
+        sent = (process.name, txn.why, txn.compares)
         self._refused[sent] += 1
         require(
             self._refused[sent] < REFUSED_MAX, "L8", f"{process.name} is refused again and again, unread: {txn.why}"
@@ -162,7 +164,7 @@ class Conduct:
         if victim is not None and victim.kind == "dead":
             return  # That is certain, whatever else is heard.
         deaf = []
-        for seat in seats.values():
+        for seat in process.agent.rendezvous.view.seats.values():  # Who follows knows a part of them.
             other, said = self.sim.processes[seat.node], verdicts.get(seat.incarnation)
             there = not (other.gone or other.paused or self.sim.linked(process, other))
             if there and (said is None or said.kind != "alive"):
@@ -182,7 +184,9 @@ class Conduct:
         for seat in seats.values():
             member = self.members.get(seat.node)
             if member is not None and member[0].incarnation == seat.incarnation:
-                require(member[0].warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
+                me = getattr(self.sim.processes[seat.node].agent, "me", None)
+                warm = member[0].warm or (me is not None and me.record.warm)  # An older key may have come late.
+                require(warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
         out = [seat for seat in old.values() if seat.incarnation not in lives and self._is_well(seat, new)]
         assert self.history.spec is not None
         room = len(seats) < self.history.spec.spec.max_nodes
@@ -207,8 +211,8 @@ class Conduct:
         process = self.sim.processes[seat.node]
         if process.gone or process.paused or self.sim.unreachable(process) or process.told_at is not None:
             return False
-        member, me = self.members.get(seat.node), process.agent.me
-        if me.record.draining or (member is not None and member[0].draining):
+        member, me = self.members.get(seat.node), getattr(process.agent, "me", None)
+        if me is None or me.record.draining or (member is not None and member[0].draining):
             return False
         return me.record.incarnation == seat.incarnation and me.attempt == new.attempt
 
@@ -239,6 +243,8 @@ class Conduct:
             cut = not process.paused and self.sim.unreachable(process)
             if process.paused or cut:
                 process.awake_at = now
+            if process.paused:  # It hears nobody.
+                self._named_at.pop((process.name, process.life), None)
             if cut:
                 self._s16_told_by_peers(process, current)
             if now - process.awake_at < STOP_S:
@@ -257,9 +263,9 @@ class Conduct:
     def _s16_told_by_peers(self, process: Process, current: int) -> None:
         now, place = self.sim.engine.now, (process.name, process.life)
         old = [group for group in process.group.living if group.generation < current]
-        told = False
+        told, known = False, process.agent.rendezvous.view.seats if old else {}
         for group in old:
-            for node in self.history.seats.get(group.nonce, {}):
+            for node in self.history.seats.get(group.nonce, {}).keys() & known.keys():
                 peer = self.sim.processes[node]
                 awake = not (peer.gone or peer.paused or peer is process) and self.sim.linked(peer, process)
                 me = getattr(peer.agent, "me", None)

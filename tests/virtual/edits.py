@@ -33,7 +33,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
     "the youngest leads": ((_HANDLER, "Rendezvous.complete", "found = self._read(range_, limit=1, by_create=True)", "found = self._read(range_)"),),
     "silence fences a majority": (
-        (_DECIDE, "_fence_or_wait", "if 2 * len(silent) < len(led.seats):", "if True:"),
+        (_DECIDE, "_fence_or_wait", "if 2 * unheard < len(led.seats):", "if True:"),
     ),
     "a key that is gone is a death": ((_DECIDE, "_gone", "if verdict is not None and verdict.kind != \"alive\":", "if True:"),),
     "a lost key is never a death": (

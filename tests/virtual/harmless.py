@@ -51,4 +51,8 @@ HARMLESS: dict[str, str] = {
         "harmless because a handover's key goes in the transaction that ends its generation: an older one is only "
         "seen until its deletion is heard, and nobody acts upon it meanwhile."
     ),
+    "_lead without: view.generation is None or view.generation.record.attempt != attempt": (
+        "harmless because the seats of an attempt that has ended are not read by the next one, and a generation that "
+        "seats nobody is followed by one from whoever is there, as this rule says at once."
+    ),
 }

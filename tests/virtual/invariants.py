@@ -46,6 +46,7 @@ class Invariants:
         self.seats: dict[str, dict[str, Seat]] = {}
         self.chunks: dict[str, bytes] = {}
         self.heads: list[HeadRecord] = []
+
         self.head_at: float = 0.0
         self.head_when_published: dict[str, str] = {}
         self.results: dict[int, Result] = {}
@@ -221,6 +222,7 @@ class Invariants:
         trained = tuple(step for step, _ in self.sim.disk[new.nonce])
         require(trained == tuple(range(1, new.step + 1)), "S5", f"step {new.step} was trained on {trained}")
         self.heads.append(new)
+        self.sim.committed.add(new.nonce)
         self.work.least = new.step
         self.head_at = self.sim.engine.now
         self.sim.engine.say("etcd", f"= head: step {new.step} by generation {new.generation}")
@@ -338,7 +340,8 @@ class Invariants:
     def _spec(self, new: SpecRecord) -> None:
         require(new.attempt not in self.results, "S12", f"attempt {new.attempt} begins again after its result")
         if self.spec is not None and new.model_copy(update={"spec": resized(new.spec, self.spec.spec)}) != self.spec:
-            require(not self.members, "S3", f"the options are changed while {sorted(self.members)} live")
+            over = self.spec.attempt in self.results
+            require(over or not self.members, "S3", f"the options are changed while {sorted(self.members)} live")
         if self.spec is not None and new.attempt != self.spec.attempt:
             require(new.attempt == self.spec.attempt + 1, "S12", f"attempt {new.attempt} after {self.spec.attempt}")
             require(self.spec.attempt in self.results, "S12", "a new attempt before the last had a result")

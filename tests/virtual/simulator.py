@@ -83,6 +83,7 @@ class Simulator:
         self.server = MemoryServer(self.server_clock)
         self.invariants = Invariants(self)
         self.processes: dict[str, Process] = {}
+        self.committed: set[str] = set()  # By their nonces, whether or not etcd has lost its data since.
         self.lives: Counter[str] = Counter()
         self.disk: dict[str, Trained] = {}
         self.copies: dict[str, State] = {}
@@ -356,7 +357,7 @@ class Simulator:
         self.engine.say("-----", "submitted again")
         self.again, self.spec = True, spec
         self.last_step, self.invariants.result_at = None, None
-        attempt = self.invariants.attempt() + 1
+        attempt = max(self.invariants.results) + 1  # Who was sent home may have begun it.
         for index in range(self.plan.nodes):
             if f"n{index}" not in self.plan.doomed:
                 self.engine.after(self.net.uniform(0.0, 2.0), self.spawn, f"n{index}")

@@ -92,6 +92,9 @@ class Training:
     def _tick(self) -> None:
         if self.over or all(not group.alive for group in self.ready):
             return
+        if any(group.left for group in self.ready):
+            self._leave_late()
+            return
         if not self._can_step():
             self.sim.engine.after(POLL_S, self._tick)
             return
@@ -143,6 +146,15 @@ class Training:
         self.over = all(group.left for group in self.ready)
         together = not any(group.left for group in self.ready)
         return together and all(page.entered > self.step for group in self.ready for page in group.pages)
+
+    def _leave_late(self) -> None:
+        """Some have left: who is told later leaves by itself."""
+        for group in self.ready:
+            asleep = group.process.paused and group.process.whole_node
+            if group.alive and not group.stopping and not group.left and not asleep and group.has_to_leave(self.step):
+                group.hand_over(self.step, self.trained)
+        self.over = all(group.left or not group.alive for group in self.ready)
+        self.sim.engine.after(0.05, self._tick)
 
     def _saved(self, root: Group) -> bool:
         """Whether rank 0 has committed the step that all leave after, or has been told that it cannot."""

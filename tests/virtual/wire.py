@@ -27,6 +27,7 @@ from elasticrt.store.protocol import (
 
 if TYPE_CHECKING:
     from tests.virtual.conduct import Intent
+    from tests.virtual.invariants import Invariants
     from tests.virtual.plan import Snag
     from tests.virtual.process import Process
     from tests.virtual.simulator import Simulator
@@ -179,15 +180,18 @@ class Wire:
         belated = snag is not None and snag.how == "belated"
         if sim.chance("belated", plan.rates.belated) or belated:
             late_s = snag.for_s if snag is not None and belated else plan.timeout_s + sim.net.uniform(0.0, 4.0)
-            sim.engine.after(late_s, self._belated, txn, self.process.intent())
+            sim.engine.after(late_s, self._belated, txn, self.process.intent(), sim.invariants)
             self._unheard(txn, "will arrive late")
 
     def _unheard(self, txn: Txn, how: str) -> None:
         self._sim.say(self.process, f"no answer to: {txn.why} ({how})")
+        self.process.trouble_at = max(self.process.trouble_at, self._sim.engine.now)
         self._sim.engine.sleep(self._sim.plan.timeout_s)
         raise StoreUnavailable("no answer within the deadline")
 
-    def _belated(self, txn: Txn, intent: Intent) -> None:
+    def _belated(self, txn: Txn, intent: Intent, history: Invariants) -> None:
+        if history is not self._sim.invariants:
+            return  # It was on its way to a server that is no more.
         try:
             done = self._sim.commit(self.process, txn, intent)
         except StoreError as error:
