@@ -18,15 +18,17 @@ from tests.servers import EtcdServer, wheel_binary
 
 SLEEPER = """
 import os, sys, time
-import torch.distributed as dist
+import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
 print("training", os.environ["ELASTICRT_GENERATION"], flush=True)
 open(os.path.join(sys.argv[1], f"{os.environ['ELASTICRT_GENERATION']}-{dist.get_rank()}"), "w").close()
 end = time.monotonic() + 120
-while time.monotonic() < end and not os.path.exists(os.path.join(sys.argv[1], "finish")):
+over = torch.zeros(1)
+while not over:
     time.sleep(0.02)
-    dist.barrier()
+    over += time.monotonic() > end or os.path.exists(os.path.join(sys.argv[1], "finish"))
+    dist.broadcast(over, 0)  # Who has seen the file first must not leave the others behind.
 dist.destroy_process_group()
 """
 
