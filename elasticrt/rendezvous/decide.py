@@ -67,8 +67,11 @@ COLLATERAL_GRACE_S = 0.25
 milliseconds, its peers' failing collectives later, so this is rarely used up."""
 
 STACKS_GRACE_S = 6.0
-"""How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock. Nor for
-longer for what all have in memory, where nobody has the checkpoint: they find that together."""
+"""How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
+
+COPIES_GRACE_S = 6.0
+"""How long to wait for what all nodes have in memory, where nobody has the checkpoint: they find that out together, so
+that it is rarely used up."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
@@ -290,7 +293,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
 
 def _without_head(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Decision:
     """The checkpoint to resume from is on a node that is not here: an older copy in memory is better than the end."""
-    until = min(entry.since for entry in failed) + STACKS_GRACE_S
+    until = min(entry.since for entry in failed) + COPIES_GRACE_S
     if len(failed) < len(led.seats) and led.now < until:
         return Wait("nobody has the checkpoint; waiting for what the other nodes have in memory", until)
     short = too_few(led.view, led.spec, led.now)

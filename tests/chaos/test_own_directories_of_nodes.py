@@ -14,8 +14,9 @@ from elasticrt.store.etcd import EtcdStore
 from tests.cluster import Cluster, kill
 from tests.servers import EtcdServer, wait_until, wheel_binary
 
-SCRIPT = """
+BEGINNING = """
 import os, sys, time
+from pathlib import Path
 import torch, torch.nn.functional as F, elasticrt
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +27,9 @@ sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=64)
 model = DDP(torch.nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 directory = "ckpt-" + os.environ["ELASTICRT_NODE"]
+"""
+
+SCRIPT = f"""{BEGINNING}
 loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, every="10 steps", memory=0)
 for epoch in loop.epochs(1000, max_steps=int(sys.argv[1])):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
@@ -110,26 +114,13 @@ def test_the_node_that_has_the_newest_sends_it(tmp_path: Path) -> None:
     assert _newest(tmp_path, "a") == head + 40
 
 
-GOING_BACK = """
-import os, time
-from pathlib import Path
-import torch, torch.nn.functional as F, elasticrt
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-
-elasticrt.init()
-data = TensorDataset(torch.randn(640, 8), torch.randn(640, 1))
-sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=16)
-model = DDP(torch.nn.Linear(8, 1))
-optimizer = torch.optim.Adam(model.parameters(), 0.01)
+GOING_BACK = f"""{BEGINNING}
 # So small a share that there is no copy but the one below.
-loop = elasticrt.Loop(
-    "ckpt-" + os.environ["ELASTICRT_NODE"], sampler=sampler, model=model, optimizer=optimizer, every="15 steps",
-    memory=float(os.environ["SHARE"]),
-)
-for epoch in loop.epochs(1):
+share = float(os.environ["SHARE"])
+loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=share)
+for epoch in loop.epochs(1, max_steps=40):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-        if loop.steps == 12 and float(os.environ["SHARE"]):
+        if loop.steps == 12 and share:
             loop._copies.wait()
             loop._copies.take(loop._state(), loop.steps, epoch)
             loop._copies.wait()
