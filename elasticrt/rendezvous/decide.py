@@ -21,6 +21,7 @@ The life of a generation g:
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -38,6 +39,7 @@ from elasticrt.rendezvous.decision import (
     Leave,
     Me,
     Probe,
+    Publish,
     Register,
     Rejoin,
     Run,
@@ -59,6 +61,7 @@ from elasticrt.rendezvous.led import (
 )
 from elasticrt.rendezvous.planned import handing_over, planned
 from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
+from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Entry, View
 from elasticrt.spec import RunSpec, difference, resized
 
@@ -160,7 +163,7 @@ def _follow(me: Me, view: View) -> Decision:
     if verdict is not None and verdict.kind == "dead":
         return Fence(leader, f"the leader {leader.record.node} does not exist any more")
     if verdict is None or verdict.asked_at < max(trouble) or (verdict.kind == "silent" and returned(leader, verdict)):
-        return Probe((_seat_to_ask(leader.record),), f"{what}: does the leader {leader.record.node} live?")
+        return Probe(seats_for([leader]), f"{what}: does the leader {leader.record.node} live?")
     if verdict.kind == "silent":
         return _without_leader(view, me, leader, max(trouble))
     return Wait(f"{what}; {leader.record.node} leads")
@@ -221,23 +224,27 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
 
 def _asking_again(led: Led, decision: Decision) -> Decision:
-    """Whatever is waited for: members that were out of reach are asked again once a lease term, they may be needed."""
-    view = led.view
-    away = out_of_reach(view)
+    """Whatever is waited for, or before a generation: who was out of reach is asked again, once in a lease term."""
+    away = out_of_reach(led.view)
+    asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in away)
+    again = min(asked, default=math.inf) + led.spec.lease_ttl_s
+    if led.now >= again and isinstance(decision, Wait | Publish):
+        return Probe(seats_for(away), "can they be reached by now?")
     if away and isinstance(decision, Wait):
-        again = min(view.verdicts[entry.record.incarnation].asked_at for entry in away) + led.spec.lease_ttl_s
-        if led.now >= again:
-            return Probe(tuple(_seat_to_ask(entry.record) for entry in away), "can they be reached by now?")
         return replace(decision, until=again if decision.until is None else min(again, decision.until))
     return decision
 
 
 def _strangers(led: Led) -> tuple[Seat, ...]:
-    """Newcomers that have not been asked: who registers in etcd need not be in reach of the others."""
-    view = led.view
-    new = [entry.record for entry in candidates(view) if entry.record.node != led.me.record.node]
-    new = [member for member in new if view.seat_of(member.node, member.incarnation) is None]
-    return tuple(_seat_to_ask(member) for member in new if member.incarnation not in view.verdicts)
+    """Newcomers that have not been asked: who registers in etcd need not be in reach of the others.
+
+    Of a node with a seat any new life is asked, warm or not: it counts where the silent are counted.
+    """
+    view, ready = led.view, {entry.record.incarnation for entry in candidates(led.view)}
+    others = [entry for node, entry in view.members.items() if node != led.me.record.node]
+    new = [entry for entry in others if view.seat_of(entry.record.node, entry.record.incarnation) is None]
+    new = [entry for entry in new if entry.record.incarnation in ready or entry.record.node in view.seats]
+    return seats_for(entry for entry in new if entry.record.incarnation not in view.verdicts)
 
 
 def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float) -> Decision:
@@ -346,49 +353,38 @@ def _fence_or_wait(led: Led) -> Decision | None:
     if silent and (led.failed_since is not None or led.standing_since is not None):
         seat, key, asked_at = silent[0]
         term_over = asked_at + led.spec.lease_ttl_s
-        unheard = sum(_is_unheard(led, seat) for seat in led.seats)
-        if 2 * unheard < len(led.seats):
+        if not led.deaf:
             return Fence(key, f"{seat.node} is silent")
         if led.now < term_over:
-            return Wait(f"{unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
+            return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
         if len(led.seats) == 2:
             return Fence(key, f"{seat.node} has been silent for a whole lease term")
         # As etcd sees them they live, and most of a run is not cut off from one node: this node is cut off from them.
-        return Rejoin(f"{unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
+        return Rejoin(f"{led.unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
     away = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
     if away:
-        until = min(led.vanished_at(seat) for seat in away) + led.spec.lease_ttl_s
-        return Wait(f"{list_names(seat.node for seat in away)} answers but has no key; it may register again", until)
+        until = min(_gone_at(led, seat) for seat in away)
+        return Wait(f"no key of {list_names(seat.node for seat in away)}, who may register again", until)
     return None
 
 
-def _is_unheard(led: Led, seat: Seat) -> bool:
-    """Whether a seat's node is silent, with or without a key, and in whichever life it is by now."""
-    entry, verdicts = led.view.members.get(seat.node), led.view.verdicts
-    verdict = verdicts.get(entry.record.incarnation) if entry is not None else None
-    verdict = verdict or verdicts.get(seat.incarnation)
-    return verdict is not None and verdict.kind == "silent"
-
-
 def _gone(led: Led, seat: Seat) -> bool:
-    """Whether a seat's node is out: it said so, lives another life, is dead, or stayed away for a lease term."""
+    """Whether a seat's node is out."""
+    return led.now >= _gone_at(led, seat)
+
+
+def _gone_at(led: Led, seat: Seat) -> float:
+    """When a seat's node is out: at once if it said so, lives another life, is dead or silent; else a lease term later.
+
+    Silence does not count at once for a leader that is deaf: etcd can lose every lease while a leader is cut off.
+    """
     if led.has_left(seat):
-        return True
+        return -math.inf
     if led.key_of(seat) is not None:
-        return False
-    verdict = led.view.verdicts.get(seat.incarnation)
+        return math.inf
+    verdict, away_since = led.view.verdicts.get(seat.incarnation), led.vanished_at(seat)
     if verdict is not None and verdict.kind != "alive":
-        return True
-    return led.now >= led.vanished_at(seat) + led.spec.lease_ttl_s
-
-
-def _seat_to_ask(member: Member) -> Seat:
-    return Seat(
-        node=member.node,
-        incarnation=member.incarnation,
-        index=0,
-        rank_offset=0,
-        workers=member.workers,
-        address=member.address,
-        probe_port=member.probe_port,
-    )
+        if verdict.kind == "dead" or len(led.seats) == 2 or not led.deaf:
+            return -math.inf
+        away_since = min(away_since, verdict.asked_at)
+    return away_since + led.spec.lease_ttl_s

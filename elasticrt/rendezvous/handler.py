@@ -20,7 +20,7 @@ from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous import fence
 from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
 from elasticrt.rendezvous.records import Keys, Member, Record, Report, Result, SpecRecord, decode
-from elasticrt.rendezvous.view import View, apply, apply_range, followed, wanted_reads, with_oldest
+from elasticrt.rendezvous.view import View, apply, apply_range, apply_written, followed, wanted_reads, with_oldest
 from elasticrt.spec import RunSpec, difference, resized
 from elasticrt.store.protocol import (
     Broken,
@@ -140,17 +140,19 @@ class Rendezvous:
 
         Raises DuplicateError when live members run with other options, StoreUnavailable.
         """
-        keys, node = self.keys, member.node
+        keys, own = self.keys, self.keys.member(member.node)
+        # In this order: an earlier try whose answer was lost, and which arrives only now, writes the spec and the key.
+        mine = self._read(own).get(own)
         stored = self._record(SpecRecord, keys.spec)
-        generation = self._read(keys.generation).get(keys.generation)
-        mine = self._read(keys.member(node)).get(keys.member(node))
-        alive = bool(self._read(keys.members, limit=1).keys)
         if mine is not None:
             if decode(Member, mine.key, mine.value).incarnation != member.incarnation:
                 return mine
-            # An earlier try whose answer was lost.
             return Entered(stored[0].attempt, stored[0].spec) if stored else None
-        attempt, write_spec = 1, True
+        generation = self._read(keys.generation).get(keys.generation)
+        alive = self._read(keys.members, limit=1).keys
+        if own in (kv.key for kv in alive):
+            return None
+        attempt = 1
         if stored is not None:
             attempt = stored[0].attempt
             result = self._record(Result, keys.result(attempt))
@@ -161,18 +163,18 @@ class Rendezvous:
                     raise DuplicateError(_other_options(keys.run_id, unlike))
                 if result is not None:
                     return None
-                write_spec = False
             elif result is not None:
                 if result[0].status == "succeeded" and not again:
                     return result[0]
                 attempt += 1
-            else:
-                write_spec = stored[0].spec != spec
         guard = fence.Guard(
             spec=stored[1] if stored else 0, generation=generation.mod_revision if generation else 0, checkpoint=0, me=0
         )
-        if write_spec:
-            txn = fence.register(keys, guard, SpecRecord(spec=spec, attempt=attempt), member, lease)
+        if stored is None or not alive:
+            # Also where it is written as it was: of two that see nobody alive, with two specs, one has to be refused.
+            same = stored is not None and (stored[0].spec, stored[0].attempt) == (spec, attempt)
+            record = stored[0] if stored is not None and same else SpecRecord(spec=spec, attempt=attempt)
+            txn = fence.register(keys, guard, record, member, lease)
         else:
             txn = fence.register_again(keys, guard, member, lease)
         return Entered(attempt, spec) if self._commit(txn).succeeded else None
@@ -234,6 +236,7 @@ class Rendezvous:
             self.refresh()
             return False
         self._fold(_put(self.keys.generation, generation, done.revision))
+        self._fold(Event(self.keys.handover, None, done.revision))  # It went with the generation before.
         self._fold_range(self.keys.roster(generation.nonce))
         return True
 
@@ -312,7 +315,7 @@ class Rendezvous:
         return True
 
     def _fold(self, event: Event) -> None:
-        self.view = apply(self.view, self.keys, [event], self._now())
+        self.view = apply_written(self.view, self.keys, event, self._now())
 
     def _read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Snapshot:
         found = self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)

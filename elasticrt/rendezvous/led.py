@@ -56,6 +56,20 @@ class Led:
         goodbyes = (entry.record for entry in self.reports.values() if entry.record.status == "left")
         return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
 
+    @cached_property
+    def unheard(self) -> int:
+        """How many of the seats' nodes are silent, with or without a key, in whichever life they are by now."""
+        verdicts = self.view.verdicts
+        keys = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
+        lives = ((seat, key.record.incarnation if key else seat.incarnation) for seat, key in keys)
+        said = (verdicts.get(life) or verdicts.get(seat.incarnation) for seat, life in lives)
+        return sum(verdict is not None and verdict.kind == "silent" for verdict in said)
+
+    @property
+    def deaf(self) -> bool:
+        """Whether the leader hears nothing from half of the seats' nodes: then it must suspect itself."""
+        return 2 * self.unheard >= len(self.seats)
+
     def key_of(self, seat: Seat) -> Entry[Member] | None:
         """The member key of this seat's life, if it is there."""
         return self._keys.get(seat.incarnation)

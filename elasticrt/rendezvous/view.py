@@ -80,6 +80,7 @@ class View:
         short_since: since when fewer than min_nodes members have been live (as far as the observer follows them).
         unreadable: keys under our prefix that hold something else.
         read_at: revision of the last complete read of each range.
+        wrote: revision of the observer's own last write of a key, until the watch has come that far.
         lost: what shows that the store has lost what it had acknowledged; "" while nothing does.
     """
 
@@ -101,6 +102,7 @@ class View:
     short_since: float | None = None
     unreadable: frozenset[str] = frozenset()
     read_at: Mapping[str, int] = field(default_factory=dict)
+    wrote: Mapping[str, int] = field(default_factory=dict)
     lost: str = ""
 
     @property
@@ -143,16 +145,30 @@ class View:
 
 def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     """Fold changes of single keys into the view, in the order given."""
-    fresh = [change for change in changes if change.mod_revision > _read_until(view, change.key)]
+    fresh = [change for change in changes if change.mod_revision > _known_until(view, change.key)]
     view = _own(view, keys, fresh)
     for change in fresh:
         view = _apply_one(view, keys, change, now)
+    if view.wrote:
+        seen = {change.key: change.mod_revision for change in changes}
+        view = replace(view, wrote={key: at for key, at in view.wrote.items() if seen.get(key, 0) < at})
     return _count(view, now)
 
 
-def _read_until(view: View, key: str) -> int:
-    """The revision up to which a key's changes have been read."""
-    return max((at for range_, at in view.read_at.items() if covers(range_, key)), default=0)
+def apply_written(view: View, keys: Keys, change: Event, now: float) -> View:
+    """Fold what the observer has just written itself.
+
+    Its watch delivers older changes of the same key later: without the revision, the late news that an earlier key was
+    deleted would take the new one out of the view.
+    """
+    view = apply(view, keys, [change], now)
+    return replace(view, wrote={**view.wrote, change.key: change.mod_revision})
+
+
+def _known_until(view: View, key: str) -> int:
+    """The revision up to which a key's changes are in the view: it has been read, or the observer wrote it."""
+    read = (at for range_, at in view.read_at.items() if covers(range_, key))
+    return max(view.wrote.get(key, 0), *read, 0)
 
 
 def covers(range_: str, key: str) -> bool:
@@ -187,7 +203,8 @@ def apply_range(view: View, keys: Keys, range_: str, found: Snapshot, now: float
     read_at = {**view.read_at, range_: found.revision}
     if range_.startswith(keys.rosters):  # Those of older generations are not looked at again.
         read_at = {known: at for known, at in read_at.items() if known == range_ or not known.startswith(keys.rosters)}
-    return _count(replace(view, read_at=read_at), now)
+    wrote = {key: at for key, at in view.wrote.items() if not covers(range_, key)}
+    return _count(replace(view, read_at=read_at, wrote=wrote), now)
 
 
 def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> View:

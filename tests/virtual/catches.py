@@ -11,6 +11,19 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "everybody leads": ("S1", "a node is killed"),
     "the youngest leads": ("L1", "a key is made anew unseen"),
     "silence fences a majority": ("L4", "the leader is out of its peers' reach"),
+    "a deaf leader takes silence for death": ("L4", "the leader is out of its peers' reach when etcd loses all leases"),
+    "a next life is asked only when it is warm": (
+        "L4",
+        "a node's next life is out of the leader's reach, as another is",
+    ),
+    "who has come back is not asked before the next generation": (
+        "L6",
+        "a node comes back together with a newcomer, and both complete a generation",
+    ),
+    "old news take back what a node has written": (
+        "S5",
+        "news of a handover that was given up come while the next is under way",
+    ),
     "a key that is gone is a death": ("L1", "the leader is killed by a former leader"),
     "a lost key is never a death": ("L1", "a node is killed"),
     "reports of an older generation count": ("S13", "a report of the last generation is heard for long"),
@@ -75,7 +88,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "register without _unchanged(keys.spec, guard.spec)": ("S3", "two begin a run with other options"),
     "register without _unchanged(keys.generation, guard.generation)": (
         "S3",
-        "a node with other options comes as others begin again",
+        "a node with other options comes while others come back",
     ),
     "register without _absent(keys.member(member.node))": ("S3", "a former life of other options arrives late"),
     "register without _absent(keys.result(spec.attempt))": ("S12", "a node with other options comes as the run ends"),
@@ -183,8 +196,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lead without: unsure is not None": ("L1", "a node is killed"),
     "_lead without: gone or not led.seats": ("L1", "a member knows that it is in the past, and not its seat"),
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
-    "_asking_again without: away and isinstance(decision, Wait)": ("L4", "two nodes do not hear each other"),
-    "_asking_again without: led.now >= again": ("L8", "a node is out of its peers' reach"),
+    "_asking_again without: led.now >= again and isinstance(decision, Wait | Publish)": ("L8", "the leader is silent"),
     "_start without: now < settled": ("L6", "a node is killed"),
     "_after_loss without: len(gone) == len(led.seats)": ("L6", "all nodes are lost, and others come"),
     "_after_loss without: short is not None": ("S3", "a node that was silent is needed again"),
@@ -204,8 +216,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "_without_head without: again.draft.memory is None and (not back)": ("L1", 12),
     "_doubted without: led.key_of(seat) is None and (verdict is None or verdict.kind == 'alive')": (
-        "S3",
-        "a node with other options comes as others begin again",
+        "L1",
+        "a node loses power, and the workers of the others hang",
     ),
     "_fence_or_wait without: key is not None and verdict is not None and (verdict.kind == 'dead')": (
         "L1",
@@ -215,11 +227,12 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "a node is out of its peers' reach",
     ),
-    "_fence_or_wait without: 2 * unheard < len(led.seats)": ("L1", "a node is out of its peers' reach"),
+    "_fence_or_wait without: not led.deaf": ("L1", "a node is out of its peers' reach"),
     "_fence_or_wait without: away": ("L7", "a member without a key is waited for"),
-    "_gone without: led.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
-    "_gone without: led.key_of(seat) is not None": ("L7", "the leader is out of its peers' reach"),
-    "_gone without: verdict is not None and verdict.kind != 'alive'": ("L1", "a node is killed"),
+    "_gone_at without: led.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
+    "_gone_at without: led.key_of(seat) is not None": ("L7", "a former leader publishes"),
+    "_gone_at without: verdict is not None and verdict.kind != 'alive'": ("L1", "a node is killed"),
+    "_gone_at without: verdict.kind == 'dead' or len(led.seats) == 2 or (not led.deaf)": ("L1", "a node is killed"),
     "handing_over without: asked is None or not current": ("L1", "a member hears late that a handover is over"),
     "handing_over without: me.holding != asked.create_revision": ("S10", "a node joins, and nothing is lost"),
     "handing_over without: asked.record.step and me.going != asked.record.step": (
@@ -241,10 +254,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_after_hold without: missing and led.now < until": ("S10", "a node joins, and nothing is lost"),
     "_after_hold without: missing": ("S5", "a node does not answer a hold"),
     "_re_form without: len(candidates(led.view)) < led.spec.min_nodes": ("S3", "a generation would be too small"),
-    "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.reports.values(": (
-        "S12",
-        "most nodes lose power",
-    ),
+    "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.reports.values(": ("S12", 68),
     "_wish without: draining": ("L2", "a node drains, and nothing is lost"),
     "_wish without: led.me.starting and (not enough)": (
         "S10",

@@ -33,12 +33,16 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
     "the youngest leads": ((_HANDLER, "Rendezvous.complete", "found = self._read(range_, limit=1, by_create=True)", "found = self._read(range_)"),),
     "silence fences a majority": (
-        (_DECIDE, "_fence_or_wait", "if 2 * unheard < len(led.seats):", "if True:"),
+        (_DECIDE, "_fence_or_wait", "if not led.deaf:", "if True:"),
     ),
-    "a key that is gone is a death": ((_DECIDE, "_gone", "if verdict is not None and verdict.kind != \"alive\":", "if True:"),),
+    "a deaf leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.deaf", "or True"),),
+    "a next life is asked only when it is warm": ((_DECIDE, "_strangers", " or entry.record.node in view.seats", ""),),
+    "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
+    "old news take back what a node has written": ((_HANDLER, "Rendezvous._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
+    "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
-        (_DECIDE, "_gone", "return led.now >= led.vanished_at(seat) + led.spec.lease_ttl_s", "return False"),
-        (_DECIDE, "_gone", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
+        (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
+        (_DECIDE, "_gone_at", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
     ),
     "reports of an older generation count": (
         (_VIEW, "View.reports", "if entry.record.generation == self.number", ""),
@@ -48,7 +52,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "members that left are seated": ((_LED, "candidates", "left | away", "away"),),
     "cold members are seated": ((_VIEW, "_member", "ready = entry.record.warm and not entry.record.draining", "ready = True"),),
     "old deliveries replace newer reads": (
-        (_VIEW, "_read_until", "covers(range_, key)", "False"),
+        (_VIEW, "_known_until", "covers(range_, key)", "False"),
+        (_VIEW, "_known_until", "view.wrote.get(key, 0)", "0"),
         (_VIEW, "_entry", "old.mod_revision >= value.mod_revision", "False"),
     ),
     "a key made anew keeps its seniority": ((_VIEW, "_member", "oldest = None if again and view.oldest == node else view.oldest", "oldest = view.oldest"),),

@@ -160,6 +160,10 @@ class Faults:
         """A node's watches of one range miss what happens for a while."""
         process.wire.miss(fault.for_s, fault.other)
 
+    def hears_late(self, process: Process, fault: Fault) -> None:
+        """From now on a node's watches of one range tell everything later, by as much as the fault lasts."""
+        process.wire.delay(fault.for_s, fault.other)
+
     def leave(self, process: Process, fault: Fault) -> None:
         """SIGTERM to the agent."""
         process.signal()

@@ -34,6 +34,10 @@ HARMLESS: dict[str, str] = {
     "_after_failure without: only_collateral": _FOR_PEOPLE,
     "_after_failure without: led.now < until": _FOR_PEOPLE,
     "_after_failure without: first.stalled and len(failed) < len(led.seats)": _FOR_PEOPLE,
+    "_asking_again without: away and isinstance(decision, Wait)": (
+        "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
+        "later at most. The rule serves one that has been started without the page."
+    ),
     "_doubted without: led.has_left(seat)": (
         "harmless because the question is answered at once, by an agent that is still ending or by its closed "
         "port; only a machine that goes off in the instant it leaves would be waited for, one and a half seconds."

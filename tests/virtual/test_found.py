@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elasticrt.rendezvous.decide import decide
-from elasticrt.rendezvous.decision import Wait
+from elasticrt.rendezvous.decision import Ask, Wait
+from elasticrt.rendezvous.handler import Entered
+from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.rendezvous.view import apply_range
-from elasticrt.store.protocol import Delete, Put, Txn
-from tests.virtual.world import check_ranks, running, told_to_leave
+from elasticrt.store.memory import MemoryStore
+from elasticrt.store.protocol import Delete, Put, Snapshot, StoreUnavailable, Txn, TxnResult
+from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
 
 
 def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
@@ -76,3 +81,80 @@ def test_a_new_leader_gives_missing_keys_their_whole_lease_term() -> None:
     assert world.members["n1"].rendezvous.view.leads
     world.settle()
     assert world.generations() == [1]
+
+
+def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
+    """S5: a watch tells late that a handover was given up; the one that its reader has asked for since stands."""
+    world = running(2)
+    leader = world.members["n0"]
+    ask = Ask(HandoverRecord(generation=1, cause="n2 joined"), "hold")
+    assert leader.rendezvous.ask(ask)
+    assert leader.rendezvous.withdraw()
+    assert leader.rendezvous.view.handover is None
+    assert leader.rendezvous.ask(ask)
+    mine = leader.rendezvous.view.handover
+    assert mine is not None
+    while leader.notices:
+        leader.rendezvous.absorb(leader.notices.popleft())
+        assert leader.rendezvous.view.handover == mine
+    assert leader.rendezvous.view.wrote == {}
+    assert leader.rendezvous.withdraw()
+
+
+class LateStore(MemoryStore):
+    """A client whose first transaction gets no answer, and takes effect only before its `nth` read after that."""
+
+    def __init__(self, world: World, nth: int) -> None:
+        super().__init__(world.server)
+        self.nth = nth
+        self.late: Txn | None = None
+        self.arrived: TxnResult | None = None
+
+    def commit(self, txn: Txn) -> TxnResult:
+        """See `protocol.Store`."""
+        if self.late is None:
+            self.late = txn
+            raise StoreUnavailable("no answer")
+        return super().commit(txn)
+
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+        """See `protocol.Store`."""
+        if self.late is not None and self.arrived is None:
+            self.nth -= 1
+            if self.nth == 0:
+                self.arrived = super().commit(self.late)
+        return super().read(prefix, exact=exact, limit=limit, by_create=by_create)
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_a_registration_that_arrives_late_is_the_same_registration(nth: int) -> None:
+    """N09: it brings this node's own options into the run, whichever of the next try's reads it comes before."""
+    world = running(1)
+    world.server.revoke(world.members["n0"].lease.lease_id)
+    other = World(spec(max_nodes=3))
+    other.server = world.server
+    member = VirtualMember(other, "n1")
+    member.store = member.rendezvous.store = LateStore(other, nth)
+    with pytest.raises(StoreUnavailable):
+        member.enter()
+    answers = [member.enter() for _ in range(4)]
+    entered = [answer for answer in answers if isinstance(answer, Entered)]
+    assert [answer for answer in answers if answer is not None] == entered
+    assert {answer.spec.max_nodes for answer in entered} == {3}
+    assert member.store.read("/elasticrt/run/members/").keys[0].key.endswith("/n1")
+
+
+def test_of_two_who_see_nobody_alive_one_is_refused() -> None:
+    """A15: two register in the same moment, one with the options of before; the other does not replace them."""
+    world = running(1)
+    world.server.revoke(world.members["n0"].lease.lease_id)
+    other = World(spec(max_nodes=3))
+    other.server = world.server
+    slow = VirtualMember(other, "n1")
+    slow.store = slow.rendezvous.store = LateStore(other, 1)
+    with pytest.raises(StoreUnavailable):
+        slow.enter()
+    assert isinstance(VirtualMember(world, "n2").enter(), Entered)
+    slow.store.read("/")
+    assert slow.store.arrived is not None
+    assert not slow.store.arrived.succeeded

@@ -48,6 +48,7 @@ class Channel:
         self._items: deque[Changes | Resync | Broken] = deque()
         self._due = 0.0
         self._missing = False
+        self.lag_s = 0.0
         rates = sim.plan.rates
         self._late_s = sim.net.uniform(0.0, rates.late_s) if sim.chance("late", rates.late) else 0.0
 
@@ -55,7 +56,7 @@ class Channel:
         """From the server, at the moment of the change."""
         if not self.active:
             return
-        delay = self._sim.plan.latency_s * self._sim.net.uniform(0.3, 1.5)
+        delay = self.lag_s + self._sim.plan.latency_s * self._sim.net.uniform(0.3, 1.5)
         if self._late_s:
             delay += self._sim.net.uniform(0.0, self._late_s) * (0.0 if self._sim.calm else 1.0)
         self._due = max(self._due, self._sim.engine.now + delay)
@@ -146,6 +147,12 @@ class Wire:
         for channel in self._channels:
             if channel.what.endswith(what):
                 channel.miss(for_s)
+
+    def delay(self, by_s: float, what: str) -> None:
+        """All watches of ranges whose name ends so tell what happens later by so much."""
+        for channel in self._channels:
+            if channel.what.endswith(what):
+                channel.lag_s = by_s
 
     def close(self) -> None:
         """See `protocol.Store`."""
