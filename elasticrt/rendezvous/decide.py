@@ -319,13 +319,16 @@ def _doubted(led: Led, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
     Evidence against all: a failure report, or steps that stand still. Evidence against one: its member key has gone.
+    That it has come back since it was silent is evidence for it, which a leader that is deaf must not pass over.
     """
     if led.has_left(seat):
         return False
-    verdict = led.view.verdicts.get(seat.incarnation)
+    verdict, key = led.view.verdicts.get(seat.incarnation), led.key_of(seat)
     evidence = [at for at in (led.failed_since, led.standing_since) if at is not None]
-    if led.key_of(seat) is None and (verdict is None or verdict.kind == "alive"):
+    if key is None and (verdict is None or verdict.kind == "alive"):
         evidence.append(led.vanished_at(seat))
+    if key is not None and led.deaf:
+        evidence.append(key.since)
     if not evidence:
         return False
     return verdict is None or (verdict.kind != "dead" and verdict.asked_at < max(evidence))

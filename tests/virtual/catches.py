@@ -12,6 +12,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "the youngest leads": ("L1", "a key is made anew unseen"),
     "silence fences a majority": ("L4", "the leader is out of its peers' reach"),
     "a deaf leader takes silence for death": ("L4", "the leader is out of its peers' reach when etcd loses all leases"),
+    "a deaf leader passes over who has come back": (
+        "L4",
+        "a leader hears nobody, and they come back after etcd has lost all leases",
+    ),
     "a next life is asked only when it is warm": (
         "L4",
         "a node's next life is out of the leader's reach, as another is",
@@ -215,9 +219,13 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "of those who look for the checkpoint in vain one is told to leave",
     ),
     "_without_head without: again.draft.memory is None and (not back)": ("L1", 12),
-    "_doubted without: led.key_of(seat) is None and (verdict is None or verdict.kind == 'alive')": (
+    "_doubted without: key is None and (verdict is None or verdict.kind == 'alive')": (
         "L1",
         "a node loses power, and the workers of the others hang",
+    ),
+    "_doubted without: key is not None and led.deaf": (
+        "L4",
+        "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
     "_fence_or_wait without: key is not None and verdict is not None and (verdict.kind == 'dead')": (
         "L1",

@@ -165,7 +165,9 @@ class Conduct:
             return  # That is certain, whatever else is heard.
         deaf = []
         for seat in process.agent.rendezvous.view.seats.values():  # Who follows knows a part of them.
-            other, said = self.sim.processes[seat.node], verdicts.get(seat.incarnation)
+            other = self.sim.processes[seat.node]
+            me = getattr(other.agent, "me", None)  # It may have been heard in a later life.
+            said = (verdicts.get(me.record.incarnation) if me else None) or verdicts.get(seat.incarnation)
             there = not (other.gone or other.paused or self.sim.linked(process, other))
             if there and (said is None or said.kind != "alive"):
                 deaf.append(seat.node)

@@ -36,6 +36,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_DECIDE, "_fence_or_wait", "if not led.deaf:", "if True:"),
     ),
     "a deaf leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.deaf", "or True"),),
+    "a deaf leader passes over who has come back": (
+        (_DECIDE, "_doubted", "if key is not None and led.deaf:", "if False:"),
+    ),
     "a next life is asked only when it is warm": ((_DECIDE, "_strangers", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
     "old news take back what a node has written": ((_HANDLER, "Rendezvous._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
