@@ -56,6 +56,7 @@ class Archive:
         self._worker = worker
         self._generation = 0 if worker is None else worker.generation
         self._directory: Directory | None = None
+        self._claimed = False
         self.serial = 0
         self.troubles: list[str] = []
 
@@ -87,6 +88,12 @@ class Archive:
 
         Raises DuplicateError when another live process saves here, ConfigError when this run saves elsewhere.
         """
+        if self._claimed:
+            return
+        self._claim()
+        self._claimed = True
+
+    def _claim(self) -> None:
         if self._worker is not None:
             first = _run_directory.setdefault(self._worker.nonce, self.path)
             if first != self.path:

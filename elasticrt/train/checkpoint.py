@@ -1,6 +1,7 @@
 """The disk tier: checkpoints that are whole, committed, and resumed from where the run says, not where a worker likes.
 
-Rank 0 saves: a copy to the host on the training thread, everything else on a writer thread, at most one save in flight.
+Rank 0 saves: a copy to the host on the training thread (what a Loop marks as `Steady` without it), everything else on a
+writer thread, at most one save in flight.
 A save becomes a commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does the
 mark appear, and only after that is anything old deleted. A save that fails leaves the old head as it was, and training
 goes on.
@@ -16,18 +17,20 @@ import json
 import logging
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elasticrt.errors import CheckpointAwayError, CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
 from elasticrt.train.archive import Archive, parse
+from elasticrt.train.background import Background
 from elasticrt.train.commit import Committer
+from elasticrt.train.deferred import Deferred
 from elasticrt.train.files import Unfit
 from elasticrt.train.notice import say
 from elasticrt.train.plain import Buffers, plain_copy
@@ -37,11 +40,6 @@ _log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 600.0
 """A save that takes longer than this is stuck in the file system; whoever waits for it goes on with a warning."""
-
-
-YIELD_S = 0.005
-"""A writer lets the training thread, which is still in `Thread.start`, go on first: it would otherwise wait for the
-interpreter's lock until the next switch of threads."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +91,19 @@ class Checkpointer:
         self._shown = os.fspath(directory)
         self._archive = Archive(Path(directory).absolute(), keep, self._worker)
         self._committer = Committer(self._worker, link.agent_link())
-        self._thread: threading.Thread | None = None
+        self._writer = Background("elasticrt-save")
         self._failure: BaseException | None = None
         self._asked_step = -1
         self._buffers = Buffers()
+        self._deferred = Deferred()
+        self._at_once = False  # Since what was marked as `Steady` was seen to be none.
         self.start = ""
         _live.add(self)
 
     @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._writer.busy
 
     @property
     def head_step(self) -> int:
@@ -140,21 +140,30 @@ class Checkpointer:
             return
         if not self.wait():
             return
-        copied = plain_copy(state, "state", self._buffers)
         self._archive.open(create=True)
         self._archive.claim()
-        arguments = (copied, step, epoch, dict(about or {}), collective.rank_and_world()[1])
-        self._thread = threading.Thread(target=self._write_guarded, args=arguments, name="elasticrt-save", daemon=True)
-        self._thread.start()
+        self._at_once = self._at_once or self.spoilt
+        self._deferred = Deferred()
+        copied = plain_copy(state, "state", self._buffers, None if self._at_once else self._deferred)
+        world_size = collective.rank_and_world()[1]
+        arguments = (copied, self._deferred, step, epoch, dict(about or {}), world_size)
+        self._writer.start(partial(self._write_guarded, *arguments))
+
+    def settle(self) -> None:
+        """Before an optimizer steps: from here on, what was marked as `Steady` in the last save may change."""
+        self._deferred.finish()
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether the last save came to nothing because what was marked as `Steady` was changed too early."""
+        return not self._deferred.intact
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> bool:
         """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                _log.warning("a save to %s has been in flight for more than %.0f s", self._shown, timeout_s)
-                return False
-            self._thread = None
+        self.settle()
+        if not self._writer.wait(timeout_s):
+            _log.warning("a save to %s has been in flight for more than %.0f s", self._shown, timeout_s)
+            return False
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -298,10 +307,12 @@ class Checkpointer:
             + (f". Found: {found}" if found else ""),
         )
 
-    def _write_guarded(self, *arguments: Any) -> None:
-        time.sleep(YIELD_S)
+    def _write_guarded(self, state: dict[str, Any], deferred: Deferred, *arguments: Any) -> None:
         try:
-            self._write(*arguments)
+            if not deferred.complete():
+                _log.warning("an optimizer's state was changed while it was copied: it is saved again, all at once")
+                return
+            self._write(state, *arguments)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
             self._failure = error
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ import torch
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import Copied
 from elasticrt.train import handover, link
-from elasticrt.train.checkpoint import YIELD_S
+from elasticrt.train.background import Background
+from elasticrt.train.deferred import Deferred, Steady
 from elasticrt.train.plain import Buffers, plain_copy
 from elasticrt.train.room import available_bytes
 
@@ -85,7 +86,9 @@ class Copies:
         self._at = 0.0
         self._step_s = 0.0
         self._buffers = Buffers()
-        self._thread: threading.Thread | None = None
+        self._deferred = Deferred()
+        self._at_once = False  # Since what was marked as `Steady` was seen to be none.
+        self._writer = Background("elasticrt-copy")
 
     def begin(self, now: float, step: int) -> None:
         """The loop is entered after `step`."""
@@ -112,19 +115,31 @@ class Copies:
         self._taken += 1
         self._step_s = (began - self._at) / max(1, step - self._step)
         self._step, self._at = step, began
-        copied = plain_copy(state, "state", self._buffers)
+        self._at_once = self._at_once or self.spoilt
+        self._deferred = Deferred()
+        copied = plain_copy(state, "state", self._buffers, None if self._at_once else self._deferred)
         stall_s = time.monotonic() - began
-        arguments = (copied, step, epoch, stall_s)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="elasticrt-copy", daemon=True)
-        self._thread.start()
+        self._writer.start(partial(self._write, copied, self._deferred, step, epoch, stall_s))
+
+    def settle(self) -> None:
+        """Before an optimizer steps: from here on, what was marked as `Steady` in the last copy may change."""
+        self._deferred.finish()
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether the last copy came to nothing because what was marked as `Steady` was changed too early."""
+        return not self._deferred.intact
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Wait for one that is being written, before this process leaves."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self.settle()
+        self._writer.wait(timeout_s)
 
-    def _write(self, copied: dict[str, Any], step: int, epoch: int, stall_s: float) -> None:
-        time.sleep(YIELD_S)
+    def _write(self, copied: dict[str, Any], deferred: Deferred, step: int, epoch: int, stall_s: float) -> None:
+        if not deferred.complete():
+            _log.warning("an optimizer's state was changed while it was copied: from now on it is copied all at once")
+            self._not_before = -math.inf
+            return
         began = time.monotonic()
         agent = link.agent_link()
         assert agent is not None, "who takes copies has an agent"
@@ -141,7 +156,7 @@ class Copies:
             return
         finally:
             os.close(fd)
-        cost_s = stall_s + time.monotonic() - began
+        cost_s = stall_s + deferred.spent_s + time.monotonic() - began
         chosen = stride(cost_s / self._budget, self._step_s)
         if chosen != self._stride:
             _log.info(
@@ -155,6 +170,8 @@ def _size(value: object) -> int:
     """Bytes of the tensors in a state."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
+    if isinstance(value, Steady):
+        return _size(value.value)
     if isinstance(value, Mapping):
         return sum(_size(each) for each in value.values())
     if isinstance(value, (list, tuple)):

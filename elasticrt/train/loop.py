@@ -89,8 +89,7 @@ class Loop:
         self._objects = stateful_objects
         self._weighting = Weighting(stateful_objects.values())
         self._hooks: list[RemovableHandle] = []
-        self._position = Position()
-        self._saved = Position()
+        self._position = self._saved = Position()
         self._saved_at = 0.0
         self._steps_max: int | None = None
         self._rank, self._world_size, self._resumed_world_size = 0, 1, 1
@@ -100,9 +99,8 @@ class Loop:
         self._copies = Copies(self._worker, memory)
         self._ledger = Ledger(ledger, sampler)
         self._share: Share | None = None  # What is being trained; None between batches.
-        self._step_samples = 0
+        self._step_samples = self._pass = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
-        self._pass = 0
         self._stage = "new"
         self.vars: dict[str, Any] = {}
 
@@ -177,19 +175,19 @@ class Loop:
         if self._page is not None:
             self._page.restored_at_ns = time.monotonic_ns()
         self._reporter.entered(self._position.steps + 1)
-        for each in self._objects.values():
-            if isinstance(each, torch.optim.Optimizer):
-                self._hooks.append(each.register_step_pre_hook(self._before_optimizer))
-                self._hooks.append(each.register_step_post_hook(self._after_optimizer))
+        optimizers = [each for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
+        self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
+        self._hooks += [each.register_step_post_hook(self._after_optimizer) for each in optimizers]
         self._stage = "running"
         self._shield.raise_()
         self._copies.begin(time.monotonic(), self._position.steps)
         _running.append(self)
 
     def _leave(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._checkpointer.settle()
+        self._copies.settle()
+        while self._hooks:
+            self._hooks.pop().remove()
         self._shield.lower()
         self._weighting.detach()
         self._expect_steps(0)
@@ -359,6 +357,8 @@ class Loop:
             self._stage = "broken"
 
     def _before_optimizer(self, *_: Any) -> None:
+        self._checkpointer.settle()
+        self._copies.settle()
         if self._share is not None and not self._share.last:
             raise RuntimeError(misuse.unfinished_batch(self._position.steps + 1))
 
@@ -370,7 +370,7 @@ class Loop:
     def _save_if_due(self, now: float) -> None:
         if self._rank != 0 or self._checkpointer.busy:
             return
-        if self._every.is_due(self._position, self._saved, now - self._saved_at):
+        if self._checkpointer.spoilt or self._every.is_due(self._position, self._saved, now - self._saved_at):
             self._save()
 
     def _save_last(self) -> None:
@@ -383,7 +383,7 @@ class Loop:
     def _state(self) -> dict[str, Any]:
         ledger = self._ledger.history(self._position.steps)
         ours = {**self._about(), "rng": rng.capture(), "vars": self.vars, "ledger": ledger}
-        return {**stateful.collect(self._objects), stateful.OURS: ours}
+        return {**stateful.collect(self._objects, steady=True), stateful.OURS: ours}
 
     def _about(self) -> dict[str, Any]:
         sampler = None if self._sampler is None else self._sampler.state_dict()

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from elasticrt.errors import ConfigError, explain
+from elasticrt.train.deferred import Deferred, Steady
 
-_EXACT = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
+_EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device})
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
 
@@ -46,23 +47,28 @@ class Buffers:
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor on the host with the shape, strides and type of `like`, and any content."""
-        key = (tuple(like.shape), like.stride(), like.dtype)
+        key = (like.shape, like.stride(), like.dtype)
         free = self._free.get(key)
         buffer = free.pop() if free else torch.empty_like(like, device="cpu")
         self._taken.setdefault(key, []).append(buffer)
         return buffer
 
 
-def plain_copy(value: object, where: str, buffers: Buffers | None = None) -> Any:
+def plain_copy(value: object, where: str, buffers: Buffers | None = None, deferred: Deferred | None = None) -> Any:
     """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else.
 
-    With `buffers` the copy before is overwritten.
+    With `buffers` the copy before is overwritten. With `deferred` too, large tensors of what is marked as `Steady` are
+    left to it: the copy is complete when it is.
     """
-    if buffers is None:
-        return _Copier(None).copy(value, where)
-    buffers.begin()
-    copied = _Copier(buffers).copy(value, where)
-    buffers.end()
+    if buffers is not None:
+        buffers.begin()
+    try:
+        copied = _Copier(buffers, deferred).copy(value)
+    except _UnfitError as unfit:
+        # Looked for only now: to know the place of everything that is copied would take longer than to copy it.
+        raise ConfigError(unfit.text(_place(value, unfit.value, where) or where)) from None
+    if buffers is not None:
+        buffers.end()
     return copied
 
 
@@ -71,42 +77,84 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ in ("DTensor", "ShardedTensor")
 
 
+class _UnfitError(Exception):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def text(self, where: str) -> str:
+        kind = type(self.value)
+        if isinstance(self.value, torch.Tensor):
+            return explain(
+                "sharded state",
+                where,
+                got=kind.__name__,
+                expected="whole tensors, as DDP has them",
+                remedy="FSDP is not supported; use torch.distributed.checkpoint for it",
+            )
+        return explain(
+            "state that can't be saved",
+            where,
+            got=f"{kind.__module__}.{kind.__qualname__}",
+            expected="tensors, numbers, texts, and lists, tuples or dicts of them",
+            remedy="Return only these from state_dict()",
+        )
+
+
+def _place(value: object, culprit: object, where: str) -> str:
+    """Where in `value` this very object is; "" if it is not there."""
+    if value is culprit:
+        return where
+    parts: list[tuple[object, str]] = []
+    if isinstance(value, Steady):
+        parts = [(value.value, where)]
+    elif isinstance(value, Mapping):
+        parts = [(key, f"{where} key") for key in value]
+        parts += [(item, f"{where}[{key!r}]") for key, item in value.items()]
+        parts += [(getattr(value, "_metadata", None), f"{where}._metadata")]
+    elif isinstance(value, (list, tuple)):
+        parts = [(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    elif isinstance(value, set):
+        parts = [(item, f"{where}{{}}") for item in value]
+    return next((found for part, name in parts if (found := _place(part, culprit, name))), "")
+
+
 class _Copier:
-    def __init__(self, buffers: Buffers | None) -> None:
+    def __init__(self, buffers: Buffers | None, deferred: Deferred | None) -> None:
         self._buffers = buffers
+        self._deferred = deferred
+        self._steady = False
         self._copies: dict[tuple[object, ...], torch.Tensor] = {}
         self._keep: list[torch.Tensor] = []
 
-    def copy(self, value: object, where: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, where)
-        if type(value) in _EXACT:
+    def copy(self, value: object) -> Any:
+        kind = type(value)
+        if kind in _EXACT:
             return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
         if isinstance(value, Mapping):
-            return self._mapping(value, where)
+            return self._mapping(value)
         if isinstance(value, (list, tuple)):
-            items = [self.copy(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            items = [self.copy(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, Steady):
+            before, self._steady = self._steady, True
+            copied = self.copy(value.value)
+            self._steady = before
+            return copied
         if isinstance(value, set):
-            return {self.copy(item, f"{where}{{}}") for item in value}
+            return {self.copy(item) for item in value}
         for base in _BASES:
             # np.float64 is a float, an IntEnum is an int: the value is kept, the type is not.
             if isinstance(value, base):
                 return base(value)
-        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
             return value.item()  # type: ignore[attr-defined]  # A numpy scalar, recognised without importing numpy.
-        raise ConfigError(
-            explain(
-                "state that can't be saved",
-                where,
-                got=f"{type(value).__module__}.{type(value).__qualname__}",
-                expected="tensors, numbers, texts, and lists, tuples or dicts of them",
-                remedy="Return only these from state_dict()",
-            )
-        )
+        raise _UnfitError(value)
 
-    def _mapping(self, value: Mapping[Any, object], where: str) -> Any:
-        copied = {self.copy(key, f"{where} key"): self.copy(item, f"{where}[{key!r}]") for key, item in value.items()}
+    def _mapping(self, value: Mapping[Any, object]) -> Any:
+        copied = {self.copy(key): self.copy(item) for key, item in value.items()}
         if isinstance(value, Counter):
             return Counter(copied)
         if not isinstance(value, OrderedDict):
@@ -114,30 +162,23 @@ class _Copier:
         ordered = OrderedDict(copied)
         metadata = getattr(value, "_metadata", None)  # Module versions, which load_state_dict looks at.
         if metadata is not None:
-            ordered._metadata = self.copy(metadata, f"{where}._metadata")  # type: ignore[attr-defined]
+            ordered._metadata = self.copy(metadata)  # type: ignore[attr-defined]
         return ordered
 
-    def _tensor(self, value: torch.Tensor, where: str) -> torch.Tensor:
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if is_sharded(value):
-            raise ConfigError(
-                explain(
-                    "sharded state",
-                    where,
-                    got=type(value).__name__,
-                    expected="whole tensors, as DDP has them",
-                    remedy="FSDP is not supported; use torch.distributed.checkpoint for it",
-                )
-            )
-        tensor = value.detach()
+            raise _UnfitError(value)
+        tensor = value.detach() if value.requires_grad else value
         if tensor.layout is not torch.strided:
-            return tensor.to("cpu", copy=True)
+            return tensor.detach().to("cpu", copy=True)
         # Tied weights are one tensor under two names: copied once, stored once.
-        key = (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
-        found = self._copies.get(key) if tensor.numel() else None
+        key = (tensor.data_ptr(), tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride())
+        found = self._copies.get(key)
         if found is None:
-            found = self._on_host(tensor.as_subclass(torch.Tensor))
-            self._copies[key] = found
-            self._keep.append(tensor)  # While its memory is held, no other tensor can have the same address.
+            found = self._on_host(tensor if type(tensor) is torch.Tensor else tensor.detach().as_subclass(torch.Tensor))
+            if tensor.numel():
+                self._copies[key] = found
+                self._keep.append(tensor)  # While its memory is held, no other tensor can have the same address.
         return found
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +187,12 @@ class _Copier:
             return tensor.to("cpu", copy=True)
         buffer = self._buffers.take(tensor)
         plain_memory = tensor.device.type == "cpu" and tensor.is_contiguous() and buffer.is_contiguous()
-        if size > ONE_THREAD_BYTES_MAX or not plain_memory or tensor.is_conj() or tensor.is_neg():
+        if not plain_memory or tensor.is_conj() or tensor.is_neg():
+            return buffer.copy_(tensor)
+        if self._deferred is not None and self._steady and not tensor.is_inference():
+            self._deferred.add(tensor, buffer)
+            return buffer
+        if size > ONE_THREAD_BYTES_MAX:
             return buffer.copy_(tensor)
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), size)
         return buffer

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from array import array
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -83,15 +84,15 @@ def capture() -> dict[str, Any]:
     """The state of python's, torch's, and where in use numpy's and the current GPU's generator, as plain values."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
         "torch": torch.get_rng_state(),
         "seed": torch.initial_seed(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [str(name), torch.tensor(keys.tolist(), dtype=torch.int64), position, has_gauss, cached]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["numpy"] = [str(name), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train.context import unwrap
+from elasticrt.train.deferred import Steady
 from elasticrt.train.plain import is_sharded
 
 OURS = "elasticrt"
@@ -41,9 +42,15 @@ def check(objects: Mapping[str, object]) -> None:
             )
 
 
-def collect(objects: Mapping[str, object]) -> dict[str, Any]:
-    """The state of each object by name; modules without their wrappers."""
-    return {name: _bare(each).state_dict() for name, each in objects.items()}
+def collect(objects: Mapping[str, object], *, steady: bool = False) -> dict[str, Any]:
+    """The state of each object by name; modules without their wrappers. `steady`: optimizers' are marked so."""
+    states = {name: _bare(each).state_dict() for name, each in objects.items()}
+    return {name: Steady(each) if steady and _steps_by_hooks(objects[name]) else each for name, each in states.items()}
+
+
+def _steps_by_hooks(each: object) -> bool:
+    """Whether this is an optimizer whose steps call the hooks that torch's optimizers have."""
+    return isinstance(each, torch.optim.Optimizer) and hasattr(type(each).step, "hooked")
 
 
 def put_back(objects: Mapping[str, object], data: Mapping[str, Any], where: str) -> None:

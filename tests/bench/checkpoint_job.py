@@ -92,6 +92,8 @@ def rival(method: str, job: Job, directory: Path) -> Callable[[int], None]:
 
 
 _saves: list[int] = []
+_waits_s: list[float] = []
+"""What the optimizer's steps have waited for copies that a save had left to be made later: a part of its stall."""
 
 
 def saves_begun() -> int:
@@ -109,7 +111,15 @@ def boundaries(method: str, job: Job, directory: Path, steps: int, every: int) -
             _saves.append(loop.steps)
             save_in_loop()
 
+        settle = loop._checkpointer.settle
+
+        def timed() -> None:
+            began = time.perf_counter()
+            settle()
+            _waits_s.append(time.perf_counter() - began)
+
         loop._save = noted  # type: ignore[method-assign]  # Where the benchmark looks in.
+        loop._checkpointer.settle = timed  # type: ignore[method-assign]
         for _ in loop.epochs(1):
             yield from loop.batches(itertools.repeat(None, steps + 1))
         return
@@ -123,26 +133,36 @@ def boundaries(method: str, job: Job, directory: Path, steps: int, every: int) -
 
 
 def disk(method: str, job: Job, gap_s: float, saves: int, directory: Path) -> dict[str, Any]:
-    """Train with saves; milliseconds of a step, of the stall at each save, and what all of it cost in percent."""
+    """Train with saves; milliseconds of a step, of the stall at each save, and what all of it cost in percent.
+
+    That is against the median step of the same run: from one minute to the next a machine's speed changes by more.
+    """
     bare_s = job.bare_s()
     every = max(2, round(gap_s / bare_s))
     steps = every * (saves + 1) - 1
-    stalls, done = [], 0
+    stalls: list[float] = []
+    times: list[float] = []
     frame = boundaries(method, job, directory, steps, every)
     next(frame)
     began = time.perf_counter()
-    for step in range(1, steps + 1):
+    saved = False
+    for _ in range(steps):
+        _waits_s.clear()
+        began_step = time.perf_counter()
         job.step()
+        times.append(time.perf_counter() - began_step)
+        if saved:
+            stalls[-1] += sum(_waits_s)
         asked = time.perf_counter()
         before = saves_begun()
         next(frame)
-        if saves_begun() > before:
+        saved = saves_begun() > before
+        if saved:
             stalls.append(time.perf_counter() - asked)
-        done = step
     wall_s = time.perf_counter() - began
     print(json.dumps({
         "bare_ms": bare_s * 1e3, "every": every, "stalls_ms": [stall * 1e3 for stall in stalls],
-        "overhead_percent": (wall_s / (done * bare_s) - 1) * 100,
+        "overhead_percent": (wall_s / (steps * statistics.median(times)) - 1) * 100,
     }), flush=True)  # fmt: skip
     os._exit(0)  # What is still being written is no matter here; leaving a Loop would save once more.
 
@@ -159,7 +179,7 @@ def copies(job: Job, directory: Path) -> None:
         asked = time.perf_counter()
         for _batch in loop.batches(itertools.repeat(None)):
             now = time.perf_counter()
-            writing = tier._thread is not None and tier._thread.is_alive()
+            writing = tier._writer.busy
             if writing and (not stalls or counted == 0):
                 stalls.append(now - asked)
             began = now
