@@ -217,7 +217,8 @@ class Agent(Cycle):
         self._kill_workers()
         self.voice.say(f"this node comes back as a new member: {reason}")
         record = self.me.record.model_copy(update={"incarnation": secrets.token_hex(8), "generation": 0})
-        self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None)
+        # Another life has another lease: with the last one's goes its claim of a preparation that nobody builds now.
+        self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None, lease="lost")
         self.rendezvous.leave(None)
         return 0.0
 

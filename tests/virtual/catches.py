@@ -5,7 +5,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "lease as permission to publish": ("S1", 10),
     "identity by name": ("S3", "a node that is fenced has been started anew"),
     "no fence on commit": ("S2", "a commit meets the next generation"),
-    "commit by whatever generation is current": ("S2", "a node that does not reach etcd hears of the next generation"),
+    "commit by whatever generation is current": ("S2", "a member knows that it is in the past, and not its seat"),
     "no nonce read-back": ("S2", "a generation would be too small"),
     "resume where the last generation did": ("S6", "a node is killed"),
     "everybody leads": ("S1", "a node is killed"),
@@ -56,6 +56,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "only workers that run bind a life": ("S3", "a node whose workers have failed is left out"),
     "a lease that is gone ends the agent": ("S12", 5),
     "who has not the claim publishes": ("S9", "a builder that has lost its claim says that it is done"),
+    "a new life keeps its claims": ("L1", "a builder is left out, and stands by while the others wait for it"),
     "two build": ("S9", "two claim in the same moment"),
     "a copy that is older than the head is resumed from": ("S6", "a generation would be too small"),
     "nobody goes back behind a checkpoint that is lost": (

@@ -90,6 +90,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "who has not the claim publishes": (
         (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
     ),
+    "a new life keeps its claims": ((_A + "agent", "Agent._left_out", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_least_step", "-1 if looked_for and not here else head.step", "-1"),

@@ -91,7 +91,7 @@ class Faults:
             return
         if process is not None:
             if fault.kind != "key_deleted":
-                process.trouble_at = self.sim.engine.now + fault.for_s
+                process.trouble_at = max(process.trouble_at, self.sim.engine.now + fault.for_s)
             self.sim.say(process, f"! {fault.kind}" + (f" for {fault.for_s:g} s" if fault.for_s else ""))
         else:
             self.sim.engine.say("etcd", f"! {fault.kind}" + (f" for {fault.for_s:g} s" if fault.for_s else ""))

@@ -105,6 +105,17 @@ CHANGES: list[Plan] = [
         prepares=True,
         build_s=20.0,
     ),
+    story(
+        "a builder is left out, and stands by while the others wait for it",
+        3,
+        Snag("n0", "builds", "slow", 0.5),
+        Fault(4.0, "cut_peers", "n1", 8.0),
+        Fault(4.5, "collateral_first", "n0"),
+        spec=spec_for(2),
+        prepares=True,
+        build_s=20.0,
+        commits_within_s=40.0,
+    ),
     # Handing over.
     story(
         "a node joins, and nothing is lost",
