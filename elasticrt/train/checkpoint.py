@@ -33,8 +33,8 @@ from elasticrt.train.commit import Committer
 from elasticrt.train.deferred import Deferred
 from elasticrt.train.files import Unfit
 from elasticrt.train.notice import say
-from elasticrt.train.plain import Buffers, plain_copy
 from elasticrt.train.search import Found, Outcome, Search
+from elasticrt.train.snapshots import Snapshots
 
 _log = logging.getLogger(__name__)
 
@@ -94,9 +94,7 @@ class Checkpointer:
         self._writer = Background("elasticrt-save")
         self._failure: BaseException | None = None
         self._asked_step = -1
-        self._buffers = Buffers()
-        self._deferred = Deferred()
-        self._at_once = False  # Since what was marked as `Steady` was seen to be none.
+        self._snapshots = Snapshots()
         self.start = ""
         _live.add(self)
 
@@ -142,21 +140,19 @@ class Checkpointer:
             return
         self._archive.open(create=True)
         self._archive.claim()
-        self._at_once = self._at_once or self.spoilt
-        self._deferred = Deferred()
-        copied = plain_copy(state, "state", self._buffers, None if self._at_once else self._deferred)
+        copied, deferred = self._snapshots.take(state)
         world_size = collective.rank_and_world()[1]
-        arguments = (copied, self._deferred, step, epoch, dict(about or {}), world_size)
+        arguments = (copied, deferred, step, epoch, dict(about or {}), world_size)
         self._writer.start(partial(self._write_guarded, *arguments))
 
     def settle(self) -> None:
         """Before an optimizer steps: from here on, what was marked as `Steady` in the last save may change."""
-        self._deferred.finish()
+        self._snapshots.settle()
 
     @property
     def spoilt(self) -> bool:
         """Whether the last save came to nothing because what was marked as `Steady` was changed too early."""
-        return not self._deferred.intact
+        return self._snapshots.spoilt
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> bool:
         """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`."""

@@ -27,8 +27,8 @@ from elasticrt.contract.messages import Copied
 from elasticrt.train import handover, link
 from elasticrt.train.background import Background
 from elasticrt.train.deferred import Deferred, Steady
-from elasticrt.train.plain import Buffers, plain_copy
 from elasticrt.train.room import available_bytes
+from elasticrt.train.snapshots import Snapshots
 
 _log = logging.getLogger(__name__)
 
@@ -85,9 +85,7 @@ class Copies:
         self._step = 0
         self._at = 0.0
         self._step_s = 0.0
-        self._buffers = Buffers()
-        self._deferred = Deferred()
-        self._at_once = False  # Since what was marked as `Steady` was seen to be none.
+        self._snapshots = Snapshots()
         self._writer = Background("elasticrt-copy")
 
     def begin(self, now: float, step: int) -> None:
@@ -115,20 +113,13 @@ class Copies:
         self._taken += 1
         self._step_s = (began - self._at) / max(1, step - self._step)
         self._step, self._at = step, began
-        self._at_once = self._at_once or self.spoilt
-        self._deferred = Deferred()
-        copied = plain_copy(state, "state", self._buffers, None if self._at_once else self._deferred)
+        copied, deferred = self._snapshots.take(state)
         stall_s = time.monotonic() - began
-        self._writer.start(partial(self._write, copied, self._deferred, step, epoch, stall_s))
+        self._writer.start(partial(self._write, copied, deferred, step, epoch, stall_s))
 
     def settle(self) -> None:
         """Before an optimizer steps: from here on, what was marked as `Steady` in the last copy may change."""
-        self._deferred.finish()
-
-    @property
-    def spoilt(self) -> bool:
-        """Whether the last copy came to nothing because what was marked as `Steady` was changed too early."""
-        return not self._deferred.intact
+        self._snapshots.settle()
 
     def wait(self, timeout_s: float = 60.0) -> None:
         """Wait for one that is being written, before this process leaves."""

@@ -57,6 +57,8 @@ class Deferred:
 
     def finish(self) -> None:
         """On the training thread, before an optimizer steps: copy what is left, and see that nothing was changed."""
+        if self._judged.is_set():  # As before most steps: they should not wait for a lock.
+            return
         while self._copy_one():
             pass
         self._judge()

@@ -162,7 +162,7 @@ def test_a_state_that_was_changed_between_two_steps_is_saved_again(
                 loop._checkpointer._writer.wait(10)
     assert sorted(checkpoints(tmp_path)) == [5, 9]
     assert "saved again" in caplog.text
-    assert loop._checkpointer._at_once
+    assert loop._checkpointer._snapshots._at_once
 
 
 def test_after_the_loop_an_optimizer_may_step_at_once(tmp_path: Path) -> None:
