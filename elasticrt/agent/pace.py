@@ -53,8 +53,8 @@ class Sight:
     """All workers of a node at one moment, by the one that is furthest behind.
 
     `step` was finished at `at` (seconds of this machine's monotonic clock; both 0 before the first of this generation);
-    `expected`: steps are to be expected of all of them; `ready_at`: when the worker was ready for its first step, 0
-    when that is not known.
+    `expected`: steps are to be expected of all of them; `ready_at`: when the worker was ready for its first step (of a
+    script without a Loop: when it began), 0 when that is not known.
     """
 
     step: int
@@ -93,7 +93,7 @@ class Pace:
             return pace
         moved = sight.step - self.step
         if not self.first:
-            # Until more is known: the first step, with all that it is the first to do, is a step.
+            # Until more is known: all there was since then, with what is done for the first time, is taken for a step.
             known = (sight.at - sight.ready_at,) if sight.ready_at else ()
             return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
         if away:

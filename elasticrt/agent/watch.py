@@ -152,4 +152,4 @@ def _sight(own: Sequence[Page], *, held: bool) -> Sight:
 def _sight_of_beats(own: Sequence[Page], *, held: bool) -> Sight:
     """The same of workers without a Loop, where one may take more steps than another: the oldest newest beat counts."""
     last = min(own, key=lambda page: page.beat_at_ns)
-    return Sight(sum(page.beats for page in own), last.beat_at_ns / 1e9, not held)
+    return Sight(sum(page.beats for page in own), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)

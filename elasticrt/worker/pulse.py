@@ -20,6 +20,7 @@ def begin(worker: WorkerEnv) -> None:
     if worker.page_fd < 0:
         return
     page, me = Page(worker.page_fd), os.getpid()
+    page.begun_at_ns = time.monotonic_ns()
 
     def beat(*_: object) -> None:
         if os.getpid() == me:  # What the script forks has a life of its own.

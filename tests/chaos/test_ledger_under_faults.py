@@ -98,6 +98,7 @@ def _proven(tmp_path: Path, told: list[str], verdict: Verdict) -> None:
     print(f"{len(told)} faults: {', '.join(told)}\n{done.stdout}")
 
 
+@pytest.mark.slow
 def test_five_faults(tmp_path: Path) -> None:
     """S5, D09: five faults; the ledger proves each sample of each epoch exactly once."""
     told, verdict = _under_faults(tmp_path, 5, faults=5, nodes=3)

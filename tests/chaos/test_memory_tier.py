@@ -62,7 +62,10 @@ def _kill_node(cluster: Cluster) -> AgentProcess:
     return agent
 
 
-@pytest.mark.parametrize(("disturb", "nodes"), [(_kill_worker, 1), (_kill_worker, 2), (_kill_node, 2)])
+@pytest.mark.parametrize(
+    ("disturb", "nodes"),
+    [pytest.param(_kill_worker, 1, marks=pytest.mark.slow), (_kill_worker, 2), (_kill_node, 2)],
+)
 def test_a_failure_costs_the_steps_since_the_newest_copy(tmp_path: Path, disturb: object, nodes: int) -> None:
     """S5: without a single checkpoint on disk a run that loses rank 0 goes on from a copy in a survivor's memory."""
     assert callable(disturb)

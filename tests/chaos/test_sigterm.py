@@ -44,7 +44,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("loaders", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Path, loaders: int) -> None:
     """A02, as SLURM's scancel does it: workers and DataLoader processes stay for the handover; no step is lost."""
     options = ["--min-nodes", "1", "--max-nodes", "2", "--join", "now", "--settle", "2"]
@@ -94,7 +94,9 @@ def _pull_the_plug(node: AgentProcess, grace_s: float) -> int:
         node.process.wait(10)
 
 
-@pytest.mark.parametrize("grace_s", [30, 5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "grace_s", [pytest.param(30, marks=pytest.mark.slow), 5, pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_a_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None:
     """A02: within any grace time the node hands over and ends with 143; the others repeat no step."""
     options = ["--min-nodes", "1", "--max-nodes", "2", "--join", "now", "--settle", "2"]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tests.cluster import REPOSITORY
 from tests.compat.styles import STYLES, TABLE, Style, both, play, row, verdict
 
-FAST = ("torchrun, several nodes", "torch.distributed.launch, --local_rank", "elasticrt.spawn")
-"""They train the same, so one undisturbed run is the measure of all three."""
+FAST = ("torchrun, several nodes", "elasticrt.spawn")
+"""They train the same, so one undisturbed run is the measure of both."""
 
 
 def _style(name: str) -> Style:
@@ -24,7 +24,7 @@ def _style(name: str) -> Style:
 
 @pytest.mark.timeout(240)
 def test_a_slice(tmp_path: Path) -> None:
-    """W01: torchrun, torch.distributed.launch and elasticrt.spawn survive a killed worker with the same weights."""
+    """W01: torchrun and elasticrt.spawn survive a killed worker with the same weights."""
     undisturbed = play(_style(FAST[0]), tmp_path / "undisturbed", disturbed=False)
     for number, name in enumerate(FAST):
         style = _style(name)

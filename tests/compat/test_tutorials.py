@@ -100,11 +100,9 @@ def _server(together: int) -> Iterator[_Rows]:
             thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("name", "downloads"),
-    [pytest.param("before", 4, marks=pytest.mark.slow), pytest.param("after", 2)],
-)
+@pytest.mark.parametrize(("name", "downloads"), [("before", 4), ("after", 2)])
 def test_download(name: str, downloads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """download=True fetches the data once in every process, all at the same time; prepare once on each node."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")

@@ -70,6 +70,7 @@ def test_array(etcd: EtcdServer, lab: Lab, tmp_path: Path, note: Note) -> None:
     assert not training.events("failure")
 
 
+@pytest.mark.slow
 def test_alloc(etcd: EtcdServer, lab: Lab, tmp_path: Path, note: Note) -> None:
     """K04: an allocation goes on with fewer nodes, is requeued without losing a step, and drains when cancelled."""
     training = Training(lab, tmp_path)

@@ -85,7 +85,7 @@ def test_a_finished_run_leaves_only_its_record(tmp_path: Path, etcd: EtcdServer)
         assert late.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_makes_a_node_leave_at_once(tmp_path: Path, etcd: EtcdServer, number: int) -> None:
     """A02, K01: exit code 143, its workers and its key are gone, and the other goes on in the next generation."""
     with Run(tmp_path, "--nnodes", "1:2", "--etcd", str(etcd.address)) as run:

@@ -123,6 +123,7 @@ def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
         assert run.events("result")[-1]["reason"].count("no progress") == 1
 
 
+@pytest.mark.slow
 def test_a_pause_is_no_hang(tmp_path: Path) -> None:
     """L5: an evaluation that takes longer than the time for a hang is left alone when it is in `loop.pause`."""
     with _run(tmp_path, "pauses", "--hang-timeout", "1s") as run:

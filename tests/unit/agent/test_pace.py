@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from elasticrt.agent.pace import AWAY_S, LOOK_S, Limits, Pace, Sight
+from elasticrt.agent.watch import _sight_of_beats
+from elasticrt.contract.page import Page
 
 
 def _watched(
@@ -83,8 +87,19 @@ def test_before_the_first_steps_nothing_is_said() -> None:
     assert pace.standing_since(133.1) == pytest.approx(133.0)
 
 
+def test_a_script_without_a_loop_has_a_pace_from_the_first_look_on() -> None:
+    """N11, L5: a machine may lose its power before the other agents have looked twice; they still see a stand."""
+    fd = Page.create()
+    page = Page(fd)
+    os.close(fd)
+    page.begun_at_ns, page.beat_at_ns, page.beats = int(100e9), int(103e9), 4
+    pace = Pace().looked(_sight_of_beats([page], held=False), 103.4)
+    assert pace.standing_since(114.9) is None, "three seconds may have been one step"
+    assert pace.standing_since(115.1) == pytest.approx(115.0)
+
+
 def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
-    """L5: of a script without a Loop nobody knows when its first step began."""
+    """L5: one step that ended some time is no measure of the next."""
     pace = Pace().looked(Sight(3, 100.0, expected=True), 100.1)
     assert pace.standing_since(1e6) is None
     pace = pace.looked(Sight(5, 100.4, expected=True), 100.5)

@@ -33,6 +33,7 @@ def step():
 assert (page.beats, page.beat_at_ns) == (0, 0)
 step()
 first = page.beat_at_ns
+assert 0 < page.begun_at_ns < first
 step()
 assert page.beats == 4 and page.beat_at_ns > first > 0
 if os.fork() == 0:
