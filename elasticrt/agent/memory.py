@@ -76,9 +76,15 @@ class Memory:
             self.fd = -1
 
     def _best_spare(self, head: Commit) -> tuple[Copy | None, int]:
-        """The newest copy that the checkpoint descends from: of the generation that saved it, and of no later step."""
+        """The newest copy that the checkpoint descends from: of the generation that saved it, and of no later step.
+
+        Where the run has gone back to that copy since, it is what the last generation has resumed from.
+        """
         if self._generation != head.generation:
-            return (self.spare, self._spare_fd) if self._spare_of == head.generation else (None, -1)
+            if self._spare_of != head.generation:
+                return None, -1
+            gone_back = self.kept is not None and self.kept.step <= head.step
+            return (self.kept, self._kept_fd) if gone_back else (self.spare, self._spare_fd)
         older = [(copy, fd) for copy, fd in reversed(self._copies) if copy.step <= head.step]
         return older[0] if older else (self.kept, self._kept_fd)
 

@@ -77,6 +77,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "some workers hang and their copy is not known",
     ),
     "no copy is spared": ("L1", "the node that has the checkpoint on its disk dies, and copies are older"),
+    "what the run has gone back to is let go": (
+        "L1",
+        "who has gone back behind the checkpoint looks for it again, not having heard of the only copy",
+    ),
     "a copy that does not descend from the head is resumed from": (
         "S6",
         "another history's checkpoint is put in place of the head",

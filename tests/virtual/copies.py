@@ -118,9 +118,9 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
 
 
 def _need_not_be_looked_for(history: Invariants, new: Generation) -> None:
-    """S6: who has gone back behind a head that is lost does not go to it again while there are copies."""
-    if history.generations and history.has_gone_back():
+    """S6: who has gone back behind a head that is lost does not go to it again, having heard that there are copies."""
+    if history.generations and history.has_gone_back() and history.conduct.writer is not None:
         lives = {seat.incarnation for seat in history.seats[new.nonce].values()}
-        last = [report for report in history.reported if report.generation == history.number()]
+        last = [report for report in history.conduct.writer[2].heard if report.generation == history.number()]
         stated = [report.node for report in last if report.memory is not None and report.incarnation in lives]
         require(not stated, "S6", f"generation {new.number} resumes from the lost head, and {stated} have copies")

@@ -111,6 +111,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "no copy is spared": (
         (_A + "memory", "Memory.renew", "(None, -1) if resumed or head is None else self._best_spare(head)", "(None, -1)"),
     ),
+    "what the run has gone back to is let go": (
+        (_A + "memory", "Memory._best_spare", "gone_back = self.kept is not None and self.kept.step <= head.step", "gone_back = False"),
+    ),
     "a copy that does not descend from the head is resumed from": (
         (_LED, "_newest_copy", "head is not None and head.generation != before.number and head.nonce not in known", "False"),
     ),

@@ -114,7 +114,8 @@ class Process:
         if me is None:
             return Intent()
         self.incarnations.add(me.record.incarnation)
-        return Intent(me.record.incarnation, self.fencing)
+        heard = tuple(entry.record for entry in self.agent.rendezvous.view.reports.values())
+        return Intent(me.record.incarnation, self.fencing, heard)
 
     def signal(self) -> None:
         """SIGTERM."""

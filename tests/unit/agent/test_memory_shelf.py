@@ -135,6 +135,25 @@ def test_one_copy_is_spared_for_a_checkpoint_that_nobody_has(memory: Memory) -> 
     assert _spared(memory) == b"7"
 
 
+def test_what_the_run_has_gone_back_to_is_spared_when_the_checkpoint_is_looked_for_again(memory: Memory) -> None:
+    """F16: a leader that has not heard of it looks for the checkpoint once more; it is still not there."""
+    memory.put(_copy(5), _file(b"five"))
+    memory.renew(None, 2, _head(7, 1))
+    memory.renew(_copy(5), 3, _head(7, 1))
+    memory.put(_copy(6), _file(b"six"))
+    memory.renew(None, 4, _head(7, 1))
+    assert (memory.newest, memory.spare) == (None, _copy(5))
+    assert _spared(memory) == b"five"
+
+
+def test_what_came_after_the_checkpoint_is_not_spared_for_it(memory: Memory) -> None:
+    """The generation that follows may find it, and has another future then."""
+    memory.put(_copy(8), _file(b"eight"))
+    memory.renew(_copy(8), 2, _head(7, 1))
+    memory.renew(None, 3, _head(7, 1))
+    assert memory.spare is None
+
+
 def test_what_a_generation_has_begun_with_is_spared_where_it_took_no_copy(memory: Memory) -> None:
     """Its checkpoint descends from that as well."""
     memory.put(_copy(5), _file(b"five"))

@@ -109,7 +109,7 @@ def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
         seats = [_seat(lives[name], ports[name]) for name in ways]
         seats += [_seat(LIFE, alive.port), _seat(OTHER, alive.port), _seat("c" * 16, refusing)]
         heard.prober.ask(seats)
-        heard.prober.ask(seats)  # Those that are being asked already are not asked again.
+        heard.prober.ask(seats[:1])  # Who keeps silent is being asked still, and is not asked again.
         found = heard.wait(len(seats))
         assert found == {
             **{lives[name]: ["dead" if name == "resets" else "silent"] for name in ways},
