@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elasticrt.rendezvous.decision import Decision, End, Fence, Publish
-from elasticrt.rendezvous.records import Generation, Member, Report, Seat
+from elasticrt.rendezvous.records import Generation, Member, Seat
+from elasticrt.rendezvous.view import View
 from elasticrt.spec import resized
 from elasticrt.store.protocol import Compare, Txn
 from tests.virtual.engine import require
@@ -36,12 +37,11 @@ REFUSED_MAX = 3
 
 @dataclass(frozen=True)
 class Intent:
-    """What the sender of a transaction knew: its life, the last fence it decided (whom, in which generation), and what
-    it had heard of the others' workers."""
+    """What the sender of a transaction knew: its life, its last fence (whom, in which generation), and its view."""
 
     incarnation: str = ""
     fencing: tuple[str, int] = ("", 0)
-    heard: tuple[Report, ...] = ()
+    view: View | None = None
 
 
 class Conduct:

@@ -119,8 +119,9 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
 
 def _need_not_be_looked_for(history: Invariants, new: Generation) -> None:
     """S6: who has gone back behind a head that is lost does not go to it again, having heard that there are copies."""
-    if history.generations and history.has_gone_back() and history.conduct.writer is not None:
+    view = None if history.conduct.writer is None else history.conduct.writer[2].view
+    if history.generations and history.has_gone_back() and view is not None and view.number == history.number():
         lives = {seat.incarnation for seat in history.seats[new.nonce].values()}
-        last = [report for report in history.conduct.writer[2].heard if report.generation == history.number()]
+        last = [entry.record for entry in view.reports.values()]
         stated = [report.node for report in last if report.memory is not None and report.incarnation in lives]
         require(not stated, "S6", f"generation {new.number} resumes from the lost head, and {stated} have copies")

@@ -114,8 +114,7 @@ class Process:
         if me is None:
             return Intent()
         self.incarnations.add(me.record.incarnation)
-        heard = tuple(entry.record for entry in self.agent.rendezvous.view.reports.values())
-        return Intent(me.record.incarnation, self.fencing, heard)
+        return Intent(me.record.incarnation, self.fencing, self.agent.rendezvous.view)
 
     def signal(self) -> None:
         """SIGTERM."""
