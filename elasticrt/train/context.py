@@ -224,14 +224,15 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
         dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
     global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
     if not _group_pid:
-        atexit.register(_leave_group)
+        atexit.register(leave_group)
     _group_pid = os.getpid()
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
     """Destroy our process group at exit: its threads, if still there then, can abort a process that was done (SIGABRT).
 
     Not after an uncaught exception: a collective under way would then be waited for, and the traceback is out already.
+    Nor where a process ends without taking its interpreter apart (`worker.ending`).
     """
     if getattr(sys, "last_value", None) is None and os.getpid() == _group_pid and dist.is_initialized():
         dist.destroy_process_group()

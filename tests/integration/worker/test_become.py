@@ -109,6 +109,7 @@ EXITS = {
     "unflushed in a module": "import types, sys\nm = types.ModuleType('m')\nsys.modules['m'] = m\n"
     "m.f = open('left.txt', 'w')\nm.f.write('y' * 10)\nsys.exit(2)",
     "finalizer": "class A:\n    def __del__(self): print('deleted')\na = A()\nraise ValueError",
+    "weak finalizer": "import weakref\nclass A: pass\na = A()\nweakref.finalize(a, print, 'finalized')\nraise ValueError",
     "exit in a thread": "import threading, sys\n"
     "t = threading.Thread(target=sys.exit)\nt.start(); t.join(); print('on')",
     "mutual reference": "import gc\nx = []\nx.append(x)\nprint(gc.isenabled())\nraise ValueError",
@@ -129,6 +130,28 @@ def test_exit_codes_and_tracebacks(warm, python, tmp_path, body):
     assert result.err[0].replace(str(forked), str(plain)) == expected.stderr
     left = [(place / "left.txt").read_text() if (place / "left.txt").exists() else "" for place in (plain, forked)]
     assert left[0] == left[1]
+
+
+@pytest.mark.parametrize(("code", "left"), [(0, []), (3, ["group", "mine::f"])])
+def test_torch_is_taken_apart_by_nobody(warm, tmp_path, code, left):
+    """Who leaves with a failure has others waiting: libraries of operators and process group stay until the end."""
+    body = f"""
+        import atexit, sys, weakref
+        class Witness: pass
+        witness = Witness()
+        def tell():
+            print(["group"] * dist.is_initialized() + [each for each in library._defs if each.startswith("mine")])
+        weakref.finalize(witness, tell)
+        import torch.distributed as dist
+        from torch import library
+        mine = library.Library("mine", "DEF")
+        mine.define("f(Tensor x) -> Tensor")
+        import elasticrt
+        elasticrt.init(backend="gloo")
+        sys.exit({code})
+    """
+    result = warm.run(body, tmp_path)
+    assert (result.codes[0], result.out[0], result.err[0]) == (code, f"{left}\n", "")
 
 
 @pytest.mark.parametrize(("kind", "name"), [("script", "missing.py"), ("module", "missing_module"), ("script", "bad")])
