@@ -185,19 +185,19 @@ class Checkpointer:
         collective.require_group("Checkpointer.restore")
         rank, _ = collective.rank_and_world()
         search = Search(self._archive, self._worker)
-        copied: tuple[bytearray, dict[str, Any]] | None = None
+        payload: bytearray | None = None
         failure: ElasticError | None = None
         verdict: dict[str, Any] = {"start": secrets.token_hex(8)}
         if rank == 0:
             try:
-                copied = self._prepare(claim, search)
+                payload = self._prepare(claim, search)
             except ElasticError as error:
                 failure = error
                 verdict = {"error": str(error)}
             else:
                 resume = None if self._worker is None else self._worker.resume
                 verdict["over"] = resume is None and _start_over(fresh)
-                if copied is not None and self._worker is not None and self._worker.copy is not None:
+                if payload is not None and self._worker is not None and self._worker.copy is not None:
                     verdict["copy"] = handover.describe(self._worker.copy)
         else:
             search.look_around()
@@ -206,7 +206,7 @@ class Checkpointer:
             raise failure if failure is not None else CheckpointError(verdict["error"])
         self.start = verdict["start"]
         if "copy" in verdict:
-            state = _from_memory(search, verdict["copy"], copied)
+            state = _from_memory(search, verdict["copy"], payload)
         elif verdict["over"]:
             search.exchange()
             state = None
@@ -216,7 +216,7 @@ class Checkpointer:
             self._asked_step = state.step
         return state
 
-    def _prepare(self, claim: bool, search: Search) -> tuple[bytearray, dict[str, Any]] | None:
+    def _prepare(self, claim: bool, search: Search) -> bytearray | None:
         """On rank 0: the copy in memory to resume from, if that is what is to be done; else look into the directory."""
         worker = self._worker
         payload = None if worker is None or worker.copy is None else handover.read(worker)
@@ -229,7 +229,7 @@ class Checkpointer:
                 away, back = (worker.resume.step, worker.resume.node), worker.copy.step
                 _log.warning("the checkpoint of step %d is away with %s; going back to step %d, in memory", *away, back)
             self._committer.descends_from(worker.resume)
-            return payload, parse(payload)
+            return payload
         self._archive.open(create=False)
         search.survey()
         if worker is not None and worker.resume is not None:
@@ -346,12 +346,12 @@ class Checkpointer:
         _log.debug("saved step %d in %.3f s", step, time.monotonic() - started)
 
 
-def _from_memory(search: Search, described: dict[str, Any], copied: tuple[bytearray, dict[str, Any]] | None) -> State:
-    """The copy that rank 0 has read, as its `handover.describe` says, on all ranks."""
+def _from_memory(search: Search, described: dict[str, Any], payload: bytearray | None) -> State:
+    """The copy that rank 0 has read, as its `handover.describe` says, on all ranks, which open it at the same time."""
     search.exchange()
-    payload = collective.broadcast_bytes(b"" if copied is None else copied[0])
+    sent = collective.broadcast_bytes(b"" if payload is None else payload)
     commit = described["commit"]
-    data = copied[1] if copied is not None else parse(collective.intact(payload, commit["size"], commit["digest"]))
+    data = parse(sent if payload is not None else collective.intact(sent, commit["size"], commit["digest"]))
     return State(commit["step"], commit["epoch"], described["world_size"], described["run"], data)
 
 

@@ -109,7 +109,7 @@ EXITS = {
     "unflushed in a module": "import types, sys\nm = types.ModuleType('m')\nsys.modules['m'] = m\n"
     "m.f = open('left.txt', 'w')\nm.f.write('y' * 10)\nsys.exit(2)",
     "finalizer": "class A:\n    def __del__(self): print('deleted')\na = A()\nraise ValueError",
-    "weak finalizer": "import weakref\nclass A: pass\na = A()\nweakref.finalize(a, print, 'finalized')\nraise ValueError",
+    "weak finalizer": "import weakref\nclass A: pass\na = A()\nweakref.finalize(a, print, 'late')\nraise ValueError",
     "exit in a thread": "import threading, sys\n"
     "t = threading.Thread(target=sys.exit)\nt.start(); t.join(); print('on')",
     "mutual reference": "import gc\nx = []\nx.append(x)\nprint(gc.isenabled())\nraise ValueError",
