@@ -204,9 +204,9 @@ def _uncaught(error: BaseException, *, is_fork: bool) -> int:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    consequence = "" if is_fork else ending.consequence(error)
-    if consequence:
-        print(consequence, file=sys.stderr)  # noqa: T201  In place of a traceback that says nothing of the cause.
+    short = "" if is_fork else ending.in_short(error)
+    if short:
+        print(short, file=sys.stderr)  # noqa: T201  This process's own error output is where it belongs.
         return 1
     try:
         sys.excepthook(type(error), error, trace)

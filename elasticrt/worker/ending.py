@@ -23,7 +23,9 @@ from typing import NoReturn
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.collateral import is_collateral
 from elasticrt.contract.messages import Done, Release
-from elasticrt.errors import CheckpointError, PreparationError
+from elasticrt.errors import CheckpointError, ConfigError, PreparationError
+
+_OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 def write_error_file(error: BaseException) -> None:
@@ -63,21 +65,36 @@ def _write_new(path: str, content: dict[str, object]) -> None:
         print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
 
 
-def consequence(error: BaseException) -> str:
-    """One line in place of the traceback of an error that only says that another worker is gone; "" for any other.
+def in_short(error: BaseException) -> str:
+    """What to print in place of the traceback, which is in the error file; "" where the traceback is to be printed.
 
-    The traceback is in the error file. A script that has set `sys.excepthook` itself keeps its own way of printing.
+    That is for errors that only say that another worker is gone, and for our own of a wrong call or a bad checkpoint:
+    they say what is wrong, and the traceback would be mostly ours. A script that has set `sys.excepthook` itself keeps
+    its own way of printing.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     hook = getattr(sys.excepthook, "__module__", "")
     if sys.excepthook is not sys.__excepthook__ and not str(hook).startswith("torch."):
         return ""
+    if not os.path.exists(path):  # noqa: PTH110  One call.
+        return ""
     callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    if not os.path.exists(path) or not is_collateral(type(error).__name__, str(error), callstack):  # noqa: PTH110  One call.
+    rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
+    if isinstance(error, (ConfigError, CheckpointError)):
+        return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
+    if not is_collateral(type(error).__name__, str(error), callstack):
         return ""
     said = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]  # Without the place in torch's C++ sources.
-    rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
+
+
+def _called_at(error: BaseException) -> str:
+    """The line of the user's code that the error comes from: the last that is not of this package."""
+    theirs = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
+    if not theirs:
+        return ""
+    line = f": {theirs[-1].line[:120]}" if theirs[-1].line else ""
+    return f"  called at {theirs[-1].filename}, line {theirs[-1].lineno}{line}\n"
 
 
 def linger(channel_fd: int) -> None:

@@ -281,6 +281,34 @@ def test_final_errors(warm, tmp_path, name, code, recorded):
     assert (result.codes[0], failure.final_code, failure.exception) == (1, code, name)
 
 
+@pytest.mark.parametrize("given", ['resume="never"', 'memory=2, resume="auto"'])
+def test_a_wrong_call_is_not_a_traceback_of_ours(warm, tmp_path, given):
+    """A mistake in a call of ours: what is wrong, the line of the script, and where the traceback is; no more."""
+    body = f"""
+        import elasticrt
+        def main():
+            loop = elasticrt.Loop("ck", {given})
+        main()
+        """
+    said = warm.run(body, tmp_path).err[0].splitlines()
+    assert said[0].startswith(f"rank 0: ConfigError: no such {'way' if 'never' in given else 'share'} (Loop(")
+    assert said[1] == f'  called at {tmp_path}/script.py, line 4: loop = elasticrt.Loop("ck", {given})'
+    kept = tmp_path / "run" / said[2].removeprefix("  traceback: ")
+    assert len(said) == 3
+    assert "in __init__" in json.loads(kept.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
+def test_a_wrong_call_is_shown_as_the_script_wants_it(warm, tmp_path):
+    """A hook of the script's own for uncaught exceptions gets a mistake in a call of ours, as it gets all others."""
+    body = """
+        import sys, elasticrt
+        sys.excepthook = lambda kind, error, trace: print("mine:", kind.__name__)
+        elasticrt.Loop("ck", resume="never")
+        """
+    result = warm.run(body, tmp_path)
+    assert (result.out[0], result.err[0]) == ("mine: ConfigError\n", "")
+
+
 def test_fault_handler_works(warm, tmp_path):
     """`faulthandler` in a script shows the script's own stack on a crash."""
     body = "import faulthandler, ctypes\nfaulthandler.enable()\ndef crash():\n    ctypes.string_at(0)\ncrash()"
@@ -295,7 +323,7 @@ def test_stdin_is_for_local_rank_0(session_mark, tmp_path):
     body = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
-        from conftest import Rig
+        from rig import Rig
         rig = Rig("fork")
         result = rig.run("import sys; print(repr(sys.stdin.read()))", Path({str(tmp_path)!r}), workers=2)
         rig.close()

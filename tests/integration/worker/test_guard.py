@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from rig import Rig
 
 from elasticrt.agent.group import Command, GroupEnded, WorkerEnded, WorkerStarted
 from elasticrt.agent.warm import ParentLost
@@ -91,8 +92,8 @@ def test_the_agent_is_killed(tmp_path, until, is_alive):
     agent = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
-        from conftest import Rig
         from elasticrt.agent.group import Command
+        from rig import Rig
         rig = Rig(sys.argv[1])
         print(rig.parent.pid, flush=True)
         rig.start(Command(("brood.py",)), Path({str(tmp_path)!r}))
@@ -223,8 +224,6 @@ def test_a_directory_that_is_not_there(either, tmp_path):
 )
 def test_a_program_that_cannot_be_executed(tmp_path, session_mark, program, code, words):
     """W17: ENOENT, EACCES and a file that is no program: reported by name, for every worker."""
-    from conftest import Rig
-
     (tmp_path / "not-executable").write_text("#!/bin/sh\n")
     (tmp_path / "empty").write_bytes(b"\0\1")
     (tmp_path / "empty").chmod(0o755)

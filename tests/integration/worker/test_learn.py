@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from rig import Rig
 
 from elasticrt.agent.group import Command, GroupEnded
 from elasticrt.contract.messages import Learnt
@@ -37,8 +38,6 @@ def library(tmp_path):
 @pytest.fixture
 def rig(session_mark, library, tmp_path):
     """A worker parent of this test's own, that finds the library."""
-    from conftest import Rig
-
     made = Rig("fork", env={"PYTHONPATH": str(library)}, target=str(tmp_path / "script.py"))
     yield made
     made.close()

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from rig import Rig
 
 
 def test_exec_workers(cold, tmp_path):
@@ -32,8 +33,6 @@ def test_exec_workers(cold, tmp_path):
 @pytest.mark.parametrize("name", ["torch", "numpy"])
 def test_a_script_with_a_torch_of_its_own(session_mark, tmp_path, name):
     """A directory with a `torch.py` beside the script gets fresh interpreters, and the reason is said."""
-    from conftest import Rig
-
     (tmp_path / f"{name}.py").write_text("who = 'mine'")
     rig = Rig("fork", target=str(tmp_path / "script.py"))
     try:
@@ -62,8 +61,6 @@ def test_what_cannot_be_forked_is_not(session_mark, tmp_path, body, reason):
 
     Workers are fresh interpreters then.
     """
-    from conftest import Rig
-
     (tmp_path / "preloaded.py").write_text(body)
     rig = Rig("fork", preload=["preloaded"], target=str(tmp_path / "script.py"))
     try:
@@ -76,8 +73,6 @@ def test_what_cannot_be_forked_is_not(session_mark, tmp_path, body, reason):
 
 def test_preload(session_mark, tmp_path):
     """A preloaded module is imported once, from beside the script, and is there in every worker."""
-    from conftest import Rig
-
     (tmp_path / "slow.py").write_text("import os\nwho = os.getpid()")
     rig = Rig("fork", preload=["slow"], target=str(tmp_path / "script.py"))
     try:
@@ -93,8 +88,6 @@ EARLY = "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint(tor
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_a_script_that_sets_variables_before_its_imports(session_mark, tmp_path, monkeypatch, kind):
     """What it sets is obeyed: its workers are fresh interpreters, the parent stays small, and the reason is said."""
-    from conftest import Rig
-
     from elasticrt.agent.group import Command
 
     (tmp_path / "early.py").write_text(EARLY)
@@ -114,8 +107,6 @@ def test_a_script_that_sets_variables_before_its_imports(session_mark, tmp_path,
 @pytest.mark.parametrize("name", ["directory", "archive", "compiled.pyc"])
 def test_what_is_no_source_file(session_mark, tmp_path, monkeypatch, name):
     """A directory, an archive and byte code are run by fresh interpreters, which is said before they start."""
-    from conftest import Rig
-
     from elasticrt.agent.group import Command
 
     main = tmp_path / "directory" / "__main__.py"
@@ -144,8 +135,6 @@ def test_the_parent_stays_what_a_fork_can_copy(warm, tmp_path):
 
 def test_the_thread_that_started_the_parent_ends(session_mark, tmp_path):
     """A parent-death signal comes when the parent's *thread* ends; the one that started a worker parent may end."""
-    from conftest import Rig
-
     made = []
     thread = threading.Thread(target=lambda: made.append(Rig("exec")))
     thread.start()
