@@ -46,6 +46,9 @@ class Invariants:
         self.seats: dict[str, dict[str, Seat]] = {}
         self.chunks: dict[str, bytes] = {}
         self.heads: list[HeadRecord] = []
+        self.aside = (
+            False  # Whether the newest generation is of a history that went back behind the head, and forked there.
+        )
 
         self.head_at: float = 0.0
         self.head_when_published: dict[str, str] = {}
@@ -159,6 +162,8 @@ class Invariants:
         copies.check(self, new, seats[0])
         if new.memory is not None and new.memory.step <= step_of(head):
             self.work.gone_back(new.memory.step)
+        behind = new.memory is not None and new.memory.step <= step_of(head)
+        self.aside = behind or (self.aside and new.memory is not None and self.generations[-1].resume == head)
         before = self.generations[-1] if self.generations else None
         if before is not None and before.attempt == new.attempt:
             self.conduct.replaced(self.seats[before.nonce], new, self.seats[new.nonce])
