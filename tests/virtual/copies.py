@@ -114,8 +114,8 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     require(new.memory.step > step_of(head), "S6", f"{text}, and the head is of step {step_of(head)}")
     require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
     base = history.sim.disk[head.nonce] if head is not None else ()
-    aside = history.aside and before.resume == head
-    require(aside or copy.trained[: len(base)] == base, "S6", f"{text}, which does not descend from the head")
+    descends = copy.trained[: len(base)] == base
+    require(descends or history.is_aside(), "S6", f"{text}, which does not descend from the head")
 
 
 def _need_not_be_looked_for(history: Invariants, new: Generation) -> None:

@@ -46,9 +46,6 @@ class Invariants:
         self.seats: dict[str, dict[str, Seat]] = {}
         self.chunks: dict[str, bytes] = {}
         self.heads: list[HeadRecord] = []
-        self.aside = (
-            False  # Whether the newest generation is of a history that went back behind the head, and forked there.
-        )
 
         self.head_at: float = 0.0
         self.head_when_published: dict[str, str] = {}
@@ -162,8 +159,6 @@ class Invariants:
         copies.check(self, new, seats[0])
         if new.memory is not None and new.memory.step <= step_of(head):
             self.work.gone_back(new.memory.step)
-        behind = new.memory is not None and new.memory.step <= step_of(head)
-        self.aside = behind or (self.aside and new.memory is not None and self.generations[-1].resume == head)
         before = self.generations[-1] if self.generations else None
         if before is not None and before.attempt == new.attempt:
             self.conduct.replaced(self.seats[before.nonce], new, self.seats[new.nonce])
@@ -289,6 +284,16 @@ class Invariants:
         """Whether the present generation began behind the head, and there is no other since."""
         last, head = self.generations[-1], self.heads[-1] if self.heads else None
         return last.memory is not None and last.memory.step <= step_of(head) and last.resume == head
+
+    def is_aside(self) -> bool:
+        """Whether the present generation's history went back behind the head, and has gone on from there since."""
+        head = self.heads[-1] if self.heads else None
+        for last in reversed(self.generations):
+            if last.memory is None or last.resume != head:
+                return False
+            if last.memory.step <= step_of(head):
+                return True
+        return False
 
     def _s6_result(self, new: Result) -> None:
         """A run ends for want of a checkpoint only when nobody has a copy from which it could go on."""

@@ -136,7 +136,7 @@ def test_exit_codes_and_tracebacks(warm, python, tmp_path, body):
 def test_torch_is_taken_apart_by_nobody(warm, tmp_path, code, left):
     """Who leaves with a failure has others waiting: libraries of operators and process group stay until the end."""
     body = f"""
-        import atexit, sys, weakref
+        import sys, weakref
         class Witness: pass
         witness = Witness()
         def tell():
