@@ -21,6 +21,7 @@ from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train import collective, handover, leaving, link, misuse, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
+from elasticrt.train.deferred import Later
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.ledger import Ledger
 from elasticrt.train.order import Share
@@ -79,14 +80,13 @@ class Loop:
             raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
         if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
             raise ConfigError(explain("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1"))
-        stateful.check(stateful_objects)
+        self._objects = stateful.checked(stateful_objects)
         self._shown = os.fspath(directory)
         self._checkpointer = Checkpointer(directory, keep=keep)
         self._sampler = sampler
         self._every = Every.parse(every)
         self._fresh = resume == "fresh"
         self._numbers = rng.Numbers(seed)
-        self._objects = stateful_objects
         self._weighting = Weighting(stateful_objects.values())
         self._hooks: list[RemovableHandle] = []
         self._position = self._saved = Position()
@@ -382,7 +382,7 @@ class Loop:
 
     def _state(self) -> dict[str, Any]:
         ledger = self._ledger.history(self._position.steps)
-        ours = {**self._about(), "rng": rng.capture(), "vars": self.vars, "ledger": ledger}
+        ours = {**self._about(), "rng": Later(rng.note()), "vars": self.vars, "ledger": ledger}
         return {**stateful.collect(self._objects, steady=True), stateful.OURS: ours}
 
     def _about(self) -> dict[str, Any]:

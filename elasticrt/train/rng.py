@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from elasticrt.errors import explain
+from elasticrt.train import numpy_state
 from elasticrt.train.collective import gather_numbers, rank_and_world
 from elasticrt.train.position import Position
 
@@ -82,23 +82,29 @@ class Numbers:
 
 def capture() -> dict[str, Any]:
     """The state of python's, torch's, and where in use numpy's and the current GPU's generator, as plain values."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
-        "torch": torch.get_rng_state(),
-        "seed": torch.initial_seed(),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [str(name), torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+    return note()()
+
+
+def note() -> Callable[[], dict[str, Any]]:
+    """`capture`, in two halves: notes the states now, and gives what makes plain values of them, which takes longer."""
+    python = random.getstate()
+    numpy = numpy_state.note()
+    state: dict[str, Any] = {"torch": torch.default_generator.get_state(), "seed": torch.initial_seed()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
-    return state
+
+    def make() -> dict[str, Any]:
+        version, words, gauss = python
+        state["python"] = [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss]
+        if numpy is not None:
+            state["numpy"] = numpy_state.plain(numpy)
+        return state
+
+    return make
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
-    """Put a captured state back, as far as this process has the generators."""
+    """Put a captured state back, as far as this process has the generators. Raises CheckpointError; see numpy_state."""
     if "python" in kinds:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
@@ -106,10 +112,8 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in kinds and numpy is not None and "numpy" in state:
-        name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys.tolist(), dtype="uint32"), position, has_gauss, cached))
+    if "numpy" in kinds and "numpy" in state:
+        numpy_state.put_back(state["numpy"])
 
 
 def derive(seed: int, rank: int, step: int, kinds: Collection[str] = KINDS) -> None:
@@ -140,9 +144,8 @@ def _for_torch(digest: bytes) -> int:
 def _seed_others(digest: bytes, kinds: Collection[str]) -> None:
     if "python" in kinds:
         random.seed(digest)
-    numpy = sys.modules.get("numpy")
-    if "numpy" in kinds and numpy is not None:
-        numpy.random.seed(int.from_bytes(digest[8:12], "big"))
+    if "numpy" in kinds:
+        numpy_state.seed(int.from_bytes(digest[8:12], "big"))
 
 
 def _fingerprints() -> list[int]:
@@ -150,7 +153,8 @@ def _fingerprints() -> list[int]:
     state = capture()
     found = []
     for kind in KINDS:
-        parts = [state[kind]] if kind == "torch" else state.get(kind, [])
+        each = state.get(kind, [])
+        parts = each if isinstance(each, list) else [each]
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())

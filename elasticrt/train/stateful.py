@@ -17,8 +17,8 @@ OURS = "elasticrt"
 """The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables."""
 
 
-def check(objects: Mapping[str, object]) -> None:
-    """Refuse what can't be saved, before any training. Raises TypeError, ConfigError."""
+def checked(objects: Mapping[str, object]) -> dict[str, Any]:
+    """The objects to save, modules without their wrappers. Raises TypeError, ConfigError for what can't be saved."""
     for name, each in objects.items():
         if name == OURS:
             raise ConfigError(explain("this name is taken", f"Loop({name}=)", remedy="Use another one"))
@@ -40,12 +40,18 @@ def check(objects: Mapping[str, object]) -> None:
             raise ConfigError(
                 explain("sharded state (FSDP)", f"Loop({name}=)", got=type(each).__name__, expected=expected)
             )
+    return {name: unwrap(each) if isinstance(each, torch.nn.Module) else each for name, each in objects.items()}
 
 
-def collect(objects: Mapping[str, object], *, steady: bool = False) -> dict[str, Any]:
-    """The state of each object by name; modules without their wrappers. `steady`: optimizers' are marked so."""
-    states = {name: _bare(each).state_dict() for name, each in objects.items()}
-    return {name: Steady(each) if steady and _steps_by_hooks(objects[name]) else each for name, each in states.items()}
+def collect(objects: Mapping[str, Any], *, steady: bool = False) -> dict[str, Any]:
+    """The state of each object by name. `steady`: what only an optimizer's steps change is marked so."""
+    states = {name: each.state_dict() for name, each in objects.items()}
+    if steady:
+        for name, state in states.items():
+            if _steps_by_hooks(objects[name]) and isinstance(state, dict):
+                # Not the groups: a learning rate may be a tensor, and is changed between steps.
+                states[name] = {key: each if key == "param_groups" else Steady(each) for key, each in state.items()}
+    return states
 
 
 def _steps_by_hooks(each: object) -> bool:
@@ -53,7 +59,7 @@ def _steps_by_hooks(each: object) -> bool:
     return isinstance(each, torch.optim.Optimizer) and hasattr(type(each).step, "hooked")
 
 
-def put_back(objects: Mapping[str, object], data: Mapping[str, Any], where: str) -> None:
+def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
     """Load each object's state. Raises CheckpointError when names, keys or shapes differ."""
     saved, present = set(data) - {OURS}, set(objects)
     if saved != present:
@@ -68,7 +74,7 @@ def put_back(objects: Mapping[str, object], data: Mapping[str, Any], where: str)
         )
     for name, each in objects.items():
         try:
-            _bare(each).load_state_dict(data[name])
+            each.load_state_dict(data[name])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 explain(
@@ -78,7 +84,3 @@ def put_back(objects: Mapping[str, object], data: Mapping[str, Any], where: str)
                     remedy=f"Its words: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
                 )
             ) from error
-
-
-def _bare(each: object) -> Any:
-    return unwrap(each) if isinstance(each, torch.nn.Module) else each

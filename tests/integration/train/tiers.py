@@ -74,7 +74,7 @@ class Script:
 
     def prints(self) -> dict[str, str]:
         """A digest of each object's state, to the last bit."""
-        return {name: _digest(state) for name, state in stateful.collect(self.objects).items()}
+        return {name: _digest(state) for name, state in stateful.collect(stateful.checked(self.objects)).items()}
 
 
 def _digest(value: Any) -> str:

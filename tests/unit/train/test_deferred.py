@@ -18,7 +18,7 @@ import elasticrt
 from elasticrt.train import archive
 from elasticrt.train.archive import parse
 from elasticrt.train.background import Background
-from elasticrt.train.deferred import PIECE_BYTES, Deferred, Steady
+from elasticrt.train.deferred import PIECE_BYTES, SETTLE_S, Deferred, Later, Steady
 from elasticrt.train.plain import Buffers, plain_copy
 from elasticrt.train.stateful import collect
 
@@ -60,26 +60,73 @@ def checkpoints(directory: Path) -> dict[int, dict]:
 
 
 def test_what_is_steady_is_copied_later() -> None:
-    """Large tensors under the mark wait, others do not; the mark itself is not part of the copy."""
+    """Tensors under the mark wait, others and numbers do not; the mark itself is not part of the copy."""
     tensor, small = torch.ones(200, 200), torch.ones(3)
     deferred = Deferred()
-    copied = plain_copy({"now": tensor + 1, "later": Steady({"a": tensor, "b": small})}, "state", Buffers(), deferred)
+    state = {"now": tensor + 1, "later": Steady({"a": tensor, "n": 7, "b": [small, 8]})}
+    copied = plain_copy(state, "state", Buffers(), deferred)
     assert torch.equal(copied["now"], tensor + 1)
-    assert torch.equal(copied["later"]["b"], small)
-    copied["later"]["a"].zero_()
+    assert copied["later"] == {"a": None, "n": 7, "b": [None, 8]}
     deferred.finish()
     assert torch.equal(copied["later"]["a"], tensor)
+    assert torch.equal(copied["later"]["b"][0], small)
+    assert copied["later"]["a"].data_ptr() != tensor.data_ptr()
+    assert list(copied["later"]) == ["a", "n", "b"]
     assert plain_copy({"x": Steady([tensor])}, "state")["x"][0].data_ptr() != tensor.data_ptr()
+
+
+def test_one_tensor_in_two_places_is_one_in_the_copy() -> None:
+    """Also where it is copied at once in the one, and later in the other."""
+    tensor = torch.ones(200, 200)
+    deferred = Deferred()
+    copied = plain_copy({"a": Steady({"x": tensor, "y": tensor}), "b": tensor}, "state", Buffers(), deferred)
+    assert deferred._tasks
+    deferred.finish()
+    assert copied["a"]["x"] is copied["a"]["y"] is copied["b"]
+
+
+def test_what_is_marked_as_later_is_made_later() -> None:
+    """It is made once, by whoever comes first; nobody has to finish it before an optimizer steps; and there it is."""
+    made = []
+
+    def make() -> dict:
+        made.append(threading.current_thread())
+        return {"x": 1}
+
+    deferred = Deferred()
+    copied = plain_copy({"a": Later(make), "b": [Later(make)]}, "state", Buffers(), deferred)
+    deferred.finish()
+    assert not made
+    began = time.monotonic()
+    assert deferred.complete()
+    assert time.monotonic() - began < SETTLE_S, "there is nothing to wait for"
+    assert copied == {"a": {"x": 1}, "b": [{"x": 1}]}
+    assert len(made) == 2
+    assert plain_copy([Later(make)], "state") == [{"x": 1}]
+
+
+def test_what_can_t_be_made_spoils_the_copy() -> None:
+    """The error reaches whoever was to make it, and nobody takes the rest for a whole copy."""
+
+    def make() -> dict:
+        raise ZeroDivisionError
+
+    deferred = Deferred()
+    plain_copy({"a": Later(make)}, "state", Buffers(), deferred)
+    with pytest.raises(ZeroDivisionError):
+        deferred.complete()
+    assert not deferred.complete()
 
 
 def test_large_tensors_are_copied_in_pieces() -> None:
     """Whoever trains waits for one piece and not for a whole tensor, and all pieces together are the tensor."""
     tensor = torch.randn(3 * PIECE_BYTES // 8 + 5)
     deferred = Deferred()
-    copied = plain_copy(Steady(tensor), "state", Buffers(), deferred)
-    assert len(deferred._pieces) == 2
+    copied = plain_copy({"x": Steady([tensor])}, "state", Buffers(), deferred)
+    assert deferred._do_one(), "the one that makes the pieces"
+    assert len(deferred._tasks) == 2
     assert deferred.complete()
-    assert torch.equal(copied, tensor)
+    assert torch.equal(copied["x"][0], tensor)
     assert deferred.spent_s > 0
 
 
@@ -88,7 +135,7 @@ def test_a_tensor_that_was_changed_too_early_spoils_its_copy(how: str) -> None:
     """Its version counter tells, whichever way it was written to, and before or after the copying."""
     tensor = torch.ones(200, 200)
     deferred = Deferred()
-    plain_copy(Steady(tensor), "state", Buffers(), deferred)
+    plain_copy({"x": Steady([tensor])}, "state", Buffers(), deferred)
     if how == "a view of it":
         tensor[3].mul_(2)
     elif how == "the tensor":
@@ -107,12 +154,12 @@ def test_what_has_no_version_is_copied_at_once() -> None:
         tensor = torch.ones(200, 200)
     deferred = Deferred()
     copied = plain_copy(Steady([tensor, torch.randn(200, 200).t()]), "state", Buffers(), deferred)
-    assert not deferred._pieces
+    assert not deferred._tasks
     assert torch.equal(copied[0], tensor)
 
 
 def test_only_optimizers_whose_steps_call_hooks_are_steady() -> None:
-    """An optimizer that is not torch's may step without being noticed."""
+    """One that is not torch's may step without being noticed. A learning rate may be a tensor, and is not steady."""
 
     class Own:
         def state_dict(self) -> dict:
@@ -123,7 +170,8 @@ def test_only_optimizers_whose_steps_call_hooks_are_steady() -> None:
 
     model, optimizer = build()
     state = collect({"model": model, "optimizer": optimizer, "own": Own()}, steady=True)
-    assert [name for name, each in state.items() if isinstance(each, Steady)] == ["optimizer"]
+    marked = {(name, key) for name, each in state.items() for key in each if isinstance(each[key], Steady)}
+    assert marked == {("optimizer", "state")}
 
 
 def test_each_checkpoint_is_the_state_between_two_steps(tmp_path: Path) -> None:
@@ -163,6 +211,22 @@ def test_a_state_that_was_changed_between_two_steps_is_saved_again(
     assert sorted(checkpoints(tmp_path)) == [5, 9]
     assert "saved again" in caplog.text
     assert loop._checkpointer._snapshots._at_once
+
+
+def test_a_learning_rate_may_be_set_before_each_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that is a tensor, in place: the checkpoint has the one of the step before, and is not spoilt."""
+    model, _ = build()
+    optimizer = torch.optim.Adam(model.parameters(), torch.tensor(0.5))
+    loop = elasticrt.Loop(tmp_path, every="2 steps", keep=100, model=model, optimizer=optimizer)
+    with caplog.at_level(logging.WARNING):
+        for _ in loop.epochs(1, max_steps=6):
+            for _ in loop.batches(repeat(None)):
+                optimizer.param_groups[0]["lr"].fill_(0.001 * (loop.steps + 1))
+                train(model, optimizer)
+                loop._checkpointer._writer.wait(10)
+    rates = {step: state["optimizer"]["param_groups"][0]["lr"].item() for step, state in checkpoints(tmp_path).items()}
+    assert rates == pytest.approx({2: 0.002, 4: 0.004, 6: 0.006})
+    assert not caplog.records
 
 
 def test_after_the_loop_an_optimizer_may_step_at_once(tmp_path: Path) -> None:

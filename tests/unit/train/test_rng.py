@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from elasticrt.errors import CheckpointError
 from elasticrt.train import rng
 from elasticrt.train.plain import plain_copy
 
@@ -58,6 +59,83 @@ def test_each_rank_and_step_has_numbers_of_its_own(name: str) -> None:
         drawn.append(DRAWS[name]())
     assert drawn[0] == drawn[-1]
     assert len(set(drawn)) == len(drawn) - 1
+
+
+NUMPY_DOES: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "rand": np.random.rand,
+    "randn": np.random.randn,  # The second of a pair is kept; to draw that one changes nothing else.
+    "randint": lambda: np.random.randint(7),
+    "permutation": lambda: np.random.permutation(700),
+    "seed": lambda: np.random.seed(3),
+    "put back by us": lambda: rng.restore(rng.capture()),
+    "binomial": lambda: np.random.binomial(10, 0.3),
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numpy_s_state_is_what_numpy_says(seed: int) -> None:
+    """Whatever was done since it was noted the last time, and if nothing was."""
+    choose = random.Random(seed)
+    for _ in range(100):
+        NUMPY_DOES[choose.choice(list(NUMPY_DOES))]()
+        _, keys, *rest = np.random.get_state()
+        _, noted, *noted_rest = rng.capture()["numpy"]
+        assert noted_rest == rest
+        assert np.array_equal(noted.numpy(), keys)
+
+
+def test_a_state_that_we_put_back_may_have_a_number_more_than_memory_tells() -> None:
+    """The words in memory are the same with and without a kept normal number."""
+    np.random.seed(5)
+    np.random.randn()
+    with_one = rng.capture()
+    np.random.randn()
+    assert rng.capture()["numpy"][3] == 0
+    rng.restore(with_one)
+    assert rng.capture()["numpy"][3] == 1
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_a_script_may_choose_another_generator_of_numpy_s(kind: str) -> None:
+    """`numpy.random.set_bit_generator`: what is saved is the state of that one, and it goes through a file and back."""
+    before = np.random.get_bit_generator()
+    rng.capture()
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(1))
+        np.random.rand()
+        file = io.BytesIO()
+        torch.save(plain_copy(rng.capture(), "rng"), file)
+        fingerprints = rng._fingerprints()
+        expected = np.random.rand(5)
+        assert rng._fingerprints() != fingerprints
+        file.seek(0)
+        rng.restore(torch.load(file, weights_only=True))
+        assert rng._fingerprints() == fingerprints
+        assert np.array_equal(np.random.rand(5), expected)
+        drawn = []
+        for step in (1, 2, 1):
+            np.random.randn()
+            rng.derive(7, 0, step)
+            drawn.append(np.random.randn())
+        assert drawn[0] == drawn[2] != drawn[1]
+    finally:
+        np.random.set_bit_generator(before)
+    assert np.array_equal(rng.capture()["numpy"][1].numpy(), np.random.get_state()[1])
+
+
+@pytest.mark.parametrize("saved, now", [("PCG64", "MT19937"), ("MT19937", "PCG64"), ("PCG64", "SFC64")])
+def test_another_generator_of_numpy_s_than_the_saved_one_is_refused(saved: str, now: str) -> None:
+    """In words: neither can go on from the other's state."""
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, saved)(1))
+        state = rng.capture()
+        np.random.set_bit_generator(getattr(np.random, now)(1))
+        with pytest.raises(CheckpointError, match=f"got {now}; expected {saved}"):
+            rng.restore(state)
+    finally:
+        np.random.set_bit_generator(before)
 
 
 @CUDA
