@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+GATHERED_BYTES_MAX = 1 << 16
+"""How much of small writes a file is written at once."""
+
 
 class Unfit(Exception):  # noqa: N818  A finding about a file that is then skipped, not a failure of the program.
     """The file is not a plain file of one name, or not of the size or content it should have. The text says what."""
@@ -30,6 +33,8 @@ class Sink(Protocol):
 class _HashingSink:
     """Writes to a descriptor, counting and hashing on the way: the digest is of what was meant, not of a copy.
 
+    Small writes are gathered: torch makes four for each tensor, and what they take would be taken from the training.
+
     A failed write is kept in `error`, and what follows is dropped: torch's writer would turn the OSError that says why
     into a RuntimeError that does not.
     """
@@ -37,27 +42,39 @@ class _HashingSink:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._hash = hashlib.sha256()
+        self._gathered = bytearray()
         self.size = 0
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
+        size = len(data)
+        self.size += size
+        if size >= GATHERED_BYTES_MAX:
+            self.flush()
+            self._put(memoryview(data).cast("B"))
+        else:
+            self._gathered += data
+            if len(self._gathered) >= GATHERED_BYTES_MAX:
+                self.flush()
+        return size
+
+    def flush(self) -> None:
+        """Write what is gathered."""
+        gathered, self._gathered = self._gathered, bytearray()
+        self._put(memoryview(gathered))
+
+    def digest(self) -> str:
+        """The SHA-256 of what is flushed."""
+        return self._hash.hexdigest()
+
+    def _put(self, left: memoryview) -> None:
         if self.error is None:
-            self._hash.update(view)
-            left = view
+            self._hash.update(left)
             try:
                 while left:
                     left = left[os.write(self._fd, left) :]
             except OSError as error:
                 self.error = error
-            self.size += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-    def digest(self) -> str:
-        return self._hash.hexdigest()
 
 
 class Directory:
@@ -108,6 +125,7 @@ class Directory:
             try:
                 sink = _HashingSink(fd)
                 fill(sink)
+                sink.flush()
                 if sink.error is not None:
                     raise sink.error
                 # An fsync that failed is never tried again: the kernel may have dropped the pages and would say yes.

@@ -1,7 +1,8 @@
 """One process of the checkpoint benchmark: trains, saves in one way, and prints what that cost as a line of JSON.
 
-    python checkpoint_job.py METHOD MILLIONS PACE_MS GAP_S SAVES DIRECTORY
+    python checkpoint_job.py METHOD MODEL PACE_MS GAP_S SAVES DIRECTORY
 
+MODEL: millions of parameters, in a few large layers; "1-deep": 1 million in 96 tensors, of 24 layers with norms.
 METHOD: loop (elasticrt's disk tier), torch.save, dcp (async_save), copies (elasticrt's memory tier; under an agent) or
 kills (the same; kills itself SAVES times). PACE_MS: 0: forward, backward and Adam as they come; else a step is so long
 and uses no processor, as if a device did the work. GAP_S: seconds of training between two saves.
@@ -25,7 +26,8 @@ import torch.distributed as dist
 
 import elasticrt
 
-WIDTH, LAYERS = {1: 512, 25: 2048, 100: 4096}, {1: 4, 25: 6, 100: 6}
+WIDTH = {"1": 512, "1-deep": 208, "25": 2048, "100": 4096}
+LAYERS = {"1": 4, "1-deep": 24, "25": 6, "100": 6}
 ROWS = 8
 WARM_STEPS = 3
 BARE_S = 1.5
@@ -35,9 +37,12 @@ BARE_S = 1.5
 class Job:
     """A model of some million parameters, and a step of it."""
 
-    def __init__(self, millions: int, pace_ms: float) -> None:
-        width = WIDTH[millions]
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS[millions])))
+    def __init__(self, model: str, pace_ms: float) -> None:
+        width, deep = WIDTH[model], model == "1-deep"
+        layers: list[torch.nn.Module] = []
+        for _ in range(LAYERS[model]):
+            layers += [torch.nn.Linear(width, width, bias=deep), *([torch.nn.LayerNorm(width)] if deep else [])]
+        self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-5)
         self._input = torch.randn(ROWS, width)
         self._pace_s = pace_ms / 1000
@@ -223,7 +228,7 @@ def kills(job: Job, times: int, directory: Path) -> None:
 def main() -> None:
     """As the arguments say."""
     method, directory = sys.argv[1], Path(sys.argv[6])
-    job = Job(int(sys.argv[2]), float(sys.argv[3]))
+    job = Job(sys.argv[2], float(sys.argv[3]))
     directory.mkdir(parents=True, exist_ok=True)
     if method == "copies":
         copies(job, directory)
