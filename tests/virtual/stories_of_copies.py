@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.virtual.plan import Fault, Plan
+from tests.virtual.plan import Fault, Plan, Snag
 from tests.virtual.story import spec_for, story
 
 SELDOM = 60
@@ -137,6 +137,20 @@ COPIES: list[Plan] = [
         Fault(0.02, "crash", "n0", on="= head: step 20"),
         Fault(0.6, "worker_failure", "n2", on="= generation 3"),
         Fault(3.9, "worker_failure", "n1", on="= generation 4"),
+        own_disks=True,
+        loops=True,
+        copy_every_s=6.0,
+        commit_every=20,
+        generations_max=6,
+        safety_s=28.0,
+    ),
+    story(
+        "who has gone back fails beyond the lost checkpoint's step, twice, before there is another",
+        3,
+        Fault(0.02, "crash", "n0", on="= head: step 20"),
+        Snag("", "commit step 20 of generation 3", "slow", 9.0),
+        Fault(7.0, "worker_failure", "n2", on="= generation 3"),
+        Fault(0.6, "worker_failure", "n1", on="= generation 4"),
         own_disks=True,
         loops=True,
         copy_every_s=6.0,
