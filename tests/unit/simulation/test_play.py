@@ -175,12 +175,13 @@ def test_nothing_outlives_a_killed_simulation(tmp_path):
 
 def test_a_paused_node_goes_on(tmp_path):
     """`pause node` stops the agent and its worker, and continues both after the time."""
-    with playing(tmp_path, 2, "works", FOR_EVER, "step 20: pause node 1 for 0.5s") as process:
+    with playing(tmp_path, 2, "works", FOR_EVER, "step 20: pause node 1 for 3s") as process:
         wait_for(lambda: training(tmp_path) and len(agents(tmp_path)) == 2, "steps")
         agent = agents(tmp_path)[1]
         wait_for(lambda: agent.status() == psutil.STATUS_STOPPED, "the agent to be stopped")
         wait_for(lambda: {p.status() for p in agent.children()} == {psutil.STATUS_STOPPED}, "the worker to be stopped")
         wait_for(lambda: agent.status() != psutil.STATUS_STOPPED, "the agent to go on")
+        wait_for(lambda: psutil.STATUS_STOPPED not in {p.status() for p in agent.children()}, "the worker to go on")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=DEADLINE_S)
 
