@@ -94,7 +94,6 @@ class Checkpointer:
         self._writer = Background("elasticrt-save")
         self._failure: BaseException | None = None
         self._asked_step = -1
-        self._place: tuple[int, int] | None = None  # Rank and world size, once this process has restored.
         self._snapshots = Snapshots()
         self.start = ""
         _live.add(self)
@@ -135,7 +134,7 @@ class Checkpointer:
                 explain("steps go back", "Checkpointer.save", got=step, expected=f">= {self._asked_step}, saved before")
             )
         self._asked_step = step
-        rank, world_size = self._place or collective.rank_and_world()
+        rank, world_size = collective.rank_and_world()
         if rank != 0 or not self.wait():
             return
         self._archive.open(create=True)
@@ -182,7 +181,7 @@ class Checkpointer:
 
     def _restore(self, *, claim: bool, fresh: bool) -> State | None:
         collective.require_group("Checkpointer.restore")
-        rank, _ = self._place = collective.rank_and_world()
+        rank, _ = collective.rank_and_world()
         search = Search(self._archive, self._worker)
         payload: bytearray | None = None
         failure: ElasticError | None = None

@@ -74,9 +74,8 @@ class Deferred:
 
     def add_copy(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copy `source` into `buffer` later: both contiguous in the host's memory, and of one size."""
-        size = source.numel() * source.element_size()
-        for first in range(0, size, PIECE_BYTES):
-            self._tasks.append(partial(_copy_piece, source, buffer, first, min(PIECE_BYTES, size - first)))
+        for first in range(0, source.nbytes, PIECE_BYTES):
+            self.add(partial(_copy_piece, source, buffer, first, min(PIECE_BYTES, source.nbytes - first)))
 
     def finish(self) -> None:
         """On the training thread, before an optimizer steps: do what is left, and see that nothing was changed."""

@@ -58,9 +58,9 @@ def note() -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
-    if not hasattr(numpy.random, "get_bit_generator"):  # Since numpy 1.24, as is the choice of another one.
+    generator = _current(numpy)
+    if generator is None:
         return numpy.random.get_state()
-    generator = numpy.random.get_bit_generator()
     if type(generator) is numpy.random.MT19937:
         return _usual.note(numpy, generator)
     return numpy.random.get_state(legacy=False)
@@ -71,7 +71,7 @@ def seed(number: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return
-    generator = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
+    generator = _current(numpy)
     if generator is None or type(generator) is numpy.random.MT19937:
         numpy.random.seed(number)
     else:
@@ -107,6 +107,11 @@ def put_back(state: Any) -> None:
                 remedy="Call numpy.random.set_bit_generator before the Loop as when it was saved",
             )
         ) from error
+
+
+def _current(numpy: Any) -> Any:
+    """The global generator; None before numpy 1.24, where it is the usual one and can't be had."""
+    return numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
 
 
 def _without_arrays(value: Any) -> Any:

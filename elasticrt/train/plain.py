@@ -191,8 +191,6 @@ class _Copier:
         return copied
 
     def _mapping(self, value: Mapping[Any, object]) -> Any:
-        if type(value) is dict:  # As there is one for each parameter.
-            return self._into({}, value)
         if isinstance(value, Counter):
             return self._into(Counter(), value)
         if not isinstance(value, OrderedDict):

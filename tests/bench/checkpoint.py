@@ -5,7 +5,7 @@
 Each row is a process of its own on an otherwise idle machine: a model of so many million parameters with Adam, trained
 alone, at steps of 50 ms that use no processor (as if a device did the work), and at the model's own pace here. Models
 have few large layers, which is the least work for whoever collects them; "1-deep" has 96 tensors, as real ones have.
-All ways save after the same number of steps. About 7 minutes in all; without 100 million parameters about 3.
+All ways save after the same number of steps. About 16 minutes in all.
 
 The memory tier is measured under an agent at its default budget: how often it copies, what that costs, and how many
 steps are lost when the worker is killed again and again. Prints the table and writes it to a file.
