@@ -6,6 +6,8 @@ A user's mistake never ends in a traceback; a bug of ours always does (exit code
 
 from __future__ import annotations
 
+from elasticrt.text import plain
+
 EXIT_OK = 0
 EXIT_WORKERS = 1
 EXIT_USAGE = 2
@@ -81,7 +83,7 @@ def explain(what: str, where: str, *, got: object = None, expected: str = "", re
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 
     `got` is truncated to 80 characters and shown escaped where it is not printable: no value can flood a terminal, or
-    begin a second line in a log.
+    begin a second line in a log. Nor can any other part give a terminal orders.
     """
     message = f"{what} ({where})"
     details = []
@@ -94,4 +96,4 @@ def explain(what: str, where: str, *, got: object = None, expected: str = "", re
         message += ": " + "; ".join(details)
     if remedy:
         message += f". {remedy}"
-    return message
+    return plain(message)

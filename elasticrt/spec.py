@@ -7,11 +7,12 @@ one node needs to know (its name, its log directory, its etcd endpoints) is not 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from elasticrt.errors import ConfigError, explain
+from elasticrt.text import known, size
 
 PROTOCOL = 1
 """Raised whenever records or their meaning change: agents of different protocols never share a run."""
@@ -19,6 +20,23 @@ PROTOCOL = 1
 RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 NODES_MAX = 100_000
+ROLE_MAX_BYTES = 128
+COMMAND_MAX_BYTES = 8192
+WORD_MAX_BYTES = 4096
+
+
+def _role(text: object) -> object:
+    return known(text, ROLE_MAX_BYTES) if isinstance(text, str) else text
+
+
+def _command(words: object) -> object:
+    """The words of a command, known by their digest where they are long or not plain: they are only compared."""
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return words
+    told = tuple(known(word, WORD_MAX_BYTES) for word in words)
+    if sum(size(word) + len('"",') for word in told) <= COMMAND_MAX_BYTES:
+        return told
+    return (told[0], known("\0".join(words[1:]), WORD_MAX_BYTES))  # Which no argument holds.
 
 
 class RunSpec(BaseModel):
@@ -43,7 +61,7 @@ class RunSpec(BaseModel):
     protocol: int = PROTOCOL
     min_nodes: int = Field(ge=1, le=NODES_MAX)
     max_nodes: int = Field(ge=1, le=NODES_MAX)
-    command: tuple[str, ...] = Field(strict=False)
+    command: Annotated[tuple[str, ...], BeforeValidator(_command)] = Field(strict=False)
     max_restarts: int = Field(default=3, ge=0)
     restarts_reset: bool = True
     join_timeout_s: float = Field(default=600.0, gt=0, le=1e7)
@@ -51,7 +69,7 @@ class RunSpec(BaseModel):
     join: Literal["now", "budget", "failure"] = "budget"
     settle_quiet_s: float = Field(default=0.5, ge=0, le=60)
     settle_max_s: float = Field(default=3.0, ge=0, le=600)
-    role: str = Field(default="default", max_length=128)
+    role: Annotated[str, BeforeValidator(_role)] = "default"
 
 
 def difference(mine: RunSpec, theirs: RunSpec) -> str:

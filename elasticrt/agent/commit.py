@@ -19,7 +19,7 @@ from elasticrt.contract.env import Commit
 from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Save
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous import fence
-from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode
+from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Errands:
         except StoreUnavailable as error:
             unsure = "" if isinstance(request, Save) else "unsure: "
             return Reply(request.request, False, f"{unsure}etcd does not answer: {error}")
-        except StoreError as error:
+        except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 
     def _save(self, errand: Errand, request: Save) -> Reply:
@@ -143,7 +143,7 @@ class Errands:
 
     def _claim(self, errand: Errand, request: Claim) -> Reply:
         current, record = self._preparation(request.name)
-        stale = record is None or record.version != request.version
+        stale = record is None or record.version != version_of(request.version)
         if record is not None and not stale:
             if record.state == "done":
                 return Reply(request.request, False, "done", {"digest": record.digest})
@@ -176,7 +176,7 @@ class Errands:
         if isinstance(request, Published):
             settled = self._preparing(errand, request.version, "done", digest=request.digest)
         else:
-            settled = self._preparing(errand, request.version, "failed", error=request.error[:4000])
+            settled = self._preparing(errand, request.version, "failed", error=request.error)
         txn = fence.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
         done = self._store.commit(txn).succeeded
         return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
@@ -197,7 +197,7 @@ class Errands:
     ) -> Preparation:
         return Preparation(
             state=state,
-            version=version,
+            version=version_of(version),
             generation=errand.generation,
             node=errand.node,
             incarnation=errand.incarnation,

@@ -182,7 +182,7 @@ class Output:
     def __init__(self, seat: Seat, directory: str | Path | None, options: LogOptions, console: Console) -> None:
         self._seat = seat
         self._console = console
-        self._prefix = Template(options.prefix).safe_substitute(seat.names()).encode()
+        self._prefix = os.fsencode(Template(options.prefix).safe_substitute(seat.names()))
         shown = options.console_ranks is None or seat.local_rank in options.console_ranks
         self._shown = frozenset({OUT, ERR}) - options.redirected.of(seat.local_rank) if shown else frozenset()
         self._lines = {OUT: bytearray(), ERR: bytearray()}

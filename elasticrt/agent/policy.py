@@ -13,9 +13,6 @@ from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
 from elasticrt.rendezvous.decision import Halt
 from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Report, Seat
 
-SUMMARY_MAX = 400
-TEXT_MAX = 5500
-
 
 @dataclass(frozen=True)
 class Ends:
@@ -96,8 +93,8 @@ def failure_record(failures: Sequence[Failure]) -> FailureRecord:
         code=cause.code,
         collateral=cause.collateral,
         final_code=final_code,
-        summary=summary[:SUMMARY_MAX],
-        text=render(failures)[:TEXT_MAX],
+        summary=summary,
+        text=render(failures),
         stalled=cause.kind == "stalled",
         away=cause.exception.rpartition(".")[2] == AWAY,
     )

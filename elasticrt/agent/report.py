@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import signal as signals
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from elasticrt.contract.collateral import PEER_IS_GONE, TRACEBACK, exceptions_in, is_collateral
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_PREPARATION
+from elasticrt.text import cut, size
 
-JSON_MAX_BYTES = 4096
-_MESSAGE_MAX = 600
+_NAME_MAX_BYTES = 200
+_MESSAGE_MAX_BYTES = 600
+_LINE_MAX_BYTES = 400
 _LAST_LINES_MAX = 30
+_LAST_LINES_MAX_BYTES = 4000
+"""The text of a report holds all of them, with what else it says: of too many lines the last are what matters."""
 AWAY = "CheckpointAwayError"
 """Name of the exception that says so of the checkpoint to resume from."""
-_KINDS = ("exit", "signal", "start", "oom", "stalled")
 
 
 @dataclass(frozen=True)
@@ -57,47 +60,6 @@ class Failure:
     collateral: bool
     final_code: Literal[0, 5, 6]
     step: int | None
-
-    def to_json(self) -> str:
-        """One line of JSON of at most JSON_MAX_BYTES: earlier lines of the output go first, then text is cut."""
-        failure = replace(self, message=_cut(self.message, _MESSAGE_MAX), exception=_cut(self.exception, 200))
-        failure = replace(failure, log_path=_cut(failure.log_path, 1000))
-        while True:
-            text = json.dumps(asdict(failure), separators=(",", ":"))
-            if len(text) <= JSON_MAX_BYTES:
-                return text
-            if failure.last_lines:
-                failure = replace(failure, last_lines=failure.last_lines[1:])
-            elif len(failure.message) > 40:
-                failure = replace(failure, message=_cut(failure.message, len(failure.message) // 2))
-            else:
-                failure = replace(failure, log_path="", node=_cut(failure.node, 255), exception="")
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Failure:
-        """The reverse of `to_json`. ValueError says what is wrong."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
-            raise ValueError(f"a failure needs exactly the fields {sorted(cls.__dataclass_fields__)}")
-        lines = fields["last_lines"]
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise ValueError(f"field 'last_lines' of a failure: got {lines!r}; expected a list of str")
-        for name, kinds in _FIELD_TYPES.items():
-            if type(fields[name]) not in kinds:
-                raise ValueError(f"field {name!r} of a failure: got {fields[name]!r}; expected {kinds[0].__name__}")
-        if fields["final_code"] not in (0, EXIT_CHECKPOINT, EXIT_PREPARATION):
-            raise ValueError(f"field 'final_code' of a failure: got {fields['final_code']!r}; expected 0, 5 or 6")
-        if fields["kind"] not in _KINDS:
-            raise ValueError(f"field 'kind' of a failure: got {fields['kind']!r}; expected one of {_KINDS}")
-        return cls(**{**fields, "last_lines": tuple(lines)})
-
-
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("rank", "local_rank", "generation", "code", "final_code"), (int,)),
-    **dict.fromkeys(("node", "signal", "kind", "exception", "message", "log_path"), (str,)),
-    "collateral": (bool,),
-    "step": (int, type(None)),
-}
 
 
 def failure_of(
@@ -139,9 +101,9 @@ def failure_of(
         code=code,
         signal=name,
         kind=kind,
-        exception=exception,
-        message=_cut(message, _MESSAGE_MAX),
-        last_lines=tuple(_cut(line, 400) for line in list(last_lines)[-_LAST_LINES_MAX:]),
+        exception=cut(exception, _NAME_MAX_BYTES),
+        message=cut(message, _MESSAGE_MAX_BYTES),
+        last_lines=_newest(last_lines),
         log_path=log_path,
         collateral=collateral,
         final_code=_final_code(exception, hint) if code > 0 else 0,
@@ -163,7 +125,7 @@ def stalled(
         kind="stalled",
         exception="",
         message=f"no progress for {age_s:.0f} s after step {step:,}",
-        last_lines=tuple(_cut(line, 400) for line in stacks),
+        last_lines=tuple(cut(line, _LINE_MAX_BYTES) for line in stacks),
         log_path="",
         collateral=False,
         final_code=0,
@@ -233,7 +195,7 @@ def render(failures: Sequence[Failure]) -> str:
     for failure in failures:
         if failure is not cause:
             mark = "collateral" if failure.collateral else "also"
-            words = _cut(describe(failure).replace("\n", " "), 160)
+            words = cut(describe(failure).replace("\n", " "), 160)
             lines.append(f"  {mark}: rank {failure.rank} on {failure.node}: {words}")
     return "\n".join(lines)
 
@@ -251,7 +213,7 @@ def _error_file_fields(content: str) -> tuple[str, str, str, int]:
     """Exception, message, call stack and exit code hint; empty where the content is none of torchelastic's."""
     try:
         fields = json.loads(content) if content else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", "", "", 0
     said = fields.get("message") if isinstance(fields, dict) else None
     hint = fields.get("exit_code_hint") if isinstance(fields, dict) else 0
@@ -277,5 +239,13 @@ def _exception_in(lines: Sequence[str]) -> tuple[str, str, str]:
     return (*found[-1], "\n".join(lines)) if found else ("", "", "")
 
 
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: max(0, length - 3)] + "..."
+def _newest(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last lines that a report has room for."""
+    kept: list[str] = []
+    room = _LAST_LINES_MAX_BYTES
+    for line in reversed(lines[-_LAST_LINES_MAX:]):
+        kept.insert(0, cut(line, _LINE_MAX_BYTES))
+        room -= size(kept[0]) + 2
+        if room < 0:
+            return tuple(kept[1:])
+    return tuple(kept)

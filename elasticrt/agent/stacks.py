@@ -71,7 +71,7 @@ def keep(stacks: Stacks, ranks: Mapping[int, int], node: str, directory: Path) -
         path = file_of(directory, stacks.generation, ranks[local_rank], node, "stacks")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write("\n".join([f"after {stacks.age_s:.1f} s without a step:", *lines, "", ""]))
         except OSError as error:
             log.warning("stacks are not kept: %s: %s", path, error.strerror)
@@ -101,7 +101,9 @@ def _from_inside(pid: int, page: Page, before: int) -> list[str]:
 def _from_outside(spy: str, pid: int) -> list[str]:
     command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SPY_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SPY_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         log.info("py-spy: %s", error)
         return []

@@ -12,6 +12,7 @@ from elasticrt.agent.meeting import Meeting, how_to_join
 from elasticrt.agent.settings import Settings
 from elasticrt.rendezvous.decision import Me, Publish
 from elasticrt.rendezvous.records import Result
+from elasticrt.text import plain
 
 
 class Voice:
@@ -25,7 +26,7 @@ class Voice:
     def say(self, text: str) -> None:
         """Tell people."""
         if self._settings.events_fd < 0:
-            sys.stderr.write("".join(f"elasticrt: {line}\n" for line in text.splitlines()))
+            sys.stderr.write("".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
             sys.stderr.flush()
 
     def event(self, name: str, **fields: Any) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from elasticrt import __version__
 from elasticrt.errors import EXIT_BUG, ConfigError, ElasticError
+from elasticrt.text import plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 
@@ -36,6 +37,14 @@ class Parser(argparse.ArgumentParser):
         return [self, *(parser for action in nested for parser in action.choices.values())]
 
 
+class _Formatter(logging.Formatter):
+    """Lines of a log that give no orders to a terminal: they may quote what workers and other programs say."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return plain(super().format(record))
+
+
 def build_parser() -> Parser:
     """All commands."""
     from elasticrt.cli import control, etcd, launch, ledger, run, simulate
@@ -55,17 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         first.step_aside()
     debug = "ELASTICRT_DEBUG" in os.environ
-    logging.basicConfig(
-        level=logging.DEBUG if debug else os.environ.get("LOGLEVEL", "WARNING").upper(),
-        format="elasticrt: %(levelname)s: %(message)s" if not debug else "%(asctime)s %(name)s %(message)s",
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _Formatter("elasticrt: %(levelname)s: %(message)s" if not debug else "%(asctime)s %(name)s %(message)s")
     )
+    level = logging.DEBUG if debug else os.environ.get("LOGLEVEL", "WARNING").upper()
+    logging.basicConfig(level=level, handlers=[handler])
     try:
         arguments = build_parser().parse_args(argv)
         code: int = arguments.func(arguments)
     except ElasticError as error:
         if debug:
             traceback.print_exc()
-        print(f"elasticrt: error: {error}", file=sys.stderr)
+        print(f"elasticrt: error: {plain(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import signal
 from collections.abc import Callable, Mapping
@@ -107,7 +108,7 @@ def ranks(text: str) -> frozenset[int]:
 def words(text: str) -> tuple[bytes, ...]:
     """Words with commas; two commas stand for one in a word."""
     parts = text.replace(",,", "\0").split(",")
-    return tuple(part.replace("\0", ",").encode() for part in parts if part)
+    return tuple(os.fsencode(part.replace("\0", ",")) for part in parts if part)
 
 
 def pairs(text: str) -> dict[str, str]:

@@ -20,8 +20,9 @@ from typing import Any
 HANDED_OVER_CODE = 79
 """Exit code of a forked worker that has left its loop to hand over. The message says it; the code only agrees."""
 
-FRAME_MAX_BYTES = 8 * 1024 * 1024
-"""A frame holds at most an environment and a command line; the kernel limits both to a few MiB."""
+FRAME_MAX_BYTES = 40 * 1024 * 1024
+"""A frame holds at most an environment and a command line. The kernel limits both together to 6 MiB, and JSON makes six
+bytes of a control character."""
 
 
 @dataclass(frozen=True)
@@ -264,9 +265,27 @@ _KINDS: dict[str, type[Any]] = {
 }  # fmt: skip
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+    "list": (list,),
+    "dict": (dict,),
+}
+"""What JSON makes of each type of field."""
+
+_FIELDS = {
+    kind: {name: _TYPES[str(each.type).partition("[")[0]] for name, each in kind.__dataclass_fields__.items()}
+    for kind in _KINDS.values()
+}
+
+
 def encode(message: Message) -> bytes:
     """The message as JSON. Raises ValueError when it is larger than a frame may be."""
-    data = json.dumps({"kind": type(message).__name__, **asdict(message)}, separators=(",", ":")).encode()
+    fields = {"kind": type(message).__name__, **asdict(message)}
+    # Texts of the system's may hold bytes that are not UTF-8, as surrogates; they arrive as they are.
+    data = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     if len(data) > FRAME_MAX_BYTES:
         raise ValueError(f"a {type(message).__name__} message of {len(data)} bytes; expected <= {FRAME_MAX_BYTES}")
     return data
@@ -278,6 +297,10 @@ def decode(data: bytes) -> Message:
         fields = json.loads(data)
         kind = _KINDS[fields.pop("kind")]
         message: Message = kind(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wanted = _FIELDS[kind]
+        problem = next((name for name, value in fields.items() if type(value) not in wanted[name]), "")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
+    if problem:
+        raise ValueError(f"not a message of this version: {data[:80]!r} ({problem!r} is of another type)")
     return message

@@ -20,7 +20,16 @@ from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous import fence
 from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
 from elasticrt.rendezvous.records import Keys, Member, Record, Report, Result, SpecRecord, decode
-from elasticrt.rendezvous.view import View, apply, apply_range, apply_written, followed, wanted_reads, with_oldest
+from elasticrt.rendezvous.view import (
+    View,
+    apply,
+    apply_range,
+    apply_written,
+    awaited,
+    followed,
+    wanted_reads,
+    with_oldest,
+)
 from elasticrt.spec import RunSpec, difference, resized
 from elasticrt.store.protocol import (
     Broken,
@@ -270,10 +279,10 @@ class Rendezvous:
             attempt=self.view.spec.record.attempt,
             status=decision.status,
             code=decision.code,
-            reason=decision.reason[:1000],
+            reason=decision.reason,
             generation=self.view.number,
             step=step,
-            text=decision.text[:6000],
+            text=decision.text,
         )
         done = self._commit(fence.finish(self.keys, self._guard(), self.view.node, result))
         if done.succeeded:
@@ -363,8 +372,8 @@ class Rendezvous:
         self._watches.pop(range_)[1].cancel()
 
     def _warn_of_unreadable(self) -> None:
-        """Foreign keys are left alone. Raises StoreError for a key that everything stands on."""
-        ruined = self.view.unreadable & {self.keys.spec, self.keys.generation, self.keys.checkpoint}
+        """Foreign keys are left alone. Raises StoreError for a key that somebody of this run waits for."""
+        ruined = [key for key in self.view.unreadable if awaited(self.view, self.keys, key)]
         if ruined:
             raise StoreError(
                 explain(

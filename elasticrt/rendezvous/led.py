@@ -9,10 +9,11 @@ from typing import Literal
 
 from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
-from elasticrt.rendezvous.records import TEXT_MAX, CopyRecord, FailureRecord, Generation, Member, Report, Seat
+from elasticrt.rendezvous.records import TEXT_MAX_BYTES, CopyRecord, FailureRecord, Generation, Member, Report, Seat
 from elasticrt.rendezvous.seats import Draft, seat_order, seats_for
 from elasticrt.rendezvous.view import Entry, Verdict, View
 from elasticrt.spec import RunSpec
+from elasticrt.text import cut
 
 
 @dataclass(frozen=True)
@@ -243,8 +244,8 @@ def text_of(first: FailureRecord, failed: list[Entry[Report]]) -> str:
         return first.text
     ordered = sorted(failed, key=lambda entry: entry.mod_revision)
     texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
-    share = TEXT_MAX // len(texts)
-    return "\n".join(text[: share - 1] for text in texts)
+    share = TEXT_MAX_BYTES // len(texts)
+    return "\n".join(cut(text, share - 2) for text in texts)  # A newline is two bytes.
 
 
 def list_names(nodes: Iterable[str]) -> str:

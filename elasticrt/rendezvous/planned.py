@@ -71,7 +71,7 @@ def planned(led: Led) -> Decision:
             return wish
         wish = Change("drain", asked.record.cause, asked.record.save)  # Too late to give it up: some may have left.
     if asked is None:
-        return Ask(HandoverRecord(generation=led.generation.number, cause=wish.cause[:400]), f"{wish.cause}: hold")
+        return Ask(HandoverRecord(generation=led.generation.number, cause=wish.cause), f"{wish.cause}: hold")
     if not asked.record.step:
         return _after_hold(led, wish, asked.create_revision, asked.since)
     missing = [seat for seat in led.seats if not led.said(seat, "held")]
@@ -99,7 +99,7 @@ def _after_hold(led: Led, wish: Change, handover: int, since: float) -> Decision
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
     if missing:
         return _re_form(led, wish)
-    record = HandoverRecord(generation=led.generation.number, cause=wish.cause[:400], step=max(entered), save=wish.save)
+    record = HandoverRecord(generation=led.generation.number, cause=wish.cause, step=max(entered), save=wish.save)
     return Ask(record, f"{wish.cause}: all leave after step {record.step}")
 
 

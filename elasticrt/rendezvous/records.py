@@ -22,15 +22,19 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from elasticrt.contract.env import Commit, Copy
 from elasticrt.errors import StoreError, explain
 from elasticrt.spec import RunSpec
+from elasticrt.text import cut, known, packed, unpacked
 
-VALUE_MAX_BYTES = 16 * 1024
-ROSTER_VALUE_MAX_BYTES = 64 * 1024
-TEXT_MAX = 6000
+VALUE_MAX_BYTES = 64 * 1024
+"""The largest are some seats of a roster, and a head in the longest of directories."""
+
+TEXT_MAX_BYTES = 6000
+VERSION_MAX_BYTES = 128
+PATH_MAX_BYTES = 4096
 SEATS_PER_CHUNK = 16
 """What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `agent.outage`)."""
 
@@ -39,6 +43,24 @@ Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_%-]{1,253}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+def words(bytes_max: int) -> BeforeValidator:
+    """Of a text for people: it is `cut` when the record is made, so that a sender need not think of its size."""
+    return BeforeValidator(lambda text: cut(text, bytes_max) if isinstance(text, str) else text)
+
+
+def _path(text: object) -> str:
+    if not isinstance(text, str):
+        raise ValueError("not a text")  # noqa: TRY004  What pydantic wants.
+    path = unpacked(text)
+    if not path.startswith("/") or len(path.encode(errors="surrogateescape")) > PATH_MAX_BYTES:
+        raise ValueError(f"not an absolute path of at most {PATH_MAX_BYTES} bytes")
+    return path
+
+
+AbsolutePath = Annotated[str, PlainValidator(_path), PlainSerializer(packed, when_used="json")]
+"""In any bytes that the system takes."""
 
 
 class UnreadableRecord(StoreError):  # noqa: N818  It describes the record, not us.
@@ -52,8 +74,13 @@ class Record(BaseModel):
     v: Literal[1] = 1
 
     def encode(self) -> bytes:
-        """The value to store."""
-        return self.model_dump_json(exclude_none=True).encode()
+        """The value to store. AssertionError for one that nobody could read: its writer ends, not those who wait."""
+        value = self.model_dump_json(exclude_none=True).encode()
+        try:
+            decode(type(self), "a new one", value)
+        except UnreadableRecord as error:
+            raise AssertionError(f"a {type(self).__name__} that nobody could read: {error}") from error
+        return value
 
 
 R = TypeVar("R", bound=Record)
@@ -61,9 +88,8 @@ R = TypeVar("R", bound=Record)
 
 def decode(kind: type[R], key: str, value: bytes) -> R:
     """Parse a stored value strictly. Raises UnreadableRecord naming the key and the first thing wrong."""
-    limit = ROSTER_VALUE_MAX_BYTES if kind is RosterChunk else VALUE_MAX_BYTES
-    if len(value) > limit:
-        problem = f"{len(value)} bytes; expected at most {limit}"
+    if len(value) > VALUE_MAX_BYTES:
+        problem = f"{len(value)} bytes; expected at most {VALUE_MAX_BYTES}"
     else:
         try:
             return kind.model_validate_json(value)
@@ -142,7 +168,7 @@ class HeadRecord(Record):
     generation: Count
     nonce: Hex16
     parent: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
-    directory: Annotated[str, Field(max_length=4096, pattern=r"^/")]
+    directory: AbsolutePath
     file: Annotated[str, Field(max_length=255, pattern=r"^[^/.][^/]*$")]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     size: Count
@@ -181,7 +207,7 @@ class HandoverRecord(Record):
     """
 
     generation: Annotated[int, Field(ge=1)]
-    cause: Annotated[str, Field(max_length=400)]
+    cause: Annotated[str, words(400)]
     step: Count = 0
     save: bool = False
 
@@ -202,7 +228,7 @@ class Generation(Record):
     world_size: Annotated[int, Field(ge=1)]
     master_address: Host
     master_port: Port
-    cause: Annotated[str, Field(max_length=400)]
+    cause: Annotated[str, words(400)]
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     restarts: Count = 0
     restarts_total: Count = 0
@@ -214,7 +240,7 @@ class Generation(Record):
 
 
 class FailureRecord(BaseModel):
-    """What a report says about the worker that failed first on its node. Texts are truncated by the sender.
+    """What a report says about the worker that failed first on its node.
 
     `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `away`:
     nobody here has the checkpoint to resume from.
@@ -225,8 +251,8 @@ class FailureRecord(BaseModel):
     code: int
     collateral: bool
     final_code: Literal[0, 5, 6] = 0
-    summary: Annotated[str, Field(max_length=500)]
-    text: Annotated[str, Field(max_length=TEXT_MAX)] = ""
+    summary: Annotated[str, words(400)]
+    text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
     stalled: bool = False
     away: bool = False
 
@@ -260,22 +286,27 @@ class Result(Record):
     attempt: Annotated[int, Field(ge=1)]
     status: Literal["succeeded", "failed"]
     code: Annotated[int, Field(ge=0, le=255)]
-    reason: Annotated[str, Field(max_length=1000)]
+    reason: Annotated[str, words(1000)]
     generation: Count
     step: Count = 0
-    text: Annotated[str, Field(max_length=TEXT_MAX)] = ""
+    text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
+
+
+def version_of(text: str) -> str:
+    """A version of prepared data, which may be any text, as it is stored."""
+    return known(text, VERSION_MAX_BYTES)
 
 
 class Preparation(Record):
     """The state of one shared data preparation: "building" lives on its builder's lease, the others stay."""
 
     state: Literal["building", "done", "failed"]
-    version: Annotated[str, Field(max_length=128)]
+    version: Annotated[str, Field(max_length=VERSION_MAX_BYTES)]
     generation: Count
     node: Name
     incarnation: Hex16
     digest: Annotated[str, Field(max_length=64)] = ""
-    error: Annotated[str, Field(max_length=4000)] = ""
+    error: Annotated[str, words(4000)] = ""
 
 
 @dataclass(frozen=True)
@@ -351,7 +382,7 @@ class Keys:
 
     def preparation(self, name: str) -> str:
         """One preparation; any text may be its name, so a digest of it is the key."""
-        return self.preparations + hashlib.sha256(name.encode()).hexdigest()[:32]
+        return self.preparations + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
 
     @cached_property
     def results(self) -> str:

@@ -52,7 +52,7 @@ class Draft:
             world_size=sum(seat.workers for seat in self.seats),
             master_address=self.master_address,
             master_port=self.master_port,
-            cause=self.cause[:400],
+            cause=self.cause,
             kind=self.kind,
             restarts=self.restarts,
             restarts_total=self.restarts_total,

@@ -251,6 +251,16 @@ def followed(view: View, keys: Keys) -> tuple[str, ...]:
     return (keys.generation, keys.results, keys.spec, keys.handover, keys.member(view.node), *leader)
 
 
+def awaited(view: View, keys: Keys, key: str) -> bool:
+    """Whether the run cannot go on while a key holds something unreadable: one of its own is expected there."""
+    own = {keys.spec, keys.generation, keys.checkpoint, keys.handover, keys.member(view.node)}
+    if view.spec is not None:
+        own.add(keys.result(view.spec.record.attempt))
+    if view.generation is not None and key.startswith(keys.roster(view.generation.record.nonce)):
+        return True
+    return key in own or key in {keys.report(view.number, node) for node in view.seats}
+
+
 def _known_keys(view: View, keys: Keys) -> list[str]:
     known = [keys.member(node) for node in view.members]
     known += list(view.filed)

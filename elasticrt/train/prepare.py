@@ -250,7 +250,7 @@ class _Claims:
         self._version = version
         self._claims = worker is None or worker.local_rank == 0
         self._generation = 0 if worker is None else worker.generation
-        digest = hashlib.sha256(str(target).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
 
     def run(self, build: Callable[[Path], object], deadline: float) -> None:

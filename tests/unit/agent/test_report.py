@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elasticrt.agent.report import JSON_MAX_BYTES, Failure, describe, failure_of, first_cause, is_collateral, render
+from elasticrt.agent.report import Failure, describe, failure_of, first_cause, is_collateral, render
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 IN_TORCH = 'File "/x/torch/distributed/distributed_c10d.py", line 2780, in all_reduce'
@@ -129,29 +129,6 @@ def test_nccl_aborts_when_a_peer_is_gone():
 def test_final_codes(given, final):
     """Errors that no restart can cure carry the run's exit code, from the error file or the traceback."""
     assert failure(**given).final_code == final
-
-
-def test_json_is_small_and_comes_back():
-    """A failure travels through etcd in at most 4 KiB; the newest lines survive."""
-    lines = [f"line {n} " + "ü" * 300 for n in range(100)]
-    found = failure(error_file=error_file("ValueError: " + "m" * 5000), last_lines=lines, log_path="/l" * 3000, step=7)
-    text = found.to_json()
-    assert len(text.encode()) <= JSON_MAX_BYTES
-    back = Failure.from_json(text)
-    assert back.last_lines[-1] == found.last_lines[-1]
-    assert (back.rank, back.step, back.exception) == (0, 7, "ValueError")
-    small = failure(rank=3, last_lines=["a", "b"], step=None)
-    assert Failure.from_json(small.to_json()) == small
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"rank": "1"}, {"rank": True}, {"kind": "x"}, {"collateral": 0}, {"last_lines": "x"}, {"final_code": 7}, {"y": 1}],
-)
-def test_json_is_checked(change):
-    """What is no failure is refused."""
-    with pytest.raises(ValueError, match="failure"):
-        Failure.from_json(json.dumps({**json.loads(failure().to_json()), **change}))
 
 
 def test_first_cause():
