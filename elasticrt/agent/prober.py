@@ -110,7 +110,7 @@ class Prober:
             self._answers.asked()
             to = _numeric(seat)
             if to is None:
-                self._pool.submit(self._ask_by_name, seat, now)
+                self._submit(self._ask_by_name, seat, now)
             else:
                 self._new.append(_Question(seat, now, to))
         if self._new:
@@ -122,7 +122,7 @@ class Prober:
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
         for seat in self._not_asked(seats):
-            self._pool.submit(self._listen, seat, run_id, heard)
+            self._submit(self._listen, seat, run_id, heard)
 
     def close(self) -> None:
         """Take no more questions; those under way are dropped, or end by themselves within 1.5 s."""
@@ -146,6 +146,18 @@ class Prober:
         with self._lock:
             self._asking.discard(seat.incarnation)
         self._sink(seat, answer, asked_at)
+
+    def _submit(self, work: Callable[..., None], *arguments: object) -> None:
+        """Let a thread of the pool do it, and die of what it dies of: a pool would keep that to itself."""
+
+        def do() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:  # noqa: BLE001  Passed on.
+                thread = threading.current_thread()
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+
+        self._pool.submit(do)
 
     def _ask_by_name(self, seat: Seat, asked_at: float) -> None:
         self._answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)

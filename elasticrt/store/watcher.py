@@ -163,12 +163,13 @@ class Watcher:
                     waiting = bool(self._watches)
                 if waiting:
                     self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
-        except BaseException:
-            # A bug, here or in a sink. Nobody may wait on a thread that is gone: every watch is ended in words.
+        except Exception:
+            # A bug, here or in a sink. Nobody may wait on a thread that is gone: every watch is ended in words, and who
+            # follows again gets another thread.
+            _logger.exception("the watch thread failed")
             for watch in self._abandon():
                 if watch.active:
                     watch.sink(Resync("cancelled: the watch thread failed"))
-            raise
 
     def _abandon(self) -> list[EtcdWatch]:
         with self._lock:

@@ -1,0 +1,132 @@
+"""No thread of an agent ends in silence, and none ends because of what a worker asks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticrt.agent.agent import Agent, ThreadDied
+from elasticrt.agent.commit import Courier, Errand
+from elasticrt.agent.group import Command
+from elasticrt.agent.prober import Prober
+from elasticrt.agent.settings import Settings
+from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
+from elasticrt.spec import RunSpec
+from elasticrt.store.memory import MemoryServer, MemoryStore
+from elasticrt.store.protocol import Credentials, Put, Txn
+
+KEYS = Keys("r")
+SPEC = RunSpec(min_nodes=1, max_nodes=1, command=("script", "x.py"))
+TEXTS = {
+    "long": "v" * 200,
+    "CJK": "漢" * 100,
+    "NUL": "\0" * 99,
+    "surrogate": "caf\udce9",
+    "empty": "",
+    "huge": "x" * 10**6,
+}
+
+
+@pytest.fixture(name="agent")
+def _agent(tmp_path: Path) -> Iterator[Agent]:
+    before = threading.excepthook
+    settings = Settings(
+        run_id="r",
+        node="n0",
+        node_given=True,
+        address=None,
+        workers=1,
+        command=Command(("x.py",)),
+        start_method="fork",
+        preload=(),
+        etcd=(),
+        credentials=Credentials(),
+        serve=None,
+        again=False,
+        run_dir=tmp_path,
+    )
+    agent = Agent(settings, SPEC)
+    threading.excepthook = agent._thread_died
+    yield agent
+    threading.excepthook = before
+    agent.prober.close()
+
+
+def _courier() -> tuple[Courier, int, MemoryStore]:
+    store = MemoryStore(MemoryServer(lambda: 0.0))
+    revision = store.commit(Txn((), (Put(KEYS.generation, SpecRecord(spec=SPEC, attempt=1).encode()),))).revision
+    return Courier(store, KEYS, lambda _: None), revision, store
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_courier_answers_whatever_is_asked(text):
+    """A version, a name, a build's error of any size and characters: each request is answered, and so is the next."""
+    courier, revision, _ = _courier()
+    replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+
+    def ask(request) -> Reply:
+        courier.send(Errand(request, 1, revision, 1, "n0", "0" * 16, 0, replies.put))
+        return replies.get(timeout=10)
+
+    assert ask(Claim(1, f"name-{text}", text)).ok
+    assert ask(Claim(2, f"name-{text}", text)).ok  # It is its own.
+    assert ask(Published(3, f"name-{text}", text, "d" * 64)).ok
+    assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, "done", {"digest": "d" * 64})
+    assert ask(Claim(5, f"name-{text}", text + "2")).ok
+    assert ask(BuildFailed(6, f"name-{text}", text + "2", text)).ok
+    assert ask(Claim(7, f"name-{text}", text + "2")).reason.startswith("failed: ")
+    assert not ask(Published(8, "x", text, text)).ok
+    assert ask(Claim(9, "y", text)).ok
+    assert not ask(Published(10, "y", text, "d" * 65)).ok
+    assert not ask(Save(11, {"step": text}, "")).ok
+    courier.close(5)
+
+
+def test_a_dead_courier_ends_the_agent(agent):
+    """Whatever the courier's thread dies of, the agent's loop hears of it and ends with the reason."""
+    courier, revision, _ = _courier()
+
+    def broken(_: Reply) -> None:
+        raise LookupError("a bug")
+
+    courier.send(Errand(Claim(1, "x", "1"), 1, revision, 1, "n0", "0" * 16, 0, broken))
+    event = agent.queue.get(timeout=10)
+    assert isinstance(event, ThreadDied)
+    with pytest.raises(RuntimeError, match=r"elasticrt-courier of this agent has ended: LookupError\('a bug'\)"):
+        agent._fold(event)
+    courier.close(5)
+
+
+def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
+    """A pool of threads keeps errors to itself; ours does not."""
+
+    def broken(*_: object) -> str:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr("elasticrt.agent.prober.ask", broken)
+    prober = Prober(lambda *_: None)
+    named = Seat(
+        node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="a.name.invalid", probe_port=1
+    )
+    prober.ask([named])
+    event = agent.queue.get(timeout=10)
+    assert isinstance(event, ThreadDied)
+    assert event.name.startswith("elasticrt-ask")
+    prober.close()
+
+
+def test_all_threads_of_an_agent_are_named_as_ours():
+    """The agent hears of the end of threads by their names, so each that the package starts for it has one."""
+    package = Path(__file__).parents[3] / "elasticrt"
+    for folder in ("agent", "store"):
+        for path in (package / folder).glob("*.py"):
+            if path.name == "keeper.py":  # A process of its own.
+                continue
+            text = path.read_text()
+            named = text.count('name="elasticrt-') + text.count('name=f"elasticrt-')
+            assert text.count("threading.Thread(") == named, path
