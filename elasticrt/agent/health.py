@@ -47,14 +47,15 @@ class HealthServer:
         self._clients = 0
         try:
             # Another agent's port must be refused, not shared: its answers would be taken for ours.
+            host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=CLIENTS_MAX)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConfigError(
                 explain(
                     "the health port cannot be had",
                     "--health-port, --health-host",
-                    got=f"{host}:{port}: {error.strerror or error}",
+                    got=f"{host}:{port}: {getattr(error, 'strerror', None) or error}",
                     expected="a free port and an address of this machine",
                     remedy="Choose another one (0: any free port)",
                 )

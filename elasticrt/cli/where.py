@@ -11,6 +11,7 @@ from elasticrt.cli.options import Options, pairs, seconds, whole
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.protocol import Address, Credentials
+from elasticrt.text import plain
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""
@@ -104,10 +105,13 @@ def read_credentials(values: Mapping[str, Any]) -> Credentials:
                     "a file that cannot be read", f"--{name.replace('_', '-')}", got=path, expected="a readable file"
                 )
             )
+    user = values["etcd_user"]
+    if user is not None and plain(user) != user:
+        raise ConfigError(explain("not a user's name", "--etcd-user", got=user, expected="text in UTF-8"))
     return Credentials(
         ca_file=values["etcd_ca_file"],
         cert_file=values["etcd_cert_file"],
         key_file=values["etcd_key_file"],
-        user=values["etcd_user"],
+        user=user,
         password_file=values["etcd_password_file"],
     )

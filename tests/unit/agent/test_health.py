@@ -170,6 +170,13 @@ def test_a_port_in_use_is_a_mistake_of_the_user(server: HealthServer) -> None:
         HealthServer("127.0.0.1", int(server.url.rpartition(":")[2]), TRAINS)
 
 
+@pytest.mark.parametrize("host", ["caf\udce9", "x" * 300])
+def test_what_is_no_host_name_is_a_mistake_of_the_user(host: str) -> None:
+    """An option's value in any bytes is refused in words."""
+    with pytest.raises(ConfigError, match="health port cannot be had"):
+        HealthServer(host, 0, TRAINS)
+
+
 def test_an_address_of_another_machine(server: HealthServer) -> None:
     """An address that this machine does not have is refused before anything starts."""
     with pytest.raises(ConfigError, match="health port cannot be had"):
