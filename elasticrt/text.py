@@ -7,6 +7,7 @@ the records apply it when they are made, so that nobody can make one that others
 * `cut`: for people. Made plain, and shortened where it is too long.
 * `known`: to be compared with another one. As it is where that is short and plain, else told by its digest.
 * `packed`, `unpacked`: a path, which has to arrive as it is.
+* `shell`: a command, to be pasted.
 
 A limit counts bytes as JSON encodes them, because that is what travels.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from bisect import bisect_right
+from collections.abc import Iterable
 
 MARK = "..."
 """Stands where something has been cut off."""
@@ -26,6 +29,7 @@ _NOT_PLAIN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\
 """All control characters but tab and newline, separators of lines, changes of direction, lone surrogates."""
 
 _NOT_UTF8 = re.compile(r"[\udc80-\udcff]")
+_AS_IT_IS = frozenset(map(chr, range(32, 127))) - {"\\", "'"}
 _PACKED = re.compile(r"\0([89a-f][0-9a-f])")
 
 
@@ -71,3 +75,15 @@ def unpacked(text: str) -> str:
         raise ValueError("a NUL in a path")
     path.encode(errors="surrogateescape")
     return path
+
+
+def shell(words: Iterable[str]) -> str:
+    """A command in one line that a shell takes for the same words, in any bytes."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if plain(word) == word and "\n" not in word:
+        return shlex.quote(word)
+    encoded = word.encode(errors="surrogateescape")
+    return "$'" + "".join(chr(byte) if chr(byte) in _AS_IT_IS else f"\\x{byte:02x}" for byte in encoded) + "'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from elasticrt.spec import RunSpec
 from elasticrt.store.address import is_loopback
 from elasticrt.store.embedded import Served, find_or_start
 from elasticrt.store.protocol import Address, Store
+from elasticrt.text import shell
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str
     """The lines that tell people how to bring more nodes."""
     nodes = f"--min-nodes {spec.min_nodes} --max-nodes {spec.max_nodes}"
     word = {"module": ["-m"], "program": ["--no-python"], "script": []}[settings.command.kind]
-    command = shlex.join([*word, *settings.command.argv])
+    command = shell([*word, *settings.command.argv])
     own_id = f"--run-id {settings.run_id} {nodes}"
     if meeting.served is None:
         where = ",".join(map(str, meeting.endpoints))

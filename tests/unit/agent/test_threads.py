@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -18,7 +19,11 @@ from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Sa
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
 from elasticrt.spec import RunSpec
 from elasticrt.store.memory import MemoryServer, MemoryStore
-from elasticrt.store.protocol import Credentials, Put, Txn
+from elasticrt.store.protocol import Credentials, Put, Resync, Txn
+from elasticrt.store.watcher import Watcher
+
+if TYPE_CHECKING:
+    from elasticrt.store.connection import Connections
 
 KEYS = Keys("r")
 SPEC = RunSpec(min_nodes=1, max_nodes=1, command=("script", "x.py"))
@@ -118,6 +123,17 @@ def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
     assert isinstance(event, ThreadDied)
     assert event.name.startswith("elasticrt-ask")
     prober.close()
+
+
+def test_a_watch_thread_that_dies_is_replaced(agent):
+    """Each of its watches ends in words, whoever follows again gets another thread, and the agent lives on."""
+    watcher = Watcher(cast("Connections", None), lambda: "")
+    items: queue.SimpleQueue[object] = queue.SimpleQueue()
+    for _ in range(2):
+        watcher.add("/x/", items.put, from_revision=1, exact=False)
+        assert items.get(timeout=10) == Resync("cancelled: the watch thread failed")
+    watcher.close()
+    assert agent.queue.empty()
 
 
 def test_all_threads_of_an_agent_are_named_as_ours():

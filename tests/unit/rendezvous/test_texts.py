@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,7 @@ from elasticrt.rendezvous.records import (
 from elasticrt.spec import COMMAND_MAX_BYTES, RunSpec, difference
 from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Put, Txn
-from elasticrt.text import cut, known, packed, plain, size, unpacked
+from elasticrt.text import cut, known, packed, plain, shell, size, unpacked
 
 LIFE = {"node": "n0", "incarnation": "0" * 16}
 HEAD = {"step": 1, "epoch": 0, "generation": 1, "nonce": "a" * 16, "parent": "", "file": "x", "digest": "b" * 64}
@@ -168,6 +169,14 @@ def test_a_head_in_the_longest_of_directories():
     for refused in ("/" + "x" * PATH_MAX_BYTES, "x", "", "/a\0b", "/\ud83e", 5):
         with pytest.raises(ValidationError):
             HeadRecord(size=1, directory=refused, **HEAD)
+
+
+@pytest.mark.parametrize("word", [b"caf\xe9", b"a\nb'c\\d", b"\x1b[2J", "漢 字".encode(), b"", b"$x", b"two words\x01"])
+def test_a_command_can_be_pasted(word):
+    """What is shown of a command, plainly and in one line, a shell takes for the same bytes."""
+    shown = plain(shell(["printf", "%s", os.fsdecode(word)]))
+    assert len(shown.splitlines()) == 1
+    assert subprocess.run(["bash", "-c", shown], capture_output=True, check=True).stdout == word
 
 
 def test_a_preparation_of_any_name_has_a_key():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elasticrt.contract.channel import Channel
-from elasticrt.contract.messages import Signal, Start
+from elasticrt.contract.messages import Signal, Start, decode, encode
 
 
 def test_descriptors_stay_with_their_frame():
@@ -37,3 +37,9 @@ def test_descriptors_stay_with_their_frame():
             os.close(fd)
     sender.close()
     receiver.close()
+
+
+def test_the_largest_environment_fits_a_frame():
+    """The kernel takes 6 MiB of arguments and environment: even in the characters that grow most they are one frame."""
+    start = Start(1, 0, ["x"], False, {f"V{n}": "\x01" * 2**17 for n in range(48)}, "/", [])
+    assert decode(encode(start)) == start
