@@ -245,7 +245,7 @@ def up(names: Sequence[str]) -> None:
     status(network)
     etcd, first = f"http://{network.host}:2379", names[0]
     print("try, each in a terminal of its own, with --etcd and the name of every host:")
-    print(f"    .venv/bin/elasticrt etcd --listen {network.host}:2379")
+    print(f"    .venv/bin/elasticrt etcd --insecure-etcd --listen {network.host}:2379")
     print(f"    python3 dev.py cluster exec {first} elasticrt run --etcd {etcd} --insecure-etcd --run-id try "
           f"--nnodes 1:{len(names)} examples/char_gpt.py")  # fmt: skip
     print(f"then: python3 dev.py cluster cut {first} | heal | off {first} | on {first} | down")

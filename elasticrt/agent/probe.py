@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from elasticrt.agent.ports import listen
+
 log = logging.getLogger(__name__)
 
 TRIES = 3
@@ -35,8 +37,7 @@ class ProbeServer:
     """Answers probes on `address` until closed. `state` gives (incarnation, generation) from any thread."""
 
     def __init__(self, address: str, run_id: str, state: Callable[[], tuple[str, int]]) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        self._socket = listen(address, 128)
         self._run_id = run_id
         self._state = state
         self.port: int = self._socket.getsockname()[1]

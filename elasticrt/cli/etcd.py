@@ -1,19 +1,24 @@
-"""`elasticrt etcd`: serve an etcd in the foreground, for runs on several machines that have none."""
+"""`elasticrt etcd`: serve an etcd in the foreground, for several runs or machines that have none."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
+import shlex
 import signal
 import socket
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from elasticrt.cli.options import Options
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
-from elasticrt.store import server
-from elasticrt.store.address import is_loopback, parse_endpoints
+from elasticrt.store import runtime, server
+from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address
 
 _TLS_OPTIONS = ("cert_file", "key_file", "client_ca_file")
@@ -23,37 +28,87 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "etcd",
-        help="serve an etcd on this machine, for runs on several machines",
+        help="serve an etcd on this machine, for several runs or several machines",
         description="Serve a single etcd in the foreground until SIGINT or SIGTERM. A production cluster has its own "
         "of three members; this one is for trying things and for clusters without one.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--listen", metavar="HOST:PORT", required=True, help="an address of this machine, 0.0.0.0 for all"
+        "--listen",
+        metavar="HOST:PORT",
+        help="an address of this machine, 0.0.0.0 for all (default: a socket that only you can use)",
     )
     parser.add_argument("--data-dir", metavar="DIR", help="keep the data there (default: removed at the end)")
     parser.add_argument("--cert-file", metavar="FILE", help="serve with TLS: the certificate")
     parser.add_argument("--key-file", metavar="FILE", help="its private key")
     parser.add_argument("--client-ca-file", metavar="FILE", help="demand certificates of this authority from clients")
-    parser.set_defaults(func=main)
+    options = Options(parser)
+    options.flag("--insecure-etcd", text="accept that whoever reaches the port can read and change the runs")
+    parser.set_defaults(func=lambda arguments: main(arguments, options))
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace, options: Options) -> int:
     """Serve. Exit code 0 after SIGINT, 143 after SIGTERM. Raises ConfigError, StoreError."""
-    address = parse_listen(arguments.listen, tls=check_tls(arguments))
-    ip = server.resolve(address.host)
-    if server.port_is_taken(ip, address.port):
-        raise ConfigError(explain("the port is in use", "--listen", got=arguments.listen, remedy="Choose another"))
+    tls = check_tls(arguments)
+    given = None if arguments.listen is None else parse_listen(arguments.listen, tls=tls)
+    if (
+        given is not None
+        and arguments.client_ca_file is None
+        and not options.read(arguments, os.environ)["insecure_etcd"]
+    ):
+        raise ConfigError(
+            explain(
+                "an etcd that authenticates nobody",
+                "--listen",
+                got=arguments.listen,
+                expected="--client-ca-file, or no --listen: a socket that only you can use",
+                remedy="Whoever reaches the port, each user of this machine too, could read and change the runs; "
+                "--insecure-etcd accepts that",
+            )
+        )
+    listen = None if given is None else server.claim(given, "--listen")
     binary = server.find_binary()
-    if arguments.data_dir is None:
-        with tempfile.TemporaryDirectory(prefix="elasticrt-etcd-") as own:
-            return serve(binary, Path(own), ip, address, arguments)
-    directory = Path(arguments.data_dir).absolute()
+    directory = runtime.make_data() if arguments.data_dir is None else Path(arguments.data_dir).absolute()
+    try:
+        with _held(directory):
+            if listen is None:
+                given = listen = _socket_in(directory)
+            assert given is not None, "with listen"
+            return serve(binary, directory, listen, given, arguments)
+    finally:
+        if arguments.data_dir is None:
+            runtime.remove_data(directory)
+
+
+@contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Make the directory, and keep others from serving out of it as well. Raises ConfigError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (directory / "lock").open("wb")
     except OSError as error:
-        raise ConfigError(explain("the data directory can't be made", "--data-dir", got=str(error))) from error
-    return serve(binary, directory, ip, address, arguments)
+        raise ConfigError(explain("the data directory can't be made or used", "--data-dir", got=str(error))) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            what, got = "the data directory can't be had alone", f"{directory}: {error.strerror}"
+            remedy = "Choose another, or end who has it"
+            raise ConfigError(explain(what, "--data-dir", got=got, remedy=remedy)) from error
+        yield
+
+
+def _socket_in(directory: Path) -> Address:
+    """The address of a socket in it that nobody else can use. Raises ConfigError."""
+    address = server.socket_in(directory)
+    problem = runtime.what_is_unsafe(directory)
+    if problem:
+        expected = "a directory of this user alone (mode 0700)"
+        raise ConfigError(explain("others could use a socket in there", "--data-dir", got=problem, expected=expected))
+    if len(os.fsencode(address.host)) > SOCKET_PATH_MAX_BYTES:
+        expected = f"at most {SOCKET_PATH_MAX_BYTES} bytes"
+        raise ConfigError(explain("a path too long for a socket", "--data-dir", got=address.host, expected=expected))
+    return address
 
 
 def parse_listen(text: str, *, tls: bool) -> Address:
@@ -79,23 +134,35 @@ def check_tls(arguments: argparse.Namespace) -> bool:
         path = getattr(arguments, name)
         if path is not None and not (Path(path).is_file() and os.access(path, os.R_OK)):
             raise ConfigError(explain("an unreadable file", "--" + name.replace("_", "-"), got=path))
-    return arguments.cert_file is not None
+    if arguments.cert_file is None:
+        return False
+    import ssl  # It takes a while to load, and few need it.
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(arguments.cert_file, arguments.key_file)
+        if arguments.client_ca_file is not None:
+            context.load_verify_locations(arguments.client_ca_file)
+    except OSError as error:
+        where, expected = "--cert-file, --key-file, --client-ca-file", "PEM files, the key that of the certificate"
+        raise ConfigError(explain("unusable certificates", where, got=str(error), expected=expected)) from error
+    if arguments.listen is None:
+        raise ConfigError(explain("no port to serve with TLS at", "--cert-file", expected="--listen HOST:PORT as well"))
+    return True
 
 
-def serve(binary: Path, directory: Path, ip: str, address: Address, arguments: argparse.Namespace) -> int:
-    """Start it, say how to join, and wait for a signal or its end."""
-    log = directory / "etcd.log"
+def serve(binary: Path, directory: Path, listen: Address, given: Address, arguments: argparse.Namespace) -> int:
+    """Start it, say how to join at the address that was given, and wait for a signal or its end."""
     options = []
     for flag, name in zip(("--cert-file", "--key-file", "--trusted-ca-file"), _TLS_OPTIONS, strict=True):
         path = getattr(arguments, name)
         options += [flag, str(Path(path).absolute())] if path is not None else []
     options += ["--client-cert-auth"] if arguments.client_ca_file is not None else []
-    where = server.url(ip, address.port).replace("http://", f"{address.scheme}://")
     # With a directory of its own the identity lasts as long as the data; without one every server is another.
     token = "elasticrt" if arguments.data_dir is not None else uuid4().hex
-    command = server.command(binary, directory / "member", where, token, tuple(options))
+    command = server.command(binary, listen, token, tuple(options))
     try:
-        etcd = server.launch(command, log)
+        etcd = server.launch(command, directory)
     except OSError as error:
         raise StoreError(explain("etcd did not start", str(binary), got=str(error))) from error
     received: list[int] = []
@@ -107,9 +174,9 @@ def serve(binary: Path, directory: Path, ip: str, address: Address, arguments: a
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ready = server.await_ready(etcd, server.own_address(ip), address.port, tls=address.scheme == "https")
+        ready = server.await_ready(etcd, server.reached_from_here(listen))
         if ready:
-            print("\n".join(how_to_join(address, arguments, server.version_of(binary))), flush=True)
+            print("\n".join(how_to_join(given, arguments, server.version_of(binary))), flush=True)
             etcd.wait()
     finally:
         server.stop(etcd)
@@ -118,13 +185,13 @@ def serve(binary: Path, directory: Path, ip: str, address: Address, arguments: a
     if received:
         return EXIT_OK if received[0] == signal.SIGINT else EXIT_TERMINATED
     what = "etcd ended by itself" if ready else "etcd did not start"
-    raise StoreError(explain(what, str(binary), got=server.last_lines(log) or "no sign of life"))
+    raise StoreError(explain(what, str(binary), got=server.last_lines(directory) or "no sign of life"))
 
 
 def how_to_join(address: Address, arguments: argparse.Namespace, version: tuple[int, ...]) -> list[str]:
     """What to print once it serves."""
     everywhere = address.host in ("0.0.0.0", "::")  # noqa: S104  Compared, not bound.
-    reached = Address(address.scheme, socket.gethostname() if everywhere else address.host, address.port)
+    reached = replace(address, host=socket.gethostname()) if everywhere else address
     options = ""
     if address.scheme == "https":
         options += " --etcd-ca-file CA"
@@ -133,9 +200,11 @@ def how_to_join(address: Address, arguments: argparse.Namespace, version: tuple[
         options += " --insecure-etcd"
     lines = [
         f"etcd {'.'.join(map(str, version))} serves at {reached}",
-        f"join with: elasticrt run --etcd {reached}{options} ...",
+        f"join with: elasticrt run --etcd {shlex.quote(str(reached))}{options} ...",
     ]
-    if arguments.client_ca_file is None:
+    if address.scheme == "unix":
+        lines.append("only you can use it, and only on this machine; --listen serves other machines")
+    elif arguments.client_ca_file is None:
         lines.append("it is unauthenticated: anyone who reaches this port can read and change the run")
     if arguments.data_dir is not None and version in server.UNSAFE_VERSIONS:
         lines.append("this version of etcd can lose its last writes in a crash: use 3.4.23 or newer, or 3.5.3 or newer")

@@ -29,7 +29,8 @@ from elasticrt.cli.slurm import Slurm, alone, placed
 from elasticrt.cli.torchrun_flags import FLAGS, in_our_words
 from elasticrt.cli.where import declare_etcd, declare_meeting, etcd_wait_s, read_credentials, where_etcd_is
 from elasticrt.errors import ConfigError, explain
-from elasticrt.store.address import check_security
+from elasticrt.store.address import check_host, check_security
+from elasticrt.store.server import resolve
 
 if TYPE_CHECKING:
     from elasticrt.agent.group import Command
@@ -182,7 +183,7 @@ def configure(
         run_id=run_id,
         node=check_name(node, "--node"),
         node_given=values["node"] is not None,
-        address=values["local_addr"],
+        address=None if values["local_addr"] is None else resolve(values["local_addr"], "--local-addr"),
         workers=workers_here,
         command=command,
         start_method="exec" if values["start_method"] == "spawn" or command.kind == "program" else "fork",
@@ -207,7 +208,7 @@ def configure(
         drain_timeout_s=values["drain_timeout"],
         hang_timeout_s=values["hang_timeout"],
         health_port=values["health_port"],
-        health_host=values["health_host"],
+        health_host=check_host(values["health_host"], "--health-host"),
         role=values["role"],
         as_srun=values["as_srun"],
         fresh=values["fresh"],

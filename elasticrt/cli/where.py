@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 from elasticrt.cli.options import Options, pairs, seconds, whole
 from elasticrt.errors import ConfigError, explain
-from elasticrt.store.address import parse_endpoints
+from elasticrt.store.address import is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address, Credentials
+from elasticrt.store.server import resolve
 from elasticrt.text import plain
 
 C10D_PORT = 29400
@@ -72,6 +72,8 @@ def where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Addre
     if host in ("localhost", "127.0.0.1") and port == "0":
         return (), None
     (address,) = parse_endpoints(text)[:1]
+    if is_loopback(address):  # Agents of this machine need no port for that, which its other users could use as well.
+        return (), None
     host_here = values.get("is_host")
     return ((), address) if (_is_ours(address.host) if host_here is None else host_here) else ((address,), None)
 
@@ -79,13 +81,10 @@ def where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Addre
 def _is_ours(host: str) -> bool:
     """Whether this machine owns the address: then a socket can be bound to it."""
     try:
-        for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.bind(where)
-                return True
-    except OSError:
+        resolve(host, "--rdzv-endpoint")
+    except ConfigError:
         return False
-    return False
+    return True
 
 
 def etcd_wait_s(values: Mapping[str, Any], etcd: tuple[Address, ...]) -> float:

@@ -52,11 +52,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elasticrt import errors
+from elasticrt.agent.meeting import address_towards
 from elasticrt.agent.participant import Participant, Turn
 from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
 from elasticrt.spec import RunSpec, check_name
-from elasticrt.store.address import check_security, is_loopback, parse_endpoints
-from elasticrt.store.protocol import Address, Credentials
+from elasticrt.store.address import check_security, parse_endpoints
+from elasticrt.store.protocol import Credentials
+from elasticrt.store.server import resolve
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +194,9 @@ class ElasticrtHandler(RendezvousHandler):
             self._run_id,
             self._spec,
             node=f"{_host_name()}-{secrets.token_hex(4)}",
-            address=self._local_address or _address_towards(self._addresses[0]),
+            address=resolve(self._local_address, "--local-addr")
+            if self._local_address
+            else address_towards(self._addresses[0]),
         )
         self._participant = participant
         # After a signal torchrun does not shut the rendezvous down: the run goes on, without this node.
@@ -275,17 +279,3 @@ def _options(parameters: RendezvousParameters) -> dict[str, Any]:
 def _host_name() -> str:
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
     return name.lstrip(".")[:100] or "node"
-
-
-def _address_towards(endpoint: Address) -> str:
-    """This machine's address on the way to etcd. Raises StoreError."""
-    if is_loopback(endpoint):
-        return "127.0.0.1"
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        remedy = "Check the name, or give this node's own address with --local-addr"
-        raise StoreError(explain("no way to etcd", str(endpoint), got=str(error), remedy=remedy)) from error

@@ -12,8 +12,14 @@ from elasticrt.store.protocol import Address
 DEFAULT_PORT = 2379
 """etcd's own client port."""
 
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
-_EXPECTED = "host:port, http://host:port or https://host:port, several separated by commas"
+SOCKET_PATH_MAX_BYTES = 107
+"""The kernel's limit for the path of a unix socket."""
+
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?=.{{1,254}}$)(?!_){_LABEL}(\.{_LABEL})*\.?")
+"""Python's resolver raises UnicodeError, which is no OSError, for a label that is empty or longer than 63."""
+
+_EXPECTED = "host:port, http://host:port, https://host:port or unix:/path, several separated by commas"
 
 
 def parse_endpoints(text: str) -> tuple[Address, ...]:
@@ -28,6 +34,8 @@ def parse_endpoints(text: str) -> tuple[Address, ...]:
 
 def is_loopback(address: Address) -> bool:
     """Whether this address can only mean this machine. Names other than `localhost` are not resolved: they can't."""
+    if address.scheme == "unix":
+        return True
     if address.host.lower().rstrip(".") == "localhost":
         return True
     ip = _as_ip(address.host)
@@ -51,9 +59,25 @@ def check_security(addresses: tuple[Address, ...], insecure: bool) -> None:
             )
 
 
+def check_host(text: str, option: str) -> str:
+    """A host name or an IP address, as given to `option`; brackets around IPv6 are taken off. Raises ConfigError."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if _as_ip(bare) is None and not _is_name(bare):
+        raise ConfigError(
+            explain("not a host name or address", option, got=repr(text), expected="a name or an address")
+        )
+    return bare
+
+
+def _is_name(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None and not _looks_numeric(host)
+
+
 def _parse_endpoint(item: str) -> Address:
     if not item:
         raise _wrong("an empty endpoint", item)
+    if item.startswith("unix:"):
+        return _parse_socket(item)
     scheme: Literal["http", "https"] = "http"
     rest = item
     if "://" in item:
@@ -79,6 +103,16 @@ def _parse_endpoint(item: str) -> Address:
     return Address(scheme, host, port)
 
 
+def _parse_socket(item: str) -> Address:
+    path = item.removeprefix("unix:")
+    path = path[2:] if path.startswith("//") else path
+    if not path.startswith("/") or not path.isprintable():
+        raise _wrong("an endpoint without the path of a socket", item, expected="unix:/path")
+    if len(path.encode()) > SOCKET_PATH_MAX_BYTES:
+        raise _wrong("a path too long for a socket", item, expected=f"at most {SOCKET_PATH_MAX_BYTES} bytes")
+    return Address("unix", path, 0)
+
+
 def _split_port(rest: str, item: str) -> tuple[str, int]:
     if rest.startswith("["):
         host, closed, after = rest[1:].partition("]")
@@ -90,7 +124,7 @@ def _split_port(rest: str, item: str) -> tuple[str, int]:
     else:
         host, colon, port = rest.partition(":")
         port = port if colon else str(DEFAULT_PORT)
-        if not _HOST.fullmatch(host) or (_looks_numeric(host) and _as_ip(host) is None):
+        if not _is_name(host) and _as_ip(host) is None:
             raise _wrong("an endpoint with a malformed host", item)
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
         raise _wrong("an endpoint with a bad port", item, expected="a port from 1 to 65535")

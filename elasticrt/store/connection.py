@@ -249,7 +249,12 @@ def status(error: grpc.RpcError) -> tuple[str, str]:
 def cause(details: str) -> str:
     """The part of gRPC's text that says what happened; it stands at the end, behind names of layers and addresses."""
     text = details.rsplit("last error: ", 1)[-1]
-    for noise in (r"^(\w+: )?ipv[46]:\S+: ", r"^Failed to connect to remote host: ", r"^.*OPENSSL_internal:", r": OK$"):
+    for noise in (
+        r"^(\w+: )?(ipv[46]|unix):\S+: ",
+        r"^Failed to connect to remote host: ",
+        r"^.*OPENSSL_internal:",
+        r": OK$",
+    ):
         text = re.sub(noise, "", text)
     resolving = re.search(r"address lookup failed for .*?: [^\]]*", text)
     return resolving.group() if resolving else text

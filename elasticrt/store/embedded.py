@@ -13,7 +13,7 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elasticrt
@@ -57,7 +57,7 @@ def find(run_id: str) -> Served | None:
 
 
 def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float = 30.0) -> Served:
-    """The server of this run on this machine, started if need be: on loopback, or at `listen`.
+    """The server of this run on this machine, started if need be: on a socket of this user's, or at `listen`.
 
     It ends when no member of the run has been there for `linger_s` (much sooner when the run has its result).
     Raises StoreError when it does not start; ConfigError when there is no etcd to start, `listen` is not ours to serve
@@ -85,7 +85,7 @@ def _registered(directory: Path, run_id: str, *, started: bool = False) -> Serve
         return None
     runtime.touch_record(directory, run_id)
     return Served(
-        Address("http", record["host"], record["port"]),
+        Address(record["scheme"], record["host"], record["port"]),
         record["keeper_pid"],
         record["keeper_start"],
         record["token"],
@@ -95,11 +95,7 @@ def _registered(directory: Path, run_id: str, *, started: bool = False) -> Serve
 
 def _start(run_id: str, lock: runtime.Lock, listen: Address | None, linger_s: float) -> None:
     """Start a keeper and wait until its server is registered."""
-    where = None if listen is None else (server.resolve(listen.host), listen.port)
-    if where is not None and server.port_is_taken(*where):
-        raise ConfigError(
-            explain("the port for the embedded etcd is in use", str(listen), remedy="Choose another, or end who has it")
-        )
+    where = None if listen is None else asdict(server.claim(listen, "--rdzv-endpoint"))
     ready, ready_fd = os.pipe()
     order = {
         "run_id": run_id,

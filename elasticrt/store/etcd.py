@@ -170,6 +170,8 @@ class EtcdStore:
 
 def _dial(address: Address, credentials: Credentials) -> Any:
     """An etcd3 client for one address; it connects with its first RPC."""
+    if address.scheme == "unix":  # Both together are gRPC's name of the target.
+        return etcd3.client(host="unix", port=address.host, grpc_options=CHANNEL_OPTIONS)
     host = f"[{address.host}]" if ":" in address.host else address.host
     if address.scheme == "http":
         return etcd3.client(host=host, port=address.port, grpc_options=CHANNEL_OPTIONS)

@@ -12,9 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -22,9 +22,7 @@ from uuid import uuid4
 
 from elasticrt.errors import StoreError, explain
 from elasticrt.store import runtime, server
-
-TRIES = 5
-"""Free ports are chosen before etcd binds to them, so somebody else may be quicker."""
+from elasticrt.store.protocol import Address
 
 LEAVE_S = 60.0
 """How long members may take to hand over and leave, after a signal that they have got as well."""
@@ -32,27 +30,25 @@ LEAVE_S = 60.0
 ASKED, INSISTED = "asked to end", "asked to end at once"
 
 
-def start(run_id: str, binary: Path, listen: tuple[str, int] | None) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    """Start etcd and wait until it serves; the process and its record. Raises StoreError, leaving nothing behind."""
-    data = Path(tempfile.mkdtemp(prefix=runtime.DATA_PREFIX))
-    log, token, got = data / "log", uuid4().hex, ""
+def start(run_id: str, binary: Path, listen: Address | None) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """Start etcd and wait until it serves, at `listen` or on a socket in its data directory, which is ours alone.
+
+    Returns the process and its record. Raises StoreError, leaving nothing behind.
+    """
+    data, token = runtime.make_data(), uuid4().hex
+    address = listen or server.socket_in(data)
     try:
-        for _ in range(TRIES):
-            address, port = listen or ("127.0.0.1", server.free_port("127.0.0.1"))
-            # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
-            options = ("--unsafe-no-fsync",)
-            arguments = server.command(binary, data / "member", server.url(address, port), token, options)
-            etcd = server.launch(arguments, log, deaf_to_sigterm=True)
-            reach = server.own_address(address)
-            if server.await_ready(etcd, reach, port):
-                record: dict[str, Any] = {"host": reach, "port": port, "token": token, "data": str(data)}
-                for name, pid in (("keeper", os.getpid()), ("etcd", etcd.pid)):
-                    record |= {f"{name}_pid": pid, f"{name}_start": runtime.start_of(pid)}
-                return etcd, record
-            server.stop(etcd)
-            got = server.last_lines(log) or f"not ready within {server.READY_S_MAX:g} s"
-            if listen is not None or "address already in use" not in got:
-                break
+        # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
+        arguments = server.command(binary, address, token, ("--unsafe-no-fsync",))
+        etcd = server.launch(arguments, data, deaf_to_sigterm=True)
+        address = server.reached_from_here(address)
+        if server.await_ready(etcd, address):
+            record: dict[str, Any] = {**asdict(address), "token": token, "data": str(data)}
+            for name, pid in (("keeper", os.getpid()), ("etcd", etcd.pid)):
+                record |= {f"{name}_pid": pid, f"{name}_start": runtime.start_of(pid)}
+            return etcd, record
+        server.stop(etcd)
+        got = server.last_lines(data) or f"not ready within {server.READY_S_MAX:g} s"
     except OSError as error:
         got = str(error)
     runtime.remove_data(data)
@@ -66,10 +62,9 @@ def keep(
     """Return when the server has ended and its record is gone. The data directory is the caller's to remove."""
     from elasticrt.store.attendance import Attendance
     from elasticrt.store.etcd import EtcdStore
-    from elasticrt.store.protocol import Address
 
     threading.Thread(target=_tell_end, args=(etcd.pid, news), daemon=True).start()
-    store = EtcdStore((Address("http", record["host"], record["port"]),), timeout_s=2.0)
+    store = EtcdStore((Address(record["scheme"], record["host"], record["port"]),), timeout_s=2.0)
     attendance = Attendance(store, run_id, linger_s, news)
     attendance.look()
     touched_at_ns = runtime.touched_at_ns(runtime.runtime_directory(), run_id)
@@ -109,7 +104,7 @@ def main(text: str) -> None:
     signal.signal(signal.SIGINT, lambda *_: news.put(INSISTED))
     ready_fd, lock_fd, run_id = order["ready_fd"], order["lock_fd"], order["run_id"]
     try:
-        listen = (order["listen"][0], order["listen"][1]) if order["listen"] else None
+        listen = Address(**order["listen"]) if order["listen"] else None
         etcd, record = start(run_id, Path(order["binary"]), listen)
     except StoreError as error:
         os.write(ready_fd, json.dumps({"error": str(error)}).encode())

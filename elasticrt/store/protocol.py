@@ -199,13 +199,18 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Address:
-    """An etcd endpoint as parsed from an option: `http://host:port` or `https://host:port`."""
+    """An etcd endpoint as parsed from an option: `http://host:port`, `https://host:port`, or `unix:/path` of a socket.
 
-    scheme: Literal["http", "https"]
+    A socket has its path as `host`, and 0 as `port`.
+    """
+
+    scheme: Literal["http", "https", "unix"]
     host: str
     port: int
 
     def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix:{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}"
 

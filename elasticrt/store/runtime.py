@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt.errors import ConfigError, StoreError, explain
+from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
+from elasticrt.store.server import SOCKET
 
 LOCK_S_MAX = 60.0
 """Longer than any start or stop of a server takes."""
@@ -31,6 +33,7 @@ DATA_PREFIX = "elasticrt-etcd-"
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _RECORD = {
+    "scheme": str,
     "host": str,
     "port": int,
     "keeper_pid": int,
@@ -59,7 +62,7 @@ def runtime_directory() -> Path:
         pass
     except OSError as error:
         raise ConfigError(explain("the runtime directory can't be made", str(directory), got=str(error))) from error
-    problem = _what_is_unsafe(directory, uid)
+    problem = what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"
         remedy = "Somebody else may control it: remove it, or set XDG_RUNTIME_DIR"
@@ -168,6 +171,13 @@ def clean_up(directory: Path, run_id: str) -> None:
     remove_record(directory, run_id)
 
 
+def make_data() -> Path:
+    """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp."""
+    where = tempfile.gettempdir()
+    room = SOCKET_PATH_MAX_BYTES - len(f"/{DATA_PREFIX}12345678/{SOCKET}")
+    return Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where if len(os.fsencode(where)) <= room else "/tmp"))  # noqa: S108  It makes a directory of ours alone.
+
+
 def remove_data(data: Path) -> None:
     """Remove a server's data directory. What is not one of ours is left alone: the path came from a file."""
     try:
@@ -208,7 +218,8 @@ def sweep(directory: Path, but: str) -> None:
                 (directory / f"{run_id}.lock").unlink(missing_ok=True)
 
 
-def _what_is_unsafe(directory: Path, uid: int) -> str:
+def what_is_unsafe(directory: Path) -> str:
+    """Why others than this user can get at what is in there; "" when they can't."""
     try:
         found = directory.lstat()
     except FileNotFoundError:
@@ -217,7 +228,7 @@ def _what_is_unsafe(directory: Path, uid: int) -> str:
         return "a symbolic link"
     if not stat.S_ISDIR(found.st_mode):
         return "not a directory"
-    if found.st_uid != uid:
+    if found.st_uid != os.getuid():
         return f"owned by user {found.st_uid}"
     return f"mode {stat.S_IMODE(found.st_mode):04o}" if found.st_mode & 0o077 else ""
 

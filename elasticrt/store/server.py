@@ -6,6 +6,7 @@ Used by the keeper of the embedded server, which must be quick (so only light mo
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,18 +14,25 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store import deaf
+from elasticrt.store.address import check_host, is_loopback
+from elasticrt.store.protocol import Address
 
 READY_S_MAX = 15.0
 """A server that is not ready by then is given up. Usually it takes 0.1 s."""
 
 POLL_S = 0.005
+LOG = "etcd.log"
 STOP_S = 5.0
 """Between SIGINT and SIGKILL."""
+
+SOCKET = "etcd:0"
+"""A server's unix socket in its directory. etcd wants a host and a port, and makes a file of both together."""
 
 UNSAFE_VERSIONS = ((3, 5, 0), (3, 5, 1), (3, 5, 2))
 """They can lose acknowledged writes in a crash (etcd-io/etcd#13766)."""
@@ -79,18 +87,24 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "ETCDCTL_"))}
 
 
-def command(binary: Path, data: Path, listen: str, token: str, options: tuple[str, ...] = ()) -> list[str]:
-    """A single member that serves clients at the URL `listen`.
+def socket_in(directory: Path) -> Address:
+    """The address of a server that is launched in `directory` and listens on a socket there."""
+    return Address("unix", str(directory / SOCKET), 0)
 
-    It needs no other members, so it elects itself at once, and its port for them is any free one of loopback. `token`
-    gives a new store a new identity. `options` are further flags.
+
+def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> list[str]:
+    """A single member that serves clients at `listen`: an IP address and port, or the `socket_in` its directory.
+
+    It needs no other members, so it elects itself at once. Where it listens for them is a socket as well: what a member
+    says is believed without authentication. `token` gives a new store a new identity. `options` are further flags.
     """
     never_called = "http://127.0.0.1:1"
+    where = f"unix://{SOCKET}" if listen.scheme == "unix" else str(listen)
     return [
         str(binary),
-        *("--name", "elasticrt", "--data-dir", str(data), "--initial-cluster-token", token),
-        *("--listen-client-urls", listen, "--advertise-client-urls", listen),
-        *("--listen-peer-urls", "http://127.0.0.1:0", "--initial-advertise-peer-urls", never_called),
+        *("--name", "elasticrt", "--data-dir", "member", "--initial-cluster-token", token),
+        *("--listen-client-urls", where, "--advertise-client-urls", where),
+        *("--listen-peer-urls", "unix://peer:0", "--initial-advertise-peer-urls", never_called),
         *("--initial-cluster", f"elasticrt={never_called}"),
         *("--heartbeat-interval", "10", "--election-timeout", "100"),
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
@@ -99,8 +113,11 @@ def command(binary: Path, data: Path, listen: str, token: str, options: tuple[st
     ]
 
 
-def launch(arguments: list[str], log: Path, *, deaf_to_sigterm: bool = False) -> subprocess.Popen[bytes]:
-    """Start the server in a process group of its own; it is killed when this thread's process dies. Raises OSError."""
+def launch(arguments: list[str], directory: Path, *, deaf_to_sigterm: bool = False) -> subprocess.Popen[bytes]:
+    """Start the server in a process group of its own, with its files, sockets and `LOG` in `directory`.
+
+    It is killed when this thread's process dies. Raises OSError.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -116,25 +133,25 @@ def launch(arguments: list[str], log: Path, *, deaf_to_sigterm: bool = False) ->
         if deaf_to_sigterm:
             deaf.to_sigterm()
 
-    with log.open("ab") as output:
+    with (directory / LOG).open("ab") as output:
         return subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment(),
-            cwd="/",
+            cwd=directory,
             preexec_fn=follow_parent,  # noqa: PLW1509  Nobody has started a thread at this time.
         )
 
 
-def await_ready(process: subprocess.Popen[bytes], host: str, port: int, *, tls: bool = False) -> bool:
+def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
     """Poll until the server can read and write, or with TLS until it accepts. False when it ended or took too long."""
     deadline = time.monotonic() + READY_S_MAX
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, port), timeout=1.0) as connection:
-                if tls:
+            with connect(address, 1.0) as connection:
+                if address.scheme == "https":
                     return True
                 connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
                 answer = b""
@@ -159,59 +176,69 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def free_port(host: str) -> int:
-    """A port of `host` that nobody listens on at this moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def connect(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to a server. Raises OSError."""
+    if address.scheme != "unix":
+        return socket.create_connection((address.host, address.port), timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(address.host)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
-def resolve(host: str) -> str:
-    """An IP address of this machine's own for `host`: etcd binds to no names. Raises ConfigError."""
+def resolve(host: str, option: str) -> str:
+    """The IP address of this machine's own that `option` gives, as an address or a name. Raises ConfigError."""
+    host, expected = check_host(host, option), "an address of this machine"
     try:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(explain("an address of this machine is needed", host, got=str(error))) from error
+        got = f"{host}: {error.strerror or error}"
+        raise ConfigError(explain("a name without an address", option, got=got, expected=expected)) from error
     reason = ""
     for family, kind, protocol, _, address in candidates:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind((address[0], 0))
             except OSError as error:
-                reason = str(error)
+                reason = error.strerror or str(error)
             else:
                 return str(address[0])
-    raise ConfigError(explain("not an address of this machine, so it can't serve there", host, got=reason))
+    raise ConfigError(explain("not an address of this machine", option, got=f"{host}: {reason}", expected=expected))
 
 
-def url(address: str, port: int) -> str:
-    """The URL of an IP address and a port, without TLS."""
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+def reached_from_here(listen: Address) -> Address:
+    """Where a server that listens there is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
+    return replace(listen, host=host)
 
 
-def own_address(address: str) -> str:
-    """Where a server that listens on `address` is reached from this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104  Nothing is bound here.
-
-
-def port_is_taken(host: str, port: int) -> bool:
-    """Whether somebody listens there already."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+def claim(listen: Address, option: str) -> Address:
+    """The same with an IP address of this machine, after a look whether etcd can listen there. Raises ConfigError."""
+    ip = resolve(listen.host, option)
+    if is_loopback(replace(listen, host=ip)) and not is_loopback(listen):
+        # What others know by this name is another address, as where /etc/hosts gives the host name 127.0.1.1.
+        ip = "0.0.0.0"  # noqa: S104  The name was given for others to come to.
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
         # As etcd does it, so that a connection still fading away from a server before us is no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
-        except OSError:
-            return True
-    return False
+            probe.bind((ip, listen.port))
+        except OSError as error:
+            got = f"{listen.host}:{listen.port}: {error.strerror or error}"
+            remedy = "Choose another, or end who has it" if error.errno == errno.EADDRINUSE else "Choose another"
+            message = explain("the port can't be had", option, got=got, expected="a free port", remedy=remedy)
+            raise ConfigError(message) from error
+    return replace(listen, host=ip)
 
 
-def last_lines(log: Path, bytes_max: int = 400) -> str:
+def last_lines(directory: Path, bytes_max: int = 400) -> str:
     """The end of the server's log, for an error message."""
     try:
-        return log.read_bytes()[-bytes_max:].decode(errors="replace").strip().rsplit("\n", 1)[-1]
+        return (directory / LOG).read_bytes()[-bytes_max:].decode(errors="replace").strip().rsplit("\n", 1)[-1]
     except OSError:
         return ""
 

@@ -64,7 +64,8 @@ def _shown(settings: Settings, _: RunSpec) -> list[frozenset[str]]:
 
 
 TWO = ("--nproc-per-node", "2")
-HERE = "127.0.0.1:29411"
+HERE = "10.0.0.9:29411"
+OURS = ("--rdzv-conf", "is_host=1")
 CASES = [
     Case("--nnodes", "2:5", lambda _, spec: (spec.min_nodes, spec.max_nodes), (2, 5)),
     Case("--nproc-per-node", "3", _setting("workers"), 3),
@@ -73,12 +74,12 @@ CASES = [
         "etcd-v3",
         lambda settings, _: (settings.serve is None, len(settings.etcd)),
         (True, 1),
-        ("--rdzv-endpoint", HERE),
+        ("--rdzv-endpoint", HERE, *OURS, "--insecure-etcd"),
     ),
-    Case("--rdzv-endpoint", HERE, lambda settings, _: str(settings.serve), f"http://{HERE}"),
+    Case("--rdzv-endpoint", HERE, lambda settings, _: str(settings.serve), f"http://{HERE}", OURS),
     Case("--rdzv-id", "calm-fox", _setting("run_id"), "calm-fox"),
     Case("--rdzv-conf", "join_timeout=7,last_call_timeout=3", _agreed("join_timeout_s"), 7.0),
-    Case("--standalone", "", _setting("serve"), None, ("--rdzv-endpoint", HERE)),
+    Case("--standalone", "", _setting("serve"), None, ("--rdzv-endpoint", HERE, *OURS)),
     Case("--max-restarts", "7", lambda _, spec: (spec.max_restarts, spec.restarts_reset), (7, False)),
     Case("--monitor-interval", "5", lambda settings, _: ["--monitor" in note for note in settings.notes], [True]),
     Case("--start-method", "spawn", _setting("start_method"), "exec"),
@@ -96,19 +97,19 @@ CASES = [
     Case("--node-rank", "2", _setting("node_rank"), 2),
     Case(
         "--master-addr",
-        "127.0.0.9",
+        "10.0.0.9",
         lambda settings, _: str(settings.serve),
-        "http://127.0.0.9:29500",
-        ("--nnodes", "2"),
+        "http://10.0.0.9:29500",
+        ("--nnodes", "2", *OURS),
     ),
     Case(
         "--master-port",
         "29412",
-        lambda settings, _: (str(settings.serve), settings.run_id),
-        ("http://127.0.0.1:29412", "127.0.0.1-29412"),
+        lambda settings, _: (settings.serve, settings.run_id),
+        (None, "127.0.0.1-29412"),
         ("--nnodes", "2"),
     ),
-    Case("--local-addr", "10.0.0.7", _setting("address"), "10.0.0.7"),
+    Case("--local-addr", "127.0.0.7", _setting("address"), "127.0.0.7"),
     Case("--numa-binding", "node", lambda settings, _: len(settings.cpus), 2, TWO),
     Case(
         "--signals-to-handle",
@@ -185,7 +186,7 @@ def test_the_command_line_wins_over_ours_and_theirs() -> None:
     settings, spec = _configure("--min-nodes", "1", "--workers-per-node", "2", "train.py", env=env)
     assert (settings.run_id, settings.workers, spec.max_nodes) == ("ours", 2, 1)
     assert _configure("train.py", env=env)[1].max_nodes == 4
-    on, off = ({"PET_STANDALONE": word, "PET_RDZV_ENDPOINT": HERE} for word in "10")
+    on, off = ({"PET_STANDALONE": word, "PET_RDZV_ENDPOINT": HERE, "PET_RDZV_CONF": OURS[1]} for word in "10")
     assert _configure("train.py", env=on)[0].serve is None
     assert _configure("train.py", env=off)[0].serve is not None
 
@@ -195,7 +196,7 @@ def test_kubeflows_variables_are_a_whole_launch() -> None:
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", "PET_MASTER_PORT": "23456"}
     settings, spec = _configure("train.py", env={**env, "PET_MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": "0,1"})
     assert (spec.min_nodes, spec.max_nodes, settings.workers, settings.node_rank) == (2, 2, 2, 1)
-    assert (str(settings.serve), settings.run_id) == ("http://localhost:23456", "localhost-23456")
+    assert (settings.serve, settings.run_id) == (None, "localhost-23456")
 
 
 def test_one_node_leaves_the_port_to_the_script() -> None:

@@ -20,7 +20,8 @@ from elasticrt.store.embedded import Served, find, find_or_start
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, Put, Txn
 from elasticrt.store.runtime import read_record, runtime_directory
-from tests.servers import free_port, wait_until
+from elasticrt.store.server import claim
+from tests.servers import free_port, refused_to_others, wait_until
 
 LONG_S = 60.0
 """A linger time that no test waits for."""
@@ -93,16 +94,36 @@ def test_agents_that_start_together_share_one_server() -> None:
     assert EtcdStore((other.address,)).read("/").store_id != EtcdStore((found.address,)).read("/").store_id
 
 
-def test_server_is_on_loopback_and_alone(runtime: Path) -> None:
-    """The server listens on loopback only; keeper and server have a session of their own, and a private directory."""
-    served = find_or_start("r", linger_s=LONG_S)
+def test_server_is_for_this_user_alone(runtime: Path) -> None:
+    """SEC10: no port is open; keeper and server have a session of their own, and a private directory with the socket.
+
+    Somebody else can neither find out where the server is nor connect to it, whatever the umask was.
+    """
+    before = os.umask(0)
+    try:
+        served = find_or_start("r", linger_s=LONG_S)
+    finally:
+        os.umask(before)
     etcd = psutil.Process(etcd_pid(runtime))
-    assert {c.laddr.ip for c in etcd.net_connections() if c.status == "LISTEN"} == {"127.0.0.1"}
+    assert not [c for c in etcd.net_connections("inet") if c.status == "LISTEN"]
+    refused_to_others(served.address, runtime / "r.json")
     assert etcd.ppid() == served.keeper_pid
     assert os.getsid(etcd.pid) == os.getsid(served.keeper_pid) != os.getsid(0)
     assert psutil.Process(served.keeper_pid).ppid() != os.getpid()
     for path in (runtime, *(Path(tempfile.gettempdir(), name) for name in data_directories())):
         assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_place_of_the_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A temporary directory whose path is too long for a socket does not keep the server from starting."""
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    served = find_or_start("r", linger_s=LONG_S)
+    assert served.address.host.startswith("/tmp/elasticrt-etcd-")
+    store = EtcdStore((served.address,))
+    assert store.read("/").count == 0
+    store.close()
 
 
 def test_ends_without_members(runtime: Path) -> None:
@@ -226,7 +247,7 @@ def test_serves_where_it_is_told() -> None:
     address = Address("http", "127.0.0.2", free_port())
     served = find_or_start("r", listen=address, linger_s=LONG_S)
     assert served.address == address
-    with pytest.raises(ConfigError, match="in use"):
+    with pytest.raises(ConfigError, match=r"port can't be had.*in use"):
         find_or_start("another", listen=address)
     with pytest.raises(ConfigError, match="not an address of this machine"):
         find_or_start("another", listen=Address("http", "192.0.2.1", 2379))
@@ -340,10 +361,9 @@ def test_bad_run_id(run_id: str) -> None:
 
 
 def test_port_that_is_taken_is_seen() -> None:
-    """A port with a listener counts as taken, one without as free."""
-    from elasticrt.store.server import port_is_taken
-
+    """A port with a listener can't be had, and what keeps us from it is said; one without can."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert port_is_taken("127.0.0.1", port)
-    assert not port_is_taken("127.0.0.1", port)
+        address = Address("http", "localhost", listener.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"\(--listen\).*in use"):
+            claim(address, "--listen")
+    assert claim(address, "--listen") == Address("http", "127.0.0.1", address.port)

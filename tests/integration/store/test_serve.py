@@ -10,23 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elasticrt.cli.main import main
+from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, Put, Txn
-from tests.servers import free_port
+from elasticrt.store.server import claim
+from tests.servers import free_port, refused_to_others
 
 
 @contextmanager
 def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """A running command and the lines it has printed when the server was ready."""
-    command = [sys.executable, "-m", "elasticrt", "etcd", *arguments]
+    insecure = ["--insecure-etcd"] if "--listen" in arguments else []
+    command = [sys.executable, "-m", "elasticrt", "etcd", *arguments, *insecure]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
             lines = [process.stdout.readline().rstrip()]
-            while not lines[-1].startswith("it is unauthenticated") and process.poll() is None:
+            while not lines[-1].startswith(("it is unauthenticated", "only you")) and process.poll() is None:
                 lines.append(process.stdout.readline().rstrip())
             yield process, lines
         finally:
@@ -48,17 +52,34 @@ def test_serve(number: signal.Signals, code: int) -> None:
         assert process.wait(20) == code
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_serve_this_user_alone(tmp_path: Path, kept: bool) -> None:
+    """SEC10: without --listen no port is open, and nobody else can use the socket, wherever the data is."""
+    tmp_path.chmod(0o755)
+    with served(*(["--data-dir", str(tmp_path / "kept")] if kept else [])) as (process, lines):
+        (address,) = parse_endpoints(lines[0].rpartition(" ")[2])
+        assert lines[1] == f"join with: elasticrt run --etcd {address} ..."
+        store = EtcdStore((address,))
+        assert store.commit(Txn((), (Put("/a", b""),))).succeeded
+        store.close()
+        (etcd,) = psutil.Process(process.pid).children()
+        assert not [c for c in etcd.net_connections("inet") if c.status == "LISTEN"]
+        refused_to_others(address)
+        if kept:
+            assert main(["etcd", "--data-dir", str(tmp_path / "kept")]) == 2, "two servers in one directory"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+
+
 def test_killed_command_takes_its_server_along() -> None:
     """A SIGKILL of the command leaves no etcd behind, so the port is free again."""
-    from elasticrt.store.server import port_is_taken
-    from tests.servers import wait_until
-
     port = free_port()
     with served("--listen", f"127.0.0.1:{port}") as (process, _):
-        assert port_is_taken("127.0.0.1", port)
+        (etcd,) = psutil.Process(process.pid).children()
         process.kill()
         process.wait(20)
-        wait_until(lambda: not port_is_taken("127.0.0.1", port), "the port is free")
+        etcd.wait(20)
+    claim(Address("http", "127.0.0.1", port), "--listen")
     for path in Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*"):  # A killed process can't remove its directory.
         subprocess.run(["rm", "-r", str(path)], check=True)
 
@@ -83,16 +104,21 @@ def test_kept_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--listen"),
+        (["--data-dir", "/"], "--data-dir"),
+        (["--data-dir", "/sys"], "--data-dir"),
+        (["--listen", "127.0.0.1:2379"], "--insecure-etcd"),
+        (["--listen", "a..b:2379"], "(--listen)"),
+        (["--listen", "no.such.invalid:2379", "--insecure-etcd"], "--listen"),
         (["--listen", "127.0.0.1"], "HOST:PORT"),
         (["--listen", "http://127.0.0.1:1"], "HOST:PORT"),
         (["--listen", "127.0.0.1:0"], "a bad port (--listen)"),
         (["--listen", "127.0.0.1:1,127.0.0.1:2"], "HOST:PORT"),
-        (["--listen", "192.0.2.1:2379"], "not an address of this machine"),
+        (["--listen", "192.0.2.1:2379", "--insecure-etcd"], "not an address of this machine"),
         (["--listen", "127.0.0.1:2379", "--cert-file", "/nonexistent"], "--key-file"),
         (["--listen", "127.0.0.1:2379", "--cert-file", "/no", "--key-file", "/no"], "--cert-file"),
         (["--listen", "127.0.0.1:2379", "--client-ca-file", "/etc/passwd"], "--cert-file"),
-        (["--listen", "127.0.0.1:1", "--data-dir", "/proc/none/x"], "--data-dir"),
+        (["--listen", "127.0.0.1:2379", "--cert-file", "/etc/passwd", "--key-file", "/etc/passwd"], "--cert-file"),
+        (["--data-dir", "/proc/none/x"], "--data-dir"),
     ],
 )
 def test_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,29 @@ def test_questions_and_answers(server: HealthServer) -> None:
     assert ask(f"{server.url}/ready", "HEAD") == (503, None)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (None, 200),
+        ("127.0.0.1:8471", 200),
+        ("[::1]:8471", 200),
+        ("10.1.2.3", 200),
+        ("LocalHost:1", 200),
+        (socket.gethostname(), 200),
+        ("evil.example", 403),
+        ("evil.example:8471", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost\r\nHost: evil.example", 403),
+    ],
+)
+def test_host_that_is_asked_for(server: HealthServer, host: str | None, status: int) -> None:
+    """SEC14: a page whose own name leads to this port gets no answer; addresses and this machine's names do."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as client:
+        field = "" if host is None else f"Host: {host}\r\n"
+        client.sendall(f"GET /live HTTP/1.1\r\n{field}\r\n".encode())
+        assert client.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
+
+
 def test_bad_clients_hold_nobody_up(server: HealthServer) -> None:
     """Clients that say nothing, nonsense or too much are cut off, and others are answered meanwhile."""
     port = int(server.url.rpartition(":")[2])

@@ -67,13 +67,19 @@ def test_environment_and_command_line() -> None:
     assert inside.node != "n7"
 
 
+NO_ADDRESSES_OF_OURS = ("192.0.2.1", "no.such.host.invalid", "", "a..b", "caf\udce9", "[::", "10.0.0.256", "a" * 64)
+"""Another machine's, a name that nobody has, and what can't be either."""
+
+
 @pytest.mark.parametrize(
     ("argv", "served", "etcd"),
     [
         (["--etcd", "http://127.0.0.1:1,127.0.0.1:2"], None, ["http://127.0.0.1:1", "http://127.0.0.1:2"]),
         (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"], None, []),
-        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29411"], "http://127.0.0.1:29411", []),
-        (["--rdzv-endpoint", "127.0.0.1"], "http://127.0.0.1:29400", []),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29411"], None, []),
+        (["--rdzv-endpoint", "localhost", "--rdzv-conf", "is_host=0"], None, []),
+        (["--rdzv-endpoint", "10.0.0.1", "--rdzv-conf", "is_host=1"], "http://10.0.0.1:29400", []),
+        (["--etcd", "unix:/run/me/etcd:0"], None, ["unix:/run/me/etcd:0"]),
         (["--rdzv-backend", "etcd-v3", "--rdzv-endpoint", "127.0.0.1:5"], None, ["http://127.0.0.1:5"]),
         (["--standalone"], None, []),
     ],
@@ -119,6 +125,10 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["--etcd", "127.0.0.1:70000", "train.py"], "etcd"),
         (["--etcd", "127.0.0.1:1,,127.0.0.1:2", "train.py"], "etcd"),
         (["--etcd", "http://etcd.example:2379", "train.py"], "--insecure-etcd"),
+        *((["--local-addr", host, "train.py"], "--local-addr") for host in NO_ADDRESSES_OF_OURS),
+        *((["--health-host", host, "train.py"], "--health-host") for host in NO_ADDRESSES_OF_OURS[2:]),
+        *((["--etcd", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),
+        *((["--rdzv-endpoint", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),
         (["--etcd-ca-file", "missing.pem", "train.py"], "missing.pem"),
         (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-backend"),
         (["--join", "later", "train.py"], "--join"),

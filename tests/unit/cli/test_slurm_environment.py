@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -113,9 +114,10 @@ def test_the_first_node_serves_etcd_when_that_is_accepted() -> None:
     assert [str(address) for address in settings.etcd] == ["http://node-that-is-not-here1:10019"]
     assert settings.serve is None
     assert settings.etcd_wait_s > 0
-    own = {**TASK, "SLURM_STEP_NODELIST": "127.0.0.1,n2"}
+    name = socket.gethostname()
+    own = {**TASK, "SLURM_STEP_NODELIST": f"{name},n2"}
     settings, _ = _configure(own, "--insecure-etcd", "--nnodes", "1:3", "train.py")
-    assert (settings.etcd, str(settings.serve), settings.etcd_wait_s) == ((), "http://127.0.0.1:10019", 0.0)
+    assert (settings.etcd, str(settings.serve), settings.etcd_wait_s) == ((), f"http://{name}:10019", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from elasticrt.store.address import check_security, is_loopback, parse_endpoints
         ("[fe80::1%eth0]:2379", ["http://[fe80::1%eth0]:2379"]),
         ("a:1, b:2 ,https://c:3", ["http://a:1", "http://b:2", "https://c:3"]),
         ("a:1,b:2,a:1", ["http://a:1", "http://b:2"]),
+        ("unix:/run/x/etcd:0", ["unix:/run/x/etcd:0"]),
+        ("unix:///run/x y,b:2", ["unix:/run/x y", "http://b:2"]),
+        (f"{'a' * 63}.b:1", [f"http://{'a' * 63}.b:1"]),
         ("etcd-0.etcd_headless.ns.svc.cluster.local.:2379", ["http://etcd-0.etcd_headless.ns.svc.cluster.local.:2379"]),
     ],
 )
@@ -37,7 +40,14 @@ def test_accepted(text: str, expected: list[str]) -> None:
         ("a:1,,b:2", "an empty endpoint"),
         ("a:1,", "an empty endpoint"),
         ("ftp://a:1", "an unknown scheme"),
-        ("unix:///tmp/socket", "an unknown scheme"),
+        ("unix:socket", "without the path of a socket"),
+        ("unix://host/socket", "without the path of a socket"),
+        ("unix:/caf\udce9", "without the path of a socket"),
+        ("unix:/" + "x" * 107, "too long for a socket"),
+        ("a..b:1", "a malformed host"),
+        ("a" * 64 + ":1", "a malformed host"),
+        ("a.-b:1", "a malformed host"),
+        ("caf\udce9:1", "a malformed host"),
         ("a:0", "a bad port"),
         ("a:70000", "a bad port"),
         ("a:-1", "a bad port"),
@@ -95,6 +105,7 @@ def test_password_in_address(text: str) -> None:
         ("128.0.0.1", False),
         ("localhost.example.org", False),
         ("myself", False),
+        ("unix:/run/x", True),
     ],
 )
 def test_loopback(text: str, expected: bool) -> None:
@@ -107,6 +118,7 @@ def test_loopback(text: str, expected: bool) -> None:
     [
         ("http://127.0.0.1:2379", False, True),
         ("https://etcd:2379", False, True),
+        ("unix:/run/x", False, True),
         ("http://etcd:2379", False, False),
         ("http://127.0.0.1:1,http://etcd:2", False, False),
         ("http://etcd:2379", True, True),
