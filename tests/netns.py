@@ -270,8 +270,7 @@ def enter(node: NetworkNode, command: Sequence[str]) -> None:
     """Become `command` on that host: with its name, its network and this project's programs."""
     if not node.exists:
         sys.exit(f"{node.name} is off")
-    # gloo would look up the host's name, which no other host knows.
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "ELASTICRT_NODE": node.name}
+    env = {**os.environ, "ELASTICRT_NODE": node.name}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node.name, *(command or ["sh"])]
     words = node.command(named)

@@ -25,10 +25,12 @@ from elasticrt.agent.group import (
     WorkerStarted,
     worker_environment,
 )
+from elasticrt.agent.interfaces import interface_of
 from elasticrt.agent.memory import Memory
 from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
+from elasticrt.agent.report import never_met
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
@@ -273,7 +275,7 @@ class Node:
         generation, seat = self._wanted
         self._wanted, self._started = None, (generation, seat)
         self._running = generation.number
-        self._ends = Ends(generation.number, seat.workers)
+        self._ends = Ends(generation.number, seat.workers, unmet=self._ends.unmet)
         self.progress.began()
         self.watch.began(generation, seat)
         self._pids = {}
@@ -290,12 +292,15 @@ class Node:
             envs,
             self._settings.command,
             listen,
-            {**self._env, **network(self.ports.address, self._env)},
+            {**self._env, **self._network()},
             Path.cwd(),
             {0: self._memory.descriptors(memory if seat.index == 0 else None)},
         )
         if listen is not None:
             self.ports.bind(self.ports.address)
+
+    def _network(self) -> dict[str, str]:
+        return network(interface_of(self.ports.address), self._env, told=self._settings.address is not None)
 
     def _end_workers(self) -> None:
         """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
@@ -332,6 +337,8 @@ class Node:
         if event.failure is not None:
             self._ends = replace(self._ends, failures=(*self._ends.failures, event.failure))
             if self._failed_at is None:
+                met = not never_met(event.failure) or self.progress.step()
+                self._ends = replace(self._ends, unmet=0 if met else self._ends.unmet + 1)
                 # The end of a generation that has been replaced, and was let finish a build, is nobody's news.
                 self._failed_at = time.monotonic() if self._wanted is None else None
                 self.progress.disturbed()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from elasticrt.agent.report import AWAY, Failure, describe, render
+from elasticrt.agent.report import AWAY, Failure, describe, how_to_meet, never_met, render
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
@@ -21,7 +21,8 @@ class Ends:
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
     newest copy taken meanwhile, or one of the step that the generation resumed from. `spare`: an older one, for when
-    nobody has the checkpoint that it resumes from.
+    nobody has the checkpoint that it resumes from. `unmet`: in so many generations in a row, up to this one, workers
+    here could not reach the others.
     """
 
     generation: int
@@ -34,6 +35,7 @@ class Ends:
     memory: Copy | None = None
     kept: Copy | None = None
     spare: Copy | None = None
+    unmet: int = 0
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -46,7 +48,7 @@ class Ends:
                 node=node,
                 incarnation=incarnation,
                 status="failed",
-                failure=failure_record(self.failures),
+                failure=failure_record(self.failures, unmet=self.unmet),
                 memory=copy_record(self.kept or self.spare),
             )
         if len(self.handed) == self.workers:
@@ -82,11 +84,16 @@ def copy_record(copy: Copy | None) -> CopyRecord | None:
     return CopyRecord(**asdict(copy)) if copy is not None else None
 
 
-def failure_record(failures: Sequence[Failure]) -> FailureRecord:
-    """The first cause of a node's failures as it travels through etcd."""
+UNMET_MAX = 2
+"""Agents that reach each other while their workers do not, so often in a row, will not see that end."""
+
+
+def failure_record(failures: Sequence[Failure], *, unmet: int = 0) -> FailureRecord:
+    """The first cause of a node's failures as it travels through etcd. For `unmet` see `Ends`."""
     cause = next((failure for failure in failures if not failure.collateral), failures[0])
     where = f"on {cause.node}" if cause.kind == "stalled" else f"rank {cause.rank} on {cause.node}"
-    summary = f"{where}: {describe(cause)}".replace("\n", " ")
+    advice = how_to_meet(cause) if never_met(cause) else ""
+    summary = ": ".join(filter(None, (where, advice, describe(cause)))).replace("\n", " ")
     final_code: Literal[0, 5, 6] = 5 if cause.final_code == 5 else 6 if cause.final_code == 6 else 0
     return FailureRecord(
         rank=cause.rank,
@@ -94,8 +101,9 @@ def failure_record(failures: Sequence[Failure]) -> FailureRecord:
         collateral=cause.collateral,
         final_code=final_code,
         summary=summary,
-        text=render(failures),
+        text="\n".join(filter(None, (advice, render(failures)))),
         stalled=cause.kind == "stalled",
+        unmet=unmet >= UNMET_MAX,
         away=cause.exception.rpartition(".")[2] == AWAY,
     )
 
@@ -185,8 +193,11 @@ def worker_env(settings: Settings, generation: Generation, seat: Seat, local_ran
     )
 
 
-def network(address: str, env: Mapping[str, str]) -> dict[str, str]:
-    """On one machine, gloo must not look up the host name, which may resolve to anything or to nothing."""
-    if address in ("127.0.0.1", "::1") and "GLOO_SOCKET_IFNAME" not in env:
-        return {"GLOO_SOCKET_IFNAME": "lo"}
-    return {}
+def network(interface: str, env: Mapping[str, str], *, told: bool) -> dict[str, str]:
+    """Variables that make workers use the interface with this node's address, unless the user's say otherwise.
+
+    Left alone, gloo announces whatever the host name resolves to on this machine: often 127.0.1.1, or nothing. NCCL
+    chooses for itself among all interfaces, and may use several: it is only bound to one when the address was `told`.
+    """
+    found = {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if told else {})}
+    return {name: value for name, value in found.items() if interface and name not in env}

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticrt.contract.collateral import PEER_IS_GONE, TRACEBACK, exceptions_in, is_collateral
+from elasticrt.contract.collateral import (
+    NEVER_MET,
+    PEER_IS_GONE,
+    TRACEBACK,
+    announced_address,
+    exceptions_in,
+    is_collateral,
+)
 from elasticrt.errors import EXIT_CHECKPOINT, EXIT_PREPARATION
 from elasticrt.text import cut, size
 
@@ -160,6 +167,20 @@ def _aborted_by_peer(code: int, last_lines: Sequence[str]) -> bool:
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """The first failure that is no collateral, in the order given (etcd's revisions); else the first; else None."""
     return next((failure for failure in failures if not failure.collateral), failures[0] if failures else None)
+
+
+def never_met(failure: Failure) -> bool:
+    """Whether this worker could not reach another one, and nothing else went wrong with it."""
+    return failure.collateral and NEVER_MET.search(failure.message) is not None
+
+
+def how_to_meet(failure: Failure) -> str:
+    """What to do about a worker that has `never_met` the others."""
+    address = announced_address(failure.message)
+    return (
+        f"another worker is out of reach{f' at the address {address}, which it announced' if address else ''}. Check "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on all nodes, or give each node's own address with --local-addr"
+    )
 
 
 def describe(failure: Failure) -> str:

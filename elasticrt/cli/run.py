@@ -27,10 +27,16 @@ from elasticrt.cli.options import (
 )
 from elasticrt.cli.slurm import Slurm, alone, placed
 from elasticrt.cli.torchrun_flags import FLAGS, in_our_words
-from elasticrt.cli.where import declare_etcd, declare_meeting, etcd_wait_s, read_credentials, where_etcd_is
+from elasticrt.cli.where import (
+    declare_etcd,
+    declare_meeting,
+    etcd_wait_s,
+    own_address,
+    read_credentials,
+    where_etcd_is,
+)
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store.address import check_host, check_security
-from elasticrt.store.server import resolve
 
 if TYPE_CHECKING:
     from elasticrt.agent.group import Command
@@ -183,7 +189,7 @@ def configure(
         run_id=run_id,
         node=check_name(node, "--node"),
         node_given=values["node"] is not None,
-        address=None if values["local_addr"] is None else resolve(values["local_addr"], "--local-addr"),
+        address=own_address(values["local_addr"], most),
         workers=workers_here,
         command=command,
         start_method="exec" if values["start_method"] == "spawn" or command.kind == "program" else "fork",

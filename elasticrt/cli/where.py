@@ -78,6 +78,18 @@ def where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Addre
     return ((), address) if (_is_ours(address.host) if host_here is None else host_here) else ((address,), None)
 
 
+def own_address(text: str | None, max_nodes: int) -> str | None:
+    """The IP address that `--local-addr` gives, for other nodes to come to. Raises ConfigError."""
+    if text is None:
+        return None
+    ip = resolve(text, "--local-addr")
+    if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
+        # /etc/hosts often gives a machine's own name 127.0.1.1. An address of loopback may be meant as it is.
+        got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
+        raise ConfigError(explain("a name that means this machine alone", "--local-addr", got=got, expected=expected))
+    return ip
+
+
 def _is_ours(host: str) -> bool:
     """Whether this machine owns the address: then a socket can be bound to it."""
     try:

@@ -18,6 +18,12 @@ PEER_IS_GONE = re.compile(
     r"nccl communicator was aborted|watchdog caught collective operation timeout|wait timeout after",
     re.IGNORECASE,
 )
+NEVER_MET = re.compile(
+    r"connectfullmesh failed|socketstartconnect|failed to connect to any network address", re.IGNORECASE
+)
+"""What gloo, NCCL and torch's store say when workers cannot reach each other at the addresses that they announce."""
+
+_ANNOUNCED = re.compile(r"remote=\[([^\]]+)\]|connect to ([0-9a-f.:]+)<|address of \(([^,)]+),", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
 
 
@@ -29,6 +35,12 @@ def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
     """
     chain = [(exception, message), *exceptions_in(callstack)]
     return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
+
+
+def announced_address(message: str) -> str:
+    """The address at which another worker was not reached; "" when the message does not say."""
+    found = _ANNOUNCED.search(message)
+    return next(filter(None, found.groups()), "") if found else ""
 
 
 def _says_peer_is_gone(name: str, text: str, callstack: str) -> bool:

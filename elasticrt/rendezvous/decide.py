@@ -280,6 +280,8 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
+        if first.unmet:  # All agents have just been heard, at the addresses that are in their keys.
+            return Finish("failed", EXIT_WORKERS, first.summary, first.text)
     if first.stalled and len(failed) < len(led.seats):
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:

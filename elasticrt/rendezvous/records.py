@@ -243,7 +243,7 @@ class FailureRecord(BaseModel):
     """What a report says about the worker that failed first on its node.
 
     `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `away`:
-    nobody here has the checkpoint to resume from.
+    nobody here has the checkpoint to resume from. `unmet`: workers here could not reach other nodes', once more.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -255,6 +255,7 @@ class FailureRecord(BaseModel):
     text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
     stalled: bool = False
     away: bool = False
+    unmet: bool = False
 
 
 class Report(Record):

@@ -33,6 +33,10 @@ HARMLESS: dict[str, str] = {
     ),
     "_after_failure without: only_collateral": _FOR_PEOPLE,
     "_after_failure without: led.now < until": _FOR_PEOPLE,
+    "_after_failure without: first.unmet": (
+        "harmless because the budget of restarts ends such a run as well, only later, and with a less helpful reason; "
+        "test_workers_that_never_meet watches the rule."
+    ),
     "_after_failure without: first.stalled and len(failed) < len(led.seats)": _FOR_PEOPLE,
     "_asking_again without: away and isinstance(decision, Wait)": (
         "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "

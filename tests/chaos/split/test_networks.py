@@ -39,8 +39,8 @@ class Site(Stepping):
         self.host = network.host
 
     def wrap(self, name: str, command: list[str]) -> list[str]:
-        """See `Cluster`: on the node of that name. gloo asks for the interface by its name."""
-        return self.node(name).command(["env", "GLOO_SOCKET_IFNAME=eth0", *command])
+        """See `Cluster`: on the node of that name."""
+        return self.node(name).command(command)
 
     def node(self, name: str) -> NetworkNode:
         """The machine of that name; a new one the first time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,13 @@ def test_gpu_without_any_is_refused() -> None:
     """--workers-per-node gpu on a machine without one says so."""
     with pytest.raises(ConfigError, match="no GPU"):
         count_workers("gpu", {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N13: where the machine's own name is 127.0.1.1, other nodes can't come to it; one node alone has no others."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: found)
+    with pytest.raises(ConfigError, match=r"means this machine alone \(--local-addr\): got alpha, which is 127.0.1.1"):
+        _configure("--local-addr", "alpha", "--nnodes", "2", "train.py")
+    assert _configure("--local-addr", "alpha", "train.py")[0].address == "127.0.1.1"
+    assert _configure("--local-addr", "127.0.1.1", "--nnodes", "2", "train.py")[0].address == "127.0.1.1"

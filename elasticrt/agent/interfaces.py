@@ -1,0 +1,55 @@
+"""Which of this machine's network interfaces has an address: gloo and NCCL are told interfaces, not addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+LOOPBACK = "lo"
+
+_ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Offset and length of the address in a `struct sockaddr` of that family."""
+
+
+class _Entry(ctypes.Structure):
+    """The beginning of a `struct ifaddrs`."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has this IP address; "" when none has it."""
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_loopback:  # All of 127.0.0.0/8 is, and only one of them is listed.
+        return LOOPBACK
+    zone = getattr(wanted, "scope_id", None)
+    if zone is not None:
+        return str(zone)
+    return next((name for name, found in _addresses() if found == wanted), "")
+
+
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        raise OSError(ctypes.get_errno(), "getifaddrs failed")
+    try:
+        entry = first
+        while entry:
+            fields = entry.contents
+            if fields.address:
+                offset, length = _ADDRESS_AT.get(ctypes.c_ushort.from_address(fields.address).value, (0, 0))
+                if length:
+                    packed = ctypes.string_at(fields.address + offset, length)
+                    yield fields.name.decode(errors="surrogateescape"), ipaddress.ip_address(packed)
+            entry = fields.next
+    finally:
+        libc.freeifaddrs(first)

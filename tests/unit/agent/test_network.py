@@ -1,0 +1,59 @@
+"""Which interface workers are told to use, and what is said when they cannot reach each other."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from elasticrt.agent.interfaces import interface_of
+from elasticrt.agent.policy import UNMET_MAX, failure_record, network
+from elasticrt.agent.report import failure_of
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+REFUSED = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"
+UNMET = failure_of(
+    rank=1,
+    local_rank=0,
+    node="b",
+    generation=2,
+    code=1,
+    error_file=f'{{"message": "{REFUSED}, remote=[127.0.1.1]:12167$1"}}',
+)
+
+
+@pytest.mark.parametrize(
+    ("interface", "told", "env", "expected"),
+    [
+        ("eth0", False, {}, {GLOO: "eth0"}),
+        ("eth0", True, {}, {GLOO: "eth0", NCCL: "=eth0"}),
+        ("lo", False, {}, {GLOO: "lo"}),
+        ("eth0", True, {GLOO: "ib0"}, {NCCL: "=eth0"}),
+        ("eth0", True, {GLOO: "ib0", NCCL: "ib"}, {}),
+        ("", True, {}, {}),
+    ],
+)
+def test_network(interface: str, told: bool, env: dict[str, str], expected: dict[str, str]) -> None:
+    """N13: workers use the interface with the node's address; what the user has set stays."""
+    assert network(interface, env, told=told) == expected
+
+
+def test_interfaces_of_this_machine() -> None:
+    """Each address of this machine is found at its interface; all of 127.0.0.0/8 is loopback's; others are nobody's."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                assert interface_of(each.address) == name
+    assert [interface_of(address) for address in ("127.0.1.1", "::1", "203.0.113.9")] == ["lo", "lo", ""]
+
+
+def test_workers_out_of_reach_of_each_other() -> None:
+    """N13: the address that was announced is named first, with the remedy; it is final when it was so before."""
+    records = [failure_record([UNMET], unmet=unmet) for unmet in range(UNMET_MAX + 1)]
+    assert [record.unmet for record in records] == [*[False] * UNMET_MAX, True]
+    assert records[0].summary.startswith("rank 1 on b: another worker is out of reach at the address 127.0.1.1,")
+    assert records[0].text.startswith("another worker is out of reach")
+    assert "--local-addr" in records[0].summary
+    assert "out of reach" not in failure_record([replace(UNMET, message="Connection closed by peer")]).summary
