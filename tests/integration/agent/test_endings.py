@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.runtime import read_record, runtime_directory
 from tests.cluster import Cluster, gone, kill
 from tests.servers import EtcdServer, wheel_binary
 
@@ -191,8 +192,9 @@ def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
         run.start("n0")
         run.start("n1")
         run.wait_for_training(1, 2)
-        port = int(run.events("agent_started")[0]["etcd"].rpartition(":")[2])
-        kill(_listener(port))
+        record = read_record(runtime_directory(), run.run_id)
+        assert record is not None
+        kill(record["etcd_pid"])
         run.wait_for_training(2, 2)
         run.finish()
         assert run.ended() == {"n0": 0, "n1": 0}
@@ -222,16 +224,6 @@ def test_the_report_names_the_cause(tmp_path: Path) -> None:
     assert "generation 2" in report
     log = Path(re.search(r"log: (.+)", report)[1])
     assert "the moon is full" in log.read_text()
-
-
-def _listener(port: int) -> int:
-    """The process that listens on a port of this machine."""
-    import psutil
-
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            return connection.pid
-    raise AssertionError(f"nobody listens on {port}")
 
 
 @pytest.mark.slow
