@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from elasticrt.agent.settings import Settings
 from elasticrt.errors import StoreError, explain
 from elasticrt.spec import RunSpec
-from elasticrt.store.address import is_loopback
+from elasticrt.store.address import DEFAULT_PORT, is_loopback
 from elasticrt.store.embedded import Served, find_or_start
 from elasticrt.store.protocol import Address, Store
 from elasticrt.store.server import connect
@@ -135,23 +135,26 @@ def _route(host: str, port: int) -> str:
 
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
-    """The lines that tell people how to bring more nodes."""
-    nodes = f"--min-nodes {spec.min_nodes} --max-nodes {spec.max_nodes}"
-    word = {"module": ["-m"], "program": ["--no-python"], "script": []}[settings.command.kind]
-    command = shell([*word, *settings.command.argv])
-    own_id = f"--run-id {settings.run_id} {nodes}"
-    if meeting.served is None:
-        where = ",".join(map(str, meeting.endpoints))
-        return [f"join from any machine: elasticrt run --etcd {where} {own_id} {command}"]
-    if settings.serve is not None:
-        return [
-            "this machine now carries the run: it ends when this machine does",
-            f"join from any machine: elasticrt run --etcd {settings.serve} --insecure-etcd {own_id} {command}",
-        ]
-    ours = outward_address() or "ADDRESS"
+    """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine."""
+    nodes = ("--min-nodes", str(spec.min_nodes), "--max-nodes", str(spec.max_nodes))
+    run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
+    if meeting.served is None or settings.serve is not None:
+        carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []
+        endpoints = meeting.endpoints if settings.serve is None else (settings.serve,)
+        return [*carries, f"join from any machine: {_line(*_etcd(endpoints), *run)}"]
+    outward = Address("http", outward_address() or "ADDRESS", DEFAULT_PORT)
+    etcd = shell(("elasticrt", "etcd", "--listen", f"{outward.host}:{outward.port}", "--insecure-etcd"))
     return [
-        f"join from this machine: elasticrt run {own_id} {command}",
-        "other machines need an etcd that they can reach: "
-        f"elasticrt etcd --listen {ours}:2379 --insecure-etcd, then "
-        f"elasticrt run --etcd http://{ours}:2379 --insecure-etcd {own_id} {command}",
+        f"join from this machine: {_line(*run)}",
+        f"other machines need an etcd that they can reach: {etcd}, then {_line(*_etcd((outward,)), *run)}",
     ]
+
+
+def _line(*words: str) -> str:
+    return shell(("elasticrt", "run", *words))
+
+
+def _etcd(endpoints: tuple[Address, ...]) -> tuple[str, ...]:
+    """The words for this etcd. Who joins there without TLS has to accept that, as this node has."""
+    open_to_all = any(each.scheme == "http" and not is_loopback(each) for each in endpoints)
+    return ("--etcd", ",".join(map(str, endpoints)), *(["--insecure-etcd"] if open_to_all else []))

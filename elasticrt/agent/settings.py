@@ -23,6 +23,7 @@ class Settings:
         node: its name; with `node_given` false another one is taken when a live agent has this one already.
         node_rank: where it would like to sit among newcomers; None: behind those that say.
         address: what the others reach this machine at; None: found from the way to etcd.
+        shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
         workers: processes on this node.
         etcd: endpoints; empty: the embedded server of this machine, found or started by the run id.
         serve: serve the embedded etcd on this address instead of loopback.
@@ -63,6 +64,7 @@ class Settings:
     logs: LogOptions = field(default_factory=LogOptions)
     events_on_console: bool = False
     notes: tuple[str, ...] = ()
+    shared_options: tuple[str, ...] = ()
     node_rank: int | None = None
     max_restarts: int = 3
     stop_timeout_s: float = 10.0

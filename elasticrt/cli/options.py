@@ -11,7 +11,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,16 @@ class _Option:
     default: Any
     rivals: tuple[str, ...] = ()
 
+    def given(self, arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[str | None, str]:
+        """What was said of it, and where: the option's name or the variable's. None when nothing was."""
+        text: str | None = getattr(arguments, _dest(self.name))
+        if text is None and all(getattr(arguments, each, None) is None for each in self.rivals):
+            inside_worker = "ELASTICRT_GENERATION" in env
+            for name in self.variables:
+                if name in env and not (inside_worker and name in _WORKER_VARIABLES):
+                    return env[name], name
+        return text, self.name
+
 
 class Options:
     """Collects options on an argparse parser, then reads values: command line, then environment, then default."""
@@ -191,27 +201,38 @@ class Options:
 
     def read(self, arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Any]:
         """All values. Raises ConfigError naming the option or the variable."""
-        inside_worker = "ELASTICRT_GENERATION" in env
         values = {}
         for dest, option in self._options.items():
-            text, where = getattr(arguments, dest), option.name
-            if text is None and all(getattr(arguments, each, None) is None for each in option.rivals):
-                for name in option.variables:
-                    if name in env and not (inside_worker and name in _WORKER_VARIABLES):
-                        text, where = env[name], name
-                        break
+            text, where = option.given(arguments, env)
             if text is None:
                 values[dest] = option.default
                 continue
             try:
                 values[dest] = option.parse(text)
             except ValueError as error:
+                remedy = f"See {self._top.prog} --help"
                 raise ConfigError(
-                    explain(
-                        "not a usable value", where, got=text, expected=str(error), remedy="See elasticrt run --help"
-                    )
+                    explain("not a usable value", where, got=text, expected=str(error), remedy=remedy)
                 ) from None
         return values
+
+    def words(self, arguments: argparse.Namespace, env: Mapping[str, str], *, without: Container[str]) -> list[str]:
+        """The options that were given, here or in the environment, as words of a command line where nobody has set it.
+
+        `without`: those that are left out, as keys of what `read` gives. The values have been read, and are usable.
+        """
+        words = []
+        for dest, option in self._options.items():
+            text, _ = option.given(arguments, env)
+            if text is None or dest in without:
+                continue
+            if option.parse is _flag:
+                words += [option.name] if _flag(text) else []
+            elif text.startswith("-"):  # As a word of its own it would be taken for an option.
+                words.append(f"{option.name}={text}")
+            else:
+                words += [option.name, text]
+        return words
 
 
 class _Refused(argparse.Action):

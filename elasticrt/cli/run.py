@@ -43,6 +43,15 @@ if TYPE_CHECKING:
     from elasticrt.agent.settings import Settings
     from elasticrt.spec import RunSpec
 
+OWN = frozenset({
+    "node", "node_rank", "local_addr", "health_port", "health_host", "again", "monitor_interval",
+    # The line that brings another node says these in its own way: the run, how many nodes, where they meet, the script.
+    "run_id", "standalone", "nnodes", "min_nodes", "max_nodes", "etcd", "insecure_etcd", "rdzv_backend",
+    "rdzv_endpoint", "master_addr", "master_port", "use_env", "local_rank_argument",
+    "etcd_linger", "events_fd",
+})  # fmt: skip
+"""Options that another node of the run is not told: they are this node's own. All others are repeated."""
+
 _ADJECTIVES = (
     "amber brisk calm clear deep eager fair gentle keen lively mellow nimble quiet rapid steady sunny swift warm"
 )
@@ -144,7 +153,11 @@ def main(arguments: argparse.Namespace, options: Options) -> int:
     """Run the agent; its exit code."""
     values = options.read(arguments, os.environ)
     settings, spec = configure(values, arguments.script, arguments.arguments, os.environ)
-    settings = replace(settings, alone=alone(Slurm.from_env(os.environ), spec.max_nodes, sys.argv[1:]))
+    settings = replace(
+        settings,
+        alone=alone(Slurm.from_env(os.environ), spec.max_nodes, sys.argv[1:]),
+        shared_options=tuple(options.words(arguments, os.environ, without=OWN)),
+    )
     from elasticrt.agent.agent import Agent
 
     if settings.fresh:

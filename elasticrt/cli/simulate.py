@@ -23,9 +23,9 @@ STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 
 _OURS = frozenset({
     "min_nodes", "max_nodes", "nnodes", "workers_per_node", "nproc_per_node", "run_id", "run_dir", "log_dir", "node",
-    "node_rank", "standalone", "events_fd", "health_port",
+    "node_rank", "standalone", "events_fd", "health_port", "nodes",
 })  # fmt: skip
-"""Options of `run` that simulate states for each agent, or refuses; all others are passed on as they are."""
+"""Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -39,30 +39,28 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options, passed_on = declare(parser)
-    parser.set_defaults(func=lambda arguments: main(arguments, options, passed_on))
+    options = declare(parser)
+    parser.set_defaults(func=lambda arguments: main(arguments, options))
 
 
-def declare(parser: argparse.ArgumentParser) -> tuple[Options, list[argparse.Action]]:
-    """Add all options and the script; also those of `run` that are passed on as they are."""
-    own = len(parser._actions)
+def declare(parser: argparse.ArgumentParser) -> Options:
+    """Add all options and the script."""
     options = run.declare(parser)
-    passed_on = [action for action in parser._actions[own:] if action.dest not in _OURS]
     options.add("--nodes", parse=whole(1, NODES_MAX), default=2, value="N", text="start so many nodes")
     parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="may be given several times")
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
     parser.add_argument(
         "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, passed on as they are"
     )
-    return options, passed_on
+    return options
 
 
-def main(arguments: argparse.Namespace, options: Options, passed_on: Sequence[argparse.Action]) -> int:
+def main(arguments: argparse.Namespace, options: Options) -> int:
     """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything has been started."""
     values = options.read(arguments, os.environ)
     if values["health_port"] is not None:  # One port cannot be several agents': each takes a free one.
         os.environ["ELASTICRT_HEALTH_PORT"] = "0"
-    simulation = configure(arguments, values, passed_on)
+    simulation = configure(arguments, values, options)
     try:
         return play(simulation, Screen(sys.stdout, os.environ))
     finally:
@@ -93,9 +91,7 @@ def end_embedded_store(run_id: str) -> None:
         os.close(pidfd)
 
 
-def configure(
-    arguments: argparse.Namespace, values: dict[str, Any], passed_on: Sequence[argparse.Action]
-) -> Simulation:
+def configure(arguments: argparse.Namespace, values: dict[str, Any], options: Options) -> Simulation:
     """What to play, checked as `elasticrt run` would check it."""
     for name in ("node", "node_rank", "standalone"):
         # A variable such as ELASTICRT_NODE may be there for a later `run`; each agent's command line overrules it.
@@ -128,7 +124,7 @@ def configure(
         max_nodes=spec.max_nodes,
         workers_per_node=run.count_workers(workers, os.environ, cpus=values["nproc_per_node"] == "auto"),
         command=(arguments.script, *arguments.arguments),
-        options=tuple(_again(arguments, passed_on)),
+        options=tuple(options.words(arguments, {}, without=_OURS)),  # Agents read the environment by themselves.
         faults=faults,
         run_dir=str(settings.run_dir) if values["run_dir"] or values["log_dir"] else None,
     )
@@ -136,14 +132,3 @@ def configure(
 
 def _added(faults: Sequence[Fault]) -> int:
     return sum(isinstance(fault.action, AddNode) for fault in faults)
-
-
-def _again(arguments: argparse.Namespace, passed_on: Sequence[argparse.Action]) -> list[str]:
-    """The given options as words of a command line; those from the environment reach the agents by themselves."""
-    words = []
-    for action in passed_on:
-        value = getattr(arguments, action.dest)
-        if value is not None:
-            name = action.option_strings[0]
-            words.append(name if action.const is not None else f"{name}={value}")
-    return words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -77,20 +78,21 @@ def test_a_served_etcd_carries_a_run(tmp_path: Path) -> None:
 
 
 def test_without_a_run_id_the_line_to_join_is_printed_and_works(tmp_path: Path) -> None:
-    """The first agent makes up a name and prints the line that brings another node; that very line works."""
+    """A15: the first agent prints the line that brings another node: that line works, with the first one's options."""
     _script(tmp_path)
-    command = [sys.executable, "-m", "elasticrt", "run", "--nnodes", "2", "--etcd-linger", "1s", "hello.py"]
-    output = tmp_path / "first.out"
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--etcd-linger", "1s"]
+    command = [sys.executable, "-m", "elasticrt", "run", *options, "hello.py"]
+    output, env = tmp_path / "first.out", {**os.environ, "ELASTICRT_JOIN": "now"}
     with output.open("wb") as sink:
-        first = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path, env=dict(os.environ))
+        first = subprocess.Popen(command, stdout=sink, stderr=sink, cwd=tmp_path, env=env)
     try:
         wait_until(lambda: "join from this machine: " in output.read_text(), "the line is printed")
         line = output.read_text().split("join from this machine: ")[1].splitlines()[0]
         assert line.startswith("elasticrt run --run-id ")
-        joined = subprocess.run(
-            [sys.executable, "-m", *line.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-        )
+        pasted = [sys.executable, "-m", *shlex.split(line)]
+        joined = subprocess.run(pasted, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert joined.returncode == 0, joined.stderr
+        assert joined.stdout.count("world 4 total 4") == 2
         assert first.wait(30) == 0
         # Both agents had this machine's name to begin with; the second took another one by itself.
         assert "node " in joined.stderr

@@ -24,9 +24,9 @@ def script(tmp_path, monkeypatch):
 def configured(*words, env=()):
     """The simulation that these words describe."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    options, passed_on = simulate.declare(parser)
+    options = simulate.declare(parser)
     arguments = parser.parse_args(words)
-    return simulate.configure(arguments, options.read(arguments, dict(env)), passed_on)
+    return simulate.configure(arguments, options.read(arguments, dict(env)), options)
 
 
 def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path):
@@ -38,7 +38,7 @@ def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path):
         *(sys.executable, "-m", "elasticrt", "run"),
         *("--node", "node-2", "--run-id", "calm-fox", "--events-fd", "7"),
         *("--min-nodes", "2", "--max-nodes", "3", "--workers-per-node", "2", "--run-dir", str(tmp_path / "runs")),
-        *("--join=now", "--lease-ttl=3s", "--no-python"),
+        *("--join", "now", "--lease-ttl", "3s", "--no-python"),
         *("train.py", "--lr", "-1", "--nodes", "9"),
     ]
 

@@ -1,0 +1,125 @@
+"""The line that brings another node: whatever this node was told, who pastes it is told the same."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elasticrt.agent.meeting import Meeting, how_to_join
+from elasticrt.agent.settings import Settings
+from elasticrt.cli import run
+from elasticrt.cli.main import Parser, build_parser
+from elasticrt.cli.options import spellings
+from elasticrt.spec import RunSpec
+from elasticrt.store.embedded import Served
+from elasticrt.store.memory import MemoryServer, MemoryStore
+from elasticrt.store.protocol import Address
+
+GIVEN = {
+    "workers_per_node": "2", "nproc_per_node": "2", "start_method": "spawn", "preload": "json,re", "role": "trainer",
+    "as_srun": "1", "module": "1", "no_python": "1", "run_path": "1", "virtual_local_rank": "1",
+    "numa_binding": "node", "stop_timeout": "7s", "hang_timeout": "9m", "fresh": "1", "ledger": "a directory",
+    "max_restarts": "7", "join": "now", "join_timeout": "3m", "lease_ttl": "9", "settle": "2s", "drain_timeout": "8s",
+    "signals_to_handle": "SIGTERM,SIGUSR1", "run_dir": "runs/$here", "log_dir": "logs", "redirects": "1", "tee": "0:3",
+    "local_ranks_filter": "0,1", "duplicate_stdout_filters": "loss,it's", "duplicate_stderr_filters": "-x",
+    "event_log_handler": "console", "etcd_ca_file": "ca.pem", "etcd_cert_file": "cert.pem", "etcd_key_file": "key.pem",
+    "etcd_user": "ann", "etcd_password_file": "password", "etcd_wait": "5m",
+    "rdzv_conf": "join_timeout=77,last_call_timeout=4,keep_alive_interval=3",
+}  # fmt: skip
+"""A value of each option that is repeated; none is the default."""
+
+GPUS = {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "ca.pem", "cert.pem", "key.pem", "password"):
+        (tmp_path / name).write_text("")
+
+
+def _agent(*argv: str, env: dict[str, str] | None = None) -> tuple[Settings, RunSpec]:
+    """What `elasticrt run` makes of these words."""
+    options = run.declare(Parser(allow_abbrev=False))
+    arguments, env = build_parser().parse_args(["run", *argv]), {**GPUS, **(env or {})}
+    settings, spec = run.configure(options.read(arguments, env), arguments.script, arguments.arguments, env)
+    return replace(settings, shared_options=tuple(options.words(arguments, env, without=run.OWN))), spec
+
+
+def _line(settings: Settings, spec: RunSpec) -> list[str]:
+    """The words behind `elasticrt run` of the first line to paste."""
+    here = Address("http", "127.0.0.1", 4242)
+    served = None if settings.etcd else Served(here, 1, 1, "token", True)
+    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served)
+    line = next(line for line in how_to_join(settings, spec, meeting) if line.startswith("join from"))
+    words = shlex.split(line.partition(" machine: ")[2])
+    assert words[:2] == ["elasticrt", "run"]
+    return words[2:]
+
+
+def test_each_option_is_repeated_or_a_nodes_own() -> None:
+    """An option that is new has to be said to be one or the other."""
+    of_launch = {"use_env", "local_rank_argument"}  # What they do is among the script's arguments by then.
+    names = set(run.declare(Parser(allow_abbrev=False)).read(build_parser().parse_args(["run", "train.py"]), {}))
+    assert names | of_launch == set(GIVEN) | run.OWN
+
+
+@pytest.mark.parametrize("how", ["option", "ELASTICRT_"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_who_pastes_it_gets_the_same_options(name: str, how: str) -> None:
+    """A15: the pasted line, in an empty environment, makes the same agent of the same run, and repeats itself."""
+    option, text = spellings((f"--{name.replace('_', '-')}",))[0], GIVEN[name]
+    flag = name in {"as_srun", "module", "no_python", "run_path", "virtual_local_rank", "fresh"}
+    argv = [] if how != "option" else [option] if flag else [f"{option}={text}"]
+    env = {f"ELASTICRT_{name.upper()}": text} if how != "option" else {}
+    settings, spec = _agent(*argv, "--nnodes=1:3", "--node=here", "train.py", "--lr", "it's", "$HOME", env=env)
+    assert settings.shared_options
+    other, others = _agent("--node=here", *_line(settings, spec))
+    assert (others, replace(other, shared_options=())) == (spec, replace(settings, shared_options=()))
+    assert other.shared_options == settings.shared_options
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "words"),
+    [
+        pytest.param(["--nproc-per-node", "2"], {}, ["--nproc-per-node", "2"], id="as it was given"),
+        pytest.param([], {"PET_NPROC_PER_NODE": "2"}, ["--nproc-per-node", "2"], id="torchrun's variable"),
+        pytest.param([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, ["--stop-timeout", "7"], id="another of torchrun's"),
+        pytest.param(["--node", "n", "--node-rank=3", "--local-addr=10.0.0.3", "--health-port=8471"], {}, [], id="own"),
+        pytest.param([], {"ELASTICRT_NODE": "n", "ELASTICRT_FRESH": "0"}, [], id="own, and what was not asked for"),
+    ],
+)
+def test_which_words(argv: list[str], env: dict[str, str], words: list[str]) -> None:
+    """Options are repeated as they were given, also those from the environment; names and addresses are not."""
+    settings, spec = _agent("--run-id=x", "--nnodes=1:3", *argv, "train.py", env=env)
+    assert _line(settings, spec) == ["--run-id", "x", "--min-nodes", "1", "--max-nodes", "3", *words, "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "words"),
+    [
+        (["--etcd=http://127.0.0.1:5"], {}, ["--etcd", "http://127.0.0.1:5"]),
+        (["--etcd=http://a:5", "--insecure-etcd"], {}, ["--etcd", "http://a:5", "--insecure-etcd"]),
+        ([], {"ELASTICRT_ETCD": "a:5", "ELASTICRT_INSECURE_ETCD": "1"}, ["--etcd", "http://a:5", "--insecure-etcd"]),
+        (["--etcd=https://a:5"], {"ELASTICRT_INSECURE_ETCD": "1"}, ["--etcd", "https://a:5"]),
+        (["--rdzv-endpoint=127.0.0.1:5"], {}, ["--etcd", "http://127.0.0.1:5"]),
+        (["--rdzv-backend=etcd-v3", "--rdzv-endpoint=https://a"], {}, ["--etcd", "https://a:2379"]),
+        (["--master-addr=127.0.0.1", "--master-port=7"], {}, ["--etcd", "http://127.0.0.1:7"]),
+    ],
+)
+def test_where_it_leads(argv: list[str], env: dict[str, str], words: list[str]) -> None:
+    """Etcd as this node knows it, and that it is accepted without TLS, however this node was told so."""
+    settings, spec = _agent("--run-id=x", "--nnodes=1:3", *argv, "train.py", env=env)
+    line = _line(settings, spec)
+    assert line == [*words, "--run-id", "x", "--min-nodes", "1", "--max-nodes", "3", "train.py"]
+    assert list(map(str, _agent(*line)[0].etcd)) == [words[1]]
+
+
+@pytest.mark.parametrize("kind", [["-m", "train"], ["--no-python", "./train"], ["--run-path", "train.py"]])
+def test_what_kind_of_script(kind: list[str]) -> None:
+    """A module stays a module, a program a program."""
+    settings, spec = _agent("--nnodes=1:3", *kind, "-x")
+    assert _agent(*_line(settings, spec))[1].command == spec.command
