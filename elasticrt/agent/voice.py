@@ -10,6 +10,7 @@ from typing import Any
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.meeting import Meeting, how_to_join
 from elasticrt.agent.settings import Settings
+from elasticrt.contract.streams import drop, write
 from elasticrt.rendezvous.decision import Me, Publish
 from elasticrt.rendezvous.records import Result
 from elasticrt.text import plain
@@ -20,14 +21,20 @@ class Voice:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._unheard = False
         shown = 2 if settings.events_on_console and settings.events_fd < 0 else settings.events_fd
         self.events = EventLog(settings.node, settings.run_dir, shown)
 
     def say(self, text: str) -> None:
         """Tell people."""
-        if self._settings.events_fd < 0:
-            sys.stderr.write("".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
-            sys.stderr.flush()
+        if self._settings.events_fd >= 0 or self._unheard:
+            return
+        try:
+            self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
+        except OSError as error:  # The disk behind it is full, or its terminal is gone: the run does not end of that.
+            self._unheard = True
+            self.event("unheard", problem=str(error))
+            drop(sys.stderr)
 
     def event(self, name: str, **fields: Any) -> None:
         """Tell machines."""

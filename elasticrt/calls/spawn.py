@@ -186,12 +186,17 @@ class _Shown:
 
     def _copy(self) -> None:
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        read = True
         with self._source as source:
             while data := os.read(source.fileno(), 1 << 16):
                 text = decode(data)
                 self.last = (self.last + text)[-_LAST_CHARACTERS:]
-                self._target.write(text)
-                self._target.flush()
+                try:
+                    if read:
+                        self._target.write(text)
+                        self._target.flush()
+                except BrokenPipeError:  # Nobody reads ours any more. What the agent says at its end is still wanted.
+                    read = False
 
 
 def _raise_for(code: int, lines: Sequence[str], said: str) -> None:

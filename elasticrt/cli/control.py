@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt.cli.options import Options, positive_seconds
 from elasticrt.cli.where import declare_etcd, read_credentials, where_etcd_is
+from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.store.address import check_security
 
@@ -100,7 +102,7 @@ def show(store: Store, keys: Keys, _: argparse.Namespace, __: Mapping[str, Any])
     generation, head = _read(store, keys.generation, Generation), _read(store, keys.checkpoint, HeadRecord)
     result = _read(store, keys.result(spec.attempt), Result)
     lines = describe(keys.run_id, spec, _members(store, keys), generation=generation, head=head, result=result)
-    print("\n".join(lines))
+    write(sys.stdout, "\n".join(lines) + "\n")
     return EXIT_OK
 
 
@@ -146,7 +148,7 @@ def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: 
         member, value = members.get(name, (None, None))
         life = life or (member.incarnation if member else "")
         if member is None or value is None or member.incarnation != life:
-            print(f"{name} has left run {keys.run_id}")
+            write(sys.stdout, f"{name} has left run {keys.run_id}\n")
             return EXIT_OK
         if not member.draining:
             store.commit(fence.drain(keys, value, member.model_copy(update={"draining": True})))
@@ -177,7 +179,7 @@ def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mappi
         changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         new = record.model_copy(update={"spec": changed, "resized": True})
         if changed == record.spec or store.commit(fence.resize(keys, new, seen)).succeeded:
-            print(f"run {keys.run_id} may have {least} to {most} nodes; it has {len(members)}")
+            write(sys.stdout, f"run {keys.run_id} may have {least} to {most} nodes; it has {len(members)}\n")
             return EXIT_OK
     raise StoreError(explain("the run's options keep changing", f"run {keys.run_id}", remedy="Try again"))
 

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from elasticrt.cli.options import Options
+from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
 from elasticrt.store import runtime, server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
@@ -176,7 +178,7 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, argume
     try:
         ready = server.await_ready(etcd, server.reached_from_here(listen))
         if ready:
-            print("\n".join(how_to_join(given, arguments, server.version_of(binary))), flush=True)
+            write(sys.stdout, "\n".join(how_to_join(given, arguments, server.version_of(binary))) + "\n")
             etcd.wait()
     finally:
         server.stop(etcd)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from elasticrt.contract.book import SUFFIX, Book, longest, put_in_order, read
 from elasticrt.contract.ledger import Verdict, check
+from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError, explain
 
 EPILOG = """\
@@ -54,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
                 remedy=f"What is wrong: {error}",
             )
         ) from None
-    print("\n".join(describe(verdict)))
+    write(sys.stdout, "\n".join(describe(verdict)) + "\n")
     return EXIT_WORKERS if verdict.problems else EXIT_OK
 
 

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from elasticrt import __version__
+from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_BUG, ConfigError, ElasticError
 from elasticrt.text import plain
 
@@ -74,14 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         code: int = arguments.func(arguments)
     except ElasticError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"elasticrt: error: {plain(str(error))}", file=sys.stderr)
+        write(sys.stderr, f"{traceback.format_exc() if debug else ''}elasticrt: error: {plain(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:  # noqa: BLE001  The last line of defence: a bug of ours is shown whole, with its own exit code.
-        traceback.print_exc()
-        print("elasticrt: this is a bug in elasticrt, not in your script; please report it", file=sys.stderr)
+        bug = "elasticrt: this is a bug in elasticrt, not in your script; please report it"
+        write(sys.stderr, f"{traceback.format_exc()}{bug}\n")
         return EXIT_BUG
+    finally:
+        write(sys.stdout, "")  # What `--help` has left in its buffer.
     return code

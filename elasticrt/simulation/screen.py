@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import TextIO
 
+from elasticrt.contract.streams import write
 from elasticrt.simulation.story import Line
 
 COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: told apart on dark and on light.
@@ -27,15 +27,7 @@ class Screen:
         """Print one line, at once."""
         if self.broken:
             return
-        try:
-            self._out.write(self._format(line) + "\n")
-            self._out.flush()
-        except BrokenPipeError:
-            self.broken = True
-            # Python flushes stdout once more when it ends, and must find somebody who takes it.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._out.fileno())
-            os.close(null)
+        self.broken = not write(self._out, self._format(line) + "\n")
 
     def _format(self, line: Line) -> str:
         if not line.node:
