@@ -90,7 +90,7 @@ def parse_nodes(text: str, where: str) -> tuple[int, int]:
     parts = text.split(":")
     if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len(parts) > 2:
         raise ConfigError(
-            explain("not a number of nodes", where, got=text, expected="N or MIN:MAX", remedy="Example: --nnodes 1:4")
+            explain("not a number of nodes", where, got=text, expected="N or MIN:MAX", remedy="Example: 1:4")
         )
     least, most = int(parts[0]), int(parts[-1])
     check_nodes(least, most, where)
@@ -106,7 +106,7 @@ def check_nodes(least: int, most: int, where: str) -> None:
                 where,
                 got=f"{least}:{most}",
                 expected=f"1 <= min <= max <= {NODES_MAX}",
-                remedy="Example: --min-nodes 1 --max-nodes 4",
+                remedy="Example: 1:4",
             )
         )
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.cli.options import Options, positive_seconds
 from elasticrt.cli.where import declare_etcd, read_credentials, where_etcd_is
 from elasticrt.contract.streams import write
+from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.store.address import check_security
 
@@ -32,19 +33,25 @@ TRIES = 20
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    _command(subparsers, "status", show, "show a live run: its nodes, generation and newest checkpoint")
-    drain, options = _command(subparsers, "drain", drain_node, "make a node hand over and leave; no step is lost")
+    _command(subparsers, "status", show, "show a live run: its nodes, generation and newest checkpoint", "")
+    drain, options = _command(
+        subparsers, "drain", drain_node, "make a node hand over and leave; no step is lost", "node-3"
+    )
     drain.add_argument("name", metavar="NODE", help="the node's name, as `elasticrt status` shows it")
     options.add("--timeout", parse=positive_seconds, default=120.0, value="T", text="wait so long until it has left")
-    resize, _ = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have")
-    resize.add_argument("nodes", metavar="MIN:MAX", help="nodes, e.g. 1:8; one number for both")
+    resize, _ = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have", "1:8")
+    resize.add_argument("nodes", metavar="MIN:MAX", type=_nodes, help="nodes, e.g. 1:8; one number for both")
 
 
 def _command(
-    subparsers: argparse._SubParsersAction[Any], name: str, act: Callable[..., int], text: str
+    subparsers: argparse._SubParsersAction[Any], name: str, act: Callable[..., int], text: str, example: str
 ) -> tuple[argparse.ArgumentParser, Options]:
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example: {' '.join(filter(None, ('elasticrt', name, example)))} --run-id calm-fox-k7m2p",
+        allow_abbrev=False,
     )
     options = Options(parser)
     options.add("--run-id", "--rdzv-id", value="ID", text="the run's name")
@@ -117,16 +124,16 @@ def describe(
 ) -> list[str]:
     """The lines of `elasticrt status`. Pure."""
     state = f"{result.status}: {result.reason}" if result else "alive" if members else "nobody is here"
-    lines = [f"run {run_id}: {state}", f"options: {spec.spec.min_nodes} to {spec.spec.max_nodes} nodes"]
+    lines = [f"run {run_id}: {state}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
-        text = f"generation {generation.number}: {generation.nodes} nodes, {generation.world_size} workers"
-        lines.append(f"{text} ({generation.cause})")
+        size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
+        lines.append(f"generation {generation.number}: {size} ({generation.cause})")
     if head is not None:
         lines.append(f"newest checkpoint: step {head.step} of generation {head.generation}")
     for name, (member, _) in sorted(members.items()):
         running = generation is not None and member.generation == generation.number
         word = "draining" if member.draining else "training" if running else "standby" if member.warm else "starting"
-        lines.append(f"  {name}: {word}, {member.workers} workers, {member.address}, pid {member.pid}")
+        lines.append(f"  {name}: {word}, {counted(member.workers, 'worker')}, {member.address}, pid {member.pid}")
     return lines
 
 
@@ -168,9 +175,8 @@ def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: 
 def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mapping[str, Any]) -> int:
     """Change the numbers of nodes. Raises ConfigError, StoreError."""
     from elasticrt.rendezvous import fence
-    from elasticrt.spec import parse_nodes
 
-    least, most = parse_nodes(arguments.nodes, "MIN:MAX")
+    least, most = arguments.nodes
     for _again in range(TRIES):
         record, seen = _spec(store, keys)
         members = _members(store, keys)
@@ -179,9 +185,15 @@ def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mappi
         changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         new = record.model_copy(update={"spec": changed, "resized": True})
         if changed == record.spec or store.commit(fence.resize(keys, new, seen)).succeeded:
-            write(sys.stdout, f"run {keys.run_id} may have {least} to {most} nodes; it has {len(members)}\n")
+            write(sys.stdout, f"run {keys.run_id} may have {least} to {counted(most, 'node')}; it has {len(members)}\n")
             return EXIT_OK
     raise StoreError(explain("the run's options keep changing", f"run {keys.run_id}", remedy="Try again"))
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    from elasticrt.spec import parse_nodes
+
+    return parse_nodes(text, "MIN:MAX")
 
 
 def _spec(store: Store, keys: Keys) -> tuple[SpecRecord, int]:

@@ -33,6 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="serve an etcd on this machine, for several runs or several machines",
         description="Serve a single etcd in the foreground until SIGINT or SIGTERM. A production cluster has its own "
         "of three members; this one is for trying things and for clusters without one.",
+        epilog="example: elasticrt etcd --listen 10.0.0.5:2379 --insecure-etcd",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -115,12 +116,14 @@ def _socket_in(directory: Path) -> Address:
 
 def parse_listen(text: str, *, tls: bool) -> Address:
     """`HOST:PORT`. Raises ConfigError."""
+    expected = "HOST:PORT, such as 0.0.0.0:2379"
     try:
         addresses = parse_endpoints(text)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("(--etcd)", "(--listen)")) from error
+        what = str(error).partition(" (--etcd)")[0]
+        raise ConfigError(explain(what, "--listen", got=text, expected=expected)) from error
     if "://" in text or len(addresses) != 1 or not text.endswith(f":{addresses[0].port}"):
-        raise ConfigError(explain("a bad address to serve at", "--listen", got=text, expected="HOST:PORT"))
+        raise ConfigError(explain("a bad address to serve at", "--listen", got=text, expected=expected))
     return Address("https" if tls else "http", addresses[0].host, addresses[0].port)
 
 

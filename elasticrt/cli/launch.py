@@ -29,6 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "launch",
         help="run a script written for torch.distributed.launch (--local_rank)",
         description="As `elasticrt run`, but each worker gets its local rank as its first argument.",
+        epilog=f"example:\n  elasticrt launch --nproc-per-node 2 train.py --epochs 10\n\n{run.ORDER}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     options = run.declare(parser)

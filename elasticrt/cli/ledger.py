@@ -11,9 +11,12 @@ from typing import Any
 from elasticrt.contract.book import SUFFIX, Book, longest, put_in_order, read
 from elasticrt.contract.ledger import Verdict, check
 from elasticrt.contract.streams import write
+from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError, explain
 
 EPILOG = """\
+example: elasticrt ledger check ledger
+
 exit codes:
   0   along the history that counts, each sample of each epoch was trained exactly once
   1   samples were lost or repeated, or a part of the ledger is missing; the lines say which
@@ -85,9 +88,8 @@ def books(*directories: Path) -> list[Book]:
 def describe(verdict: Verdict) -> list[str]:
     """The lines to print. Pure."""
     lines = [str(epoch) for epoch in verdict.epochs]
-    lines.append(
-        f"steps 1 to {verdict.steps:,} count; {verdict.starts} starts; {verdict.redone:,} steps were superseded"
-    )
+    starts, redone = counted(verdict.starts, "start"), counted(verdict.redone, "step")
+    lines.append(f"steps 1 to {verdict.steps:,} count; {starts}; {redone} superseded")
     lines += [f"WRONG: {problem}" for problem in verdict.problems]
     lines.append("each sample counts exactly once" if not verdict.problems else "NOT each sample counts exactly once")
     return lines

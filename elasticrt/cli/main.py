@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 from elasticrt import __version__
 from elasticrt.contract.streams import write
-from elasticrt.errors import EXIT_BUG, ConfigError, ElasticError
+from elasticrt.errors import EXIT_BUG, ConfigError, ElasticError, explain
 from elasticrt.text import plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
@@ -24,18 +25,36 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage."""
-        unknown = message.rpartition("unrecognized arguments: ")[2].split(" ")[0]
+        commands = self._commands()
+        wrong = re.search(r"invalid choice: ['\"](.*?)['\"] ", message)
+        if wrong is not None and commands:
+            near = self._meant(wrong[1])
+            remedy = f"Did you mean `{near}`?" if near else f"Write {self.prog} COMMAND [options]"
+            choices = f"one of {', '.join(commands)}"
+            raise ConfigError(explain("no such command", self.prog, got=wrong[1], expected=choices, remedy=remedy))
+        unknown = message.rpartition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        # argparse reports a command's unknown options at the top.
         known = [
-            option for parser in self._with_commands() for action in parser._actions for option in action.option_strings
+            option
+            for parser in (self, *commands.values())
+            for action in parser._actions
+            for option in action.option_strings
         ]
-        near = get_close_matches(unknown, known, n=1)
-        hint = f". Did you mean {near[0]}?" if near else f". See `{self.prog} --help`"
+        begun = [option for option in known if len(unknown) > 3 and option.startswith(unknown)]
+        options = begun[:1] or get_close_matches(unknown, known, n=1)
+        hint = f". Did you mean {options[0]}?" if options else f". See `{self.prog} --help`"
         raise ConfigError(f"{message} ({self.prog}){hint}")
 
-    def _with_commands(self) -> list[argparse.ArgumentParser]:
-        """This parser and those of its commands: argparse reports a command's unknown options at the top."""
+    def _commands(self) -> dict[str, argparse.ArgumentParser]:
         nested = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return [self, *(parser for action in nested for parser in action.choices.values())]
+        return {name: parser for action in nested for name, parser in action.choices.items()}
+
+    def _meant(self, word: str) -> str:
+        """What somebody may have meant by something that is no command; "" when nothing is likely."""
+        if word.endswith(".py") and "run" in self._commands():
+            return f"{self.prog} run {word}"
+        near = get_close_matches(word, self._commands(), n=1)
+        return f"{self.prog} {near[0]}" if near else ""
 
 
 class _Formatter(logging.Formatter):

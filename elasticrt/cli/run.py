@@ -58,12 +58,30 @@ _ADJECTIVES = (
 _ANIMALS = "badger crane dolphin falcon fox gecko heron ibex jay koala lark marten newt otter panda raven seal wren"
 
 
+EXAMPLES = """\
+examples:
+  elasticrt run --nproc-per-node 2 train.py --epochs 10       two workers on this machine
+  elasticrt run --min-nodes 1 --max-nodes 4 train.py          prints the line that brings more nodes
+  elasticrt run --etcd http://10.0.0.5:2379 --insecure-etcd --run-id digits --nnodes 1:4 train.py    on every machine
+
+"""
+BEFORE_THE_SCRIPT = frozenset({
+    "--nproc-per-node", "--workers-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id",
+    "--etcd", "--rdzv-endpoint", "--rdzv-backend", "--max-restarts",
+})  # fmt: skip
+"""Few scripts have these as options of their own. Who writes them behind the script is told where they go."""
+
+ORDER = "Options go before SCRIPT; what follows it is the script's."
+
+
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
         "run",
         help="run a training script on this node, as part of an elastic run",
         description="Start this node's agent. Every option also reads ELASTICRT_<NAME>, and torchrun's PET_<NAME>.",
+        epilog=EXAMPLES + ORDER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     options = declare(parser)
@@ -175,6 +193,7 @@ def configure(
     from elasticrt.spec import RunSpec, check_name
 
     least, most = _nodes(values)
+    misplaced = [word for word in arguments if word.partition("=")[0].replace("_", "-") in BEFORE_THE_SCRIPT]
     command = _command(values, script, arguments)
     slurm = Slurm.from_env(env)
     values, notes = in_our_words(values, most)
@@ -214,7 +233,7 @@ def configure(
         run_dir=output.run_dir(values, run_id),
         logs=output.log_options(values, workers_here, env),
         events_on_console=values["event_log_handler"] == "console",
-        notes=notes,
+        notes=(*notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
         max_restarts=spec.max_restarts,
         stop_timeout_s=10.0 if values["stop_timeout"] is None else values["stop_timeout"],
         restart_grace_s=values["stop_timeout"] or 0.0,
@@ -298,7 +317,8 @@ def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]
     if values["module"] and values["no_python"] and not plain:
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
     if script is None:
-        raise ConfigError("nothing to run (elasticrt run). Name a script: elasticrt run [options] train.py [args]")
+        expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
+        raise ConfigError(explain("nothing to run", "SCRIPT", expected=expected, remedy=remedy))
     argv = (script, *arguments)
     if values["module"] and not plain:
         return Command(argv=argv, kind="module")

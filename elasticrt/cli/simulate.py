@@ -28,6 +28,12 @@ _OURS = frozenset({
 """Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
 
 
+EXAMPLE = """\
+example:
+  elasticrt simulate --nodes 3 --fault "step 50: kill node 2" --fault "20s: add node" examples/mnist_ddp.py --epochs 3
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     parser = subparsers.add_parser(
@@ -35,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="play a run of several nodes on this machine, and kill some of them",
         description="Start one agent for each node on this machine, as real processes, and show what happens to them. "
         "The options of `elasticrt run` are passed on to every agent.",
-        epilog=f"A FAULT is {GRAMMAR}",
+        epilog=f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

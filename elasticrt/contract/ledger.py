@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticrt.contract.book import Book, Closing, Entry, Link
+from elasticrt.contract.words import counted
 
 NAMED_MAX = 20
 """So many samples are named of those that were lost or repeated in an epoch; the rest is counted."""
@@ -204,15 +205,15 @@ def _judge(
         # Which of those that are missing were to be left out, if any, nobody can say.
         lost = expected - len(tally)
         of = f", among these {len(missing)}" if len(missing) > lost else ""
-        problems.append(f"epoch {number}: lost: {lost} samples{of}: {_list(missing)}")
+        problems.append(f"epoch {number}: lost: {counted(lost, 'sample')}{of}: {_list(missing)}")
     if over and len(tally) > expected:
-        problems.append(f"epoch {number}: {len(tally)} samples were trained; {expected} were to be")
+        problems.append(f"epoch {number}: {counted(len(tally), 'sample')} trained; {expected} were to be")
     repeated = [f"{sample} (steps {_words(steps)})" for sample, steps in sorted(tally.items()) if len(steps) > 1]
     if repeated:
-        problems.append(f"epoch {number}: repeated: {len(repeated)} samples: {_list(repeated)}")
+        problems.append(f"epoch {number}: repeated: {counted(len(repeated), 'sample')}: {_list(repeated)}")
     foreign = [sample for sample in tally if not 0 <= sample < samples]
     if foreign:
-        problems.append(f"epoch {number}: not in the data set: {len(foreign)} samples: {_list(foreign)}")
+        problems.append(f"epoch {number}: not in the data set: {counted(len(foreign), 'sample')}: {_list(foreign)}")
     return Epoch(number, samples, len(tally), left_out if over else 0, over), problems
 
 

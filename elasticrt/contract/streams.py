@@ -24,7 +24,7 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 def drop(stream: TextIO) -> None:
-    """Nobody reads it: from now on it leads nowhere, also for what is still buffered, which Python flushes at its end."""
+    """From now on it leads nowhere, also for what is still buffered, which Python flushes at its end."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import TEXT_MAX_BYTES, CopyRecord, FailureRecord, Generation, Member, Report, Seat
@@ -179,7 +180,9 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
         return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")
     deadline = view.short_since + spec.join_timeout_s
     if now >= deadline:
-        reason = f"{len(view.members)} of at least {spec.min_nodes} nodes came within {spec.join_timeout_s:g} s"
+        reason = (
+            f"{len(view.members)} of at least {counted(spec.min_nodes, 'node')} came within {spec.join_timeout_s:g} s"
+        )
         return Finish("failed", EXIT_RENDEZVOUS, reason)
     return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
 
@@ -252,8 +255,3 @@ def list_names(nodes: Iterable[str]) -> str:
     """Up to five names, and how many more."""
     names = sorted(nodes)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def counted(number: int, noun: str) -> str:
-    """`3 nodes`."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -18,8 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elasticrt.contract.words import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, Release, Wait, Withdraw
-from elasticrt.rendezvous.led import Led, candidates, counted, kept_restarts, list_names, publish
+from elasticrt.rendezvous.led import Led, candidates, kept_restarts, list_names, publish
 from elasticrt.rendezvous.records import HandoverRecord, Seat
 from elasticrt.rendezvous.view import View
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticrt.contract.bell import Bell
+from elasticrt.contract.words import counted
 from elasticrt.simulation import leash, pause, plan, story
 from elasticrt.simulation.events import read_event
 from elasticrt.simulation.screen import Screen
@@ -180,7 +181,7 @@ class _Player:
             self._kill_at = now
             return
         self._stopped_by, self._kill_at = number, now + TERM_GRACE_S
-        self._screen.show(story.Line(f"-- {number.name}: stopping {len(self._agents)} agents"))
+        self._screen.show(story.Line(f"-- {number.name}: stopping {counted(len(self._agents), 'agent')}"))
         for agent in self._agents.values():
             agent.process.terminate()
 

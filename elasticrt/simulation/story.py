@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 
 OFFER_AFTER_STEPS = 30
@@ -181,7 +182,7 @@ def summary(story: Story, now: float, stopped_by: str = "") -> tuple[Line, ...]:
     lines.insert(1, "-" * max(map(len, lines)))
     # Steps are reported ten times a second, the last one by its commit. The first resume point is where we began.
     steps = max(story.step, story.committed) - (story.chapters[0].resume_step if story.chapters else 0)
-    times = f"wall time {now - story.started_at:.1f} s, {_count(steps, 'step')}"
+    times = f"wall time {now - story.started_at:.1f} s, {counted(steps, 'step')}"
     if story.first_step_at is not None and story.last_step_at > story.first_step_at:
         times += f", {(steps - 1) / (story.last_step_at - story.first_step_at):.1f} steps/s"
     end = f"stopped by {stopped_by}" if stopped_by else verdict(story)[1]
@@ -348,7 +349,7 @@ def _cost(story: Story, chapter: Chapter, *, first: bool) -> str:
     if chapter.pause_s is None:
         after = f"{chapter.reported_at - (story.started_at if first else chapter.at):.2f} s"
         return f"first step {chapter.first_step:,} after {after}"
-    again = f"{_count(chapter.redone, 'step')} done again" if chapter.redone else "no step lost"
+    again = f"{counted(chapter.redone, 'step')} done again" if chapter.redone else "no step lost"
     return f"next step {chapter.first_step:,} after {chapter.pause_s:.2f} s; {again}"
 
 
@@ -356,22 +357,18 @@ def _status(story: Story, now: float) -> str:
     chapter = story.chapter
     if story.first_step_at is None:
         waiting = f"generation {chapter.number}, no step yet" if chapter else "no generation yet"
-        return f".. {now - story.started_at:.0f} s: {_count(len(story.alive()), 'agent')}, {waiting}"
+        return f".. {now - story.started_at:.0f} s: {counted(len(story.alive()), 'agent')}, {waiting}"
     since = max(story.status_at, story.first_step_at)
     speed = (story.made - story.status_made) / (now - since) if now > since else 0.0
     parts = [f"step {story.newest:,}", f"epoch {story.epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     parts.append(f"{speed:.1f} steps/s")
     if chapter is not None:
-        parts.append(_count(len(chapter.nodes), "node"))
+        parts.append(counted(len(chapter.nodes), "node"))
     if story.committed:
         parts.append(f"checkpoint {story.committed:,}")
     return ".. " + "  ".join(parts)
 
 
 def _size(chapter: Chapter) -> str:
-    return f"{_count(len(chapter.nodes), 'node')}, world size {chapter.world_size}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{counted(len(chapter.nodes), 'node')}, world size {chapter.world_size}"

@@ -180,3 +180,52 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         _configure("--local-addr", "alpha", "--nnodes", "2", "train.py")
     assert _configure("--local-addr", "alpha", "train.py")[0].address == "127.0.1.1"
     assert _configure("--local-addr", "127.0.1.1", "--nnodes", "2", "train.py")[0].address == "127.0.1.1"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["rn", "train.py"], "Did you mean `elasticrt run`?"),
+        (["stat", "--run-id", "x"], "Did you mean `elasticrt status`?"),
+        (["train.py"], "Did you mean `elasticrt run train.py`?"),
+        (["--nnodes", "2", "train.py"], "Write elasticrt COMMAND [options]"),
+        (["ledger", "chek", "."], "Did you mean `elasticrt ledger check`?"),
+        (["run", "--nproc", "2", "train.py"], "Did you mean --nproc-per-node?"),
+        (["run", "--nproc=2", "train.py"], "Did you mean --nproc-per-node?"),
+        (["simulate"], "nothing to run (SCRIPT)"),
+        (["launch", "--nproc-per-node", "two", "train.py"], "See elasticrt launch --help"),
+        (["status", "--run-id", "x", "--etcd", "ftp://a"], "--etcd"),
+        (["status"], "--run-id"),
+        (["drain", "n1"], "--run-id"),
+        (["resize", "2-8", "--run-id", "x"], "(MIN:MAX): got 2-8; expected N or MIN:MAX"),
+        (["resize", "8:2", "--run-id", "x"], "(MIN:MAX): got 8:2"),
+        (["etcd", "--listen", "2379"], "(--listen): got 2379; expected HOST:PORT, such as 0.0.0.0:2379"),
+        (["ledger", "check"], "DIR"),
+    ],
+)
+def test_a_commands_likeliest_mistakes(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """FAULTS section 4: a slip of the finger is one line that says what was meant or wanted, exit code 2."""
+    assert main(argv) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+def test_options_behind_the_script_are_its_own_and_said_to_be() -> None:
+    """Who writes --nproc-per-node behind the script gets one worker, and is told why."""
+    settings, _ = _configure("train.py", "--nproc_per_node=2", "--epochs", "3")
+    assert settings.command.argv == ("train.py", "--nproc_per_node=2", "--epochs", "3")
+    (note,) = settings.notes
+    assert note.startswith("--nproc_per_node=2 stands behind the script and is left to it. Options go before SCRIPT")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["launch"], ["simulate"], ["etcd"], ["status"], ["drain"], ["resize"], ["ledger", "check"], ["run"]]
+)
+def test_help_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command shows itself in use."""
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert not words or "example" in shown.replace("\n", " ")
+    assert not words or f"elasticrt {' '.join(words)} " in shown.partition("example")[2]

@@ -121,17 +121,17 @@ def test_exactly_once(books: list[Book], steps: int, superseded: int) -> None:
 @pytest.mark.parametrize(
     ("books", "problem"),
     [
-        pytest.param([book("a", 0, f"1:01 2:2 3:45 4:67 {SECOND}", end=8)], "epoch 0: lost: 1 samples: 3", id="lost"),
-        pytest.param([book("a", 0, "1:01 2:2 3:45 4:67", end=4, closings=[(0, 4, 8, 0)])], "lost: 1 samples: 3",
+        pytest.param([book("a", 0, f"1:01 2:2 3:45 4:67 {SECOND}", end=8)], "epoch 0: lost: 1 sample: 3", id="lost"),
+        pytest.param([book("a", 0, "1:01 2:2 3:45 4:67", end=4, closings=[(0, 4, 8, 0)])], "lost: 1 sample: 3",
                      id="lost in the last epoch"),
         pytest.param([book("a", 0, "1:01 2:23", end=2, closings=[(0, 2, 6, 0)])],
                      "lost: 2 samples, among these 4: 4, 5, 6, 7", id="lost in an epoch that was left early"),
         pytest.param([book("a", 0, "1:01 2:12 3:43", end=3)],
-                     "epoch 0: repeated: 1 samples: 1 (steps 1 and 2)", id="repeated"),
+                     "epoch 0: repeated: 1 sample: 1 (steps 1 and 2)", id="repeated"),
         pytest.param([book("a", 0, "1:01 2:12 3:33", end=3)],
                      "epoch 0: repeated: 2 samples: 1 (steps 1 and 2), 3 (steps 3 and 3)", id="twice in a step"),
         pytest.param([book("a", 0, "1:1", world_size=2, end=1), book("a", 0, "1:1", world_size=2, rank=1)],
-                     "repeated: 1 samples: 1 (steps 1 and 1)", id="two ranks trained the same"),
+                     "repeated: 1 sample: 1 (steps 1 and 1)", id="two ranks trained the same"),
         pytest.param([book("a", 0, "1:01 2:23"), book("b", 2, "3:23 4:67", history="a2", end=4)],
                      "repeated: 2 samples: 2 (steps 2 and 3), 3 (steps 2 and 3)", id="the position was one batch off"),
         pytest.param([book("a", 0, "1:01 2:23", world_size=2, end=2)],
@@ -142,9 +142,9 @@ def test_exactly_once(books: list[Book], steps: int, superseded: int) -> None:
         pytest.param([book("b", 2, "3:45 4:67", history="a2", end=4)], "steps 1 to 2: nothing was written by start a",
                      id="a start's files are missing"),
         pytest.param([book("b", 2, "3:45 4:67", end=4)], "steps 1 to 2: trained without a ledger", id="begun without"),
-        pytest.param([book("a", 0, "1:09", end=1)], "not in the data set: 1 samples: 9", id="foreign"),
+        pytest.param([book("a", 0, "1:09", end=1)], "not in the data set: 1 sample: 9", id="foreign"),
         pytest.param([book("a", 0, FIRST, end=4, closings=[(0, 4, 6, 0)])],
-                     "epoch 0: 8 samples were trained; 6 were to be", id="too many"),
+                     "epoch 0: 8 samples trained; 6 were to be", id="too many"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(books: list[Book], problem: str) -> None:
@@ -331,7 +331,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert capsys.readouterr().out.splitlines() == [
         "epoch 0: 22 of 22 samples",
         "epoch 1: 22 of 22 samples",
-        "steps 1 to 10 count; 1 starts; 0 steps were superseded",
+        "steps 1 to 10 count; 1 start; 0 steps superseded",
         "each sample counts exactly once",
     ]
     (path,) = (tmp_path / "ledger").iterdir()

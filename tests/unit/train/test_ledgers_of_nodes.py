@@ -147,7 +147,7 @@ def test_every_way_to_copy_files_into_two_directories(tmp_path: Path, lost: tupl
         book.opening = replace(book.opening, serial=serial)
     put(tmp_path / "whole", *books)
     expected = check(books_in(tmp_path / "whole"))
-    assert expected.problems == tuple(f"epoch 0: lost: 1 samples: {each}" for each in lost)
+    assert expected.problems == tuple(f"epoch 0: lost: 1 sample: {each}" for each in lost)
     untold = 0
     for number, chosen in enumerate(itertools.product(("1", "2", "12"), repeat=len(books))):
         directories = [tmp_path / f"{number}-{side}" for side in "12" if any(side in each for each in chosen)]
