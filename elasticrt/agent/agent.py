@@ -11,6 +11,7 @@ import os
 import queue
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
 from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Published, Save, Warm
+from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
 from elasticrt.rendezvous.handler import Rendezvous
@@ -50,6 +52,9 @@ KILLED_S = 5.0
 END_GRACE_S = 5.0
 ALONE_S = 5.0
 """Agents that were started together have found each other by then."""
+
+AT_ONCE_S = 1.0
+"""What a node gets after a second signal to end its workers and to tell the others, which takes milliseconds."""
 
 TURN_S = 1.0
 """A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
@@ -83,11 +88,12 @@ class Agent(Cycle):
         self.alone_at: float | None = None
         self.hurry = False
         self.last_signal = signal.SIGTERM
+        self._signals = 0
 
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         for number in self.settings.signals:
-            signal.signal(number, lambda number, _frame: self.queue.put(signal.Signals(number)))
+            signal.signal(number, self._told)
         code = EXIT_BUG
         hook, threading.excepthook = threading.excepthook, self._thread_died
         try:
@@ -107,6 +113,19 @@ class Agent(Cycle):
             self.voice.events.close()
             threading.excepthook = hook
         return code
+
+    def _told(self, number: int, _frame: object) -> None:
+        """A signal has come, in the middle of anything. After the second one nothing is waited for, not even etcd."""
+        self.queue.put(signal.Signals(number))
+        self._signals += 1
+        if self._signals == 2 and signal.SIGALRM not in self.settings.signals:
+            signal.signal(signal.SIGALRM, self._end_at_once)
+            signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
+
+    def _end_at_once(self, _number: int, _frame: object) -> None:
+        """As if killed: the workers' death signal ends them, and the others find out by themselves."""
+        write(sys.stderr, "elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
+        os._exit(EXIT_TERMINATED)
 
     def work(self) -> int:
         """Join, take part, end; the exit code."""
@@ -128,6 +147,7 @@ class Agent(Cycle):
             self.alone_at = None
             if self.rendezvous.view.leads and len(self.rendezvous.view.members) == 1:
                 self.voice.say(self.settings.alone)
+        self.voice.generation(self.rendezvous.view, me)
         if self.health is not None:
             view, step = self.rendezvous.view, self.node.progress.step()
             self.health.noted = vitals.member(
@@ -318,13 +338,12 @@ class Agent(Cycle):
                 return result.code
             case Leave():
                 self.voice.say(f"leaving: {decision.reason}")
-                try:
-                    self.rendezvous.leave(self._farewell())
-                except StoreError as error:
-                    log.warning("etcd could not be told: %s; the lease will tell the others", error)
+                told = self._say_goodbye()
                 # One that was asked for beyond the usual ones means something to the script: it gets that very one.
                 passed_on = self.last_signal if self.last_signal not in SIGNALS else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
+                if self.voice.narrates:
+                    self.voice.left(decision, self._newest() if told else None)
                 return EXIT_TERMINATED
             case Halt():
                 self.node.kill()
@@ -345,9 +364,24 @@ class Agent(Cycle):
         if not self.node.progress.can_hand_over():
             self.me = replace(self.me, leaving=reason)
             return
-        self.voice.say(f"{reason}: handing over")
+        self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = time.monotonic() + self.settings.drain_timeout_s
         super()._drain(reason)
+
+    def _say_goodbye(self) -> bool:
+        try:
+            self.rendezvous.leave(self._farewell())
+        except StoreError as error:
+            log.warning("etcd could not be told: %s; the lease will tell the others", error)
+            return False
+        return True
+
+    def _newest(self) -> HeadRecord | None:
+        try:
+            return self.rendezvous.newest()
+        except StoreError as error:
+            log.warning("what is saved is not known: %s", error)
+            return None
 
     def _farewell(self) -> Report | None:
         view, record = self.rendezvous.view, self.me.record

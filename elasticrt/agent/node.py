@@ -113,6 +113,7 @@ class Node:
             record = record.model_copy(update=wanted)
         report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
         now = time.monotonic()
+        self.progress.look(self._running)
         self.watch.look(now, held=bool(self._holding))
         if self._failed_at is None:
             self.watch.ask_if_stalled(now, self._running)

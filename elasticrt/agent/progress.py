@@ -16,6 +16,7 @@ from elasticrt.agent.events import EventLog
 from elasticrt.agent.policy import LastStep, cost, phases
 from elasticrt.contract.messages import Step
 from elasticrt.contract.page import Page
+from elasticrt.contract.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -94,15 +95,30 @@ class Progress:
         )
         if paid.pause_s is not None:
             self.pause_s = paid.pause_s
-            own = self._look()
-            if own:
-                self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
-            self._mark("first_step", step.at_ns)
-            parts = phases(self._last.at_ns, self._marks)
-            self._events.write("recovery", generation=generation, pause_s=paid.pause_s, phases=parts)
-            log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
-            self._say(f"next step {step.step} after {paid.pause_s:.2f} s; {paid.redone} steps done again")
+            self._recovered(generation, paid.pause_s, step.at_ns)
+            self._say(f"next step {step.step:,} after {paid.pause_s:.2f} s; {counted(paid.redone, 'step')} done again")
         self._marks = {}
+
+    def look(self, generation: int) -> None:
+        """See whether workers without a Loop have come to their first step, of which nobody sends word."""
+        own = self._look() if "start" in self._marks else ()
+        if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
+            return
+        at_ns = max(page.first_beat_at_ns for page in own)
+        if 0 < self._last.at_ns < at_ns:
+            pause_s = (at_ns - self._last.at_ns) / 1e9
+            self._recovered(generation, pause_s, at_ns)
+            self._say(f"next optimizer step after {pause_s:.2f} s; what the script had not saved is done again")
+        self._marks = {}
+
+    def _recovered(self, generation: int, pause_s: float, at_ns: int) -> None:
+        own = self._look()
+        if own:
+            self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
+        self._mark("first_step", at_ns)
+        parts = phases(self._last.at_ns, self._marks)
+        self._events.write("recovery", generation=generation, pause_s=pause_s, phases=parts)
+        log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 
     # Questions.
 

@@ -29,6 +29,10 @@ _LINE_MAX_BYTES = 400
 _LAST_LINES_MAX = 30
 _LAST_LINES_MAX_BYTES = 4000
 """The text of a report holds all of them, with what else it says: of too many lines the last are what matters."""
+WHO_KILLED = (
+    "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
+    "`sacct`, `kubectl describe pod`), or from a person"
+)
 AWAY = "CheckpointAwayError"
 """Name of the exception that says so of the checkpoint to resume from."""
 
@@ -209,6 +213,8 @@ def render(failures: Sequence[Failure]) -> str:
         f"in generation {cause.generation}{step}",
         f"  {describe(cause)}",
     ]
+    if cause.kind == "signal" and cause.signal == "SIGKILL":
+        lines.append(f"  {WHO_KILLED}")
     if cause.last_lines:
         lines += ["  the end of its error output:", *(f"  | {line}" for line in cause.last_lines)]
     if cause.log_path:

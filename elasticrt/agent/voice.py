@@ -11,8 +11,10 @@ from elasticrt.agent.events import EventLog
 from elasticrt.agent.meeting import Meeting, how_to_join
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.streams import drop, write
-from elasticrt.rendezvous.decision import Me, Publish
-from elasticrt.rendezvous.records import Result
+from elasticrt.contract.words import counted
+from elasticrt.rendezvous.decision import Leave, Me, Publish
+from elasticrt.rendezvous.records import HeadRecord, Result
+from elasticrt.rendezvous.view import View
 from elasticrt.text import plain
 
 
@@ -22,12 +24,18 @@ class Voice:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._unheard = False
+        self._said = 0  # The newest generation that people know of.
         shown = 2 if settings.events_on_console and settings.events_fd < 0 else settings.events_fd
         self.events = EventLog(settings.node, settings.run_dir, shown)
 
+    @property
+    def narrates(self) -> bool:
+        """Whether people are told anything: not where somebody reads the events instead, or nobody reads our lines."""
+        return self._settings.events_fd < 0 and not self._unheard
+
     def say(self, text: str) -> None:
         """Tell people."""
-        if self._settings.events_fd >= 0 or self._unheard:
+        if not self.narrates:
             return
         try:
             self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
@@ -66,7 +74,24 @@ class Voice:
         if decision.draft.kind == "lost":
             for name in sorted(name for name in before if after.get(name) != before[name]):
                 self.event("member_lost", lost=name, how=decision.draft.cause)
-        self.say(decision.reason)
+
+    def generation(self, view: View, me: Me) -> None:
+        """There is another generation, as soon as this node knows whether it has a seat there. Said once."""
+        if view.generation is None or view.number <= self._said or not view.roster_known:
+            return
+        self._said = view.number
+        new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+        here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
+        size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
+        self.say(f"generation {new.number} with {size}: {new.cause}")
+
+    def left(self, decision: Leave, head: HeadRecord | None) -> None:
+        """This node has gone: what is saved by now, and how to go on."""
+        if decision.saving and (head is None or head.step < decision.saving):
+            saved = f"the node of rank 0 is saving step {decision.saving:,}; "
+        else:
+            saved = f"step {head.step:,} is saved; " if head is not None else ""
+        self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
     def ended(self, result: Result, *, leads: bool) -> None:
         """The run has its result; the leader shows the report."""
@@ -75,3 +100,7 @@ class Voice:
             self.say(result.text)
         self.event("result", status=result.status, code=result.code, reason=result.reason)
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
+
+
+def _ranks(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"

@@ -43,6 +43,7 @@ class Page:
         stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
             between epochs and outside of a Loop.
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
+        first_beat_at_ns: when the first one ended.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
 
@@ -68,6 +69,7 @@ class Page:
     building = _Word(12)
     beats = _Word(13)
     beat_at_ns = _Word(14)
+    first_beat_at_ns = _Word(17)
     begun_at_ns = _Word(15)
 
     def __init__(self, fd: int) -> None:

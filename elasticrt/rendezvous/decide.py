@@ -25,6 +25,7 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
 from elasticrt.rendezvous.decision import (
     Adopt,
@@ -48,7 +49,6 @@ from elasticrt.rendezvous.decision import (
 from elasticrt.rendezvous.led import (
     Led,
     candidates,
-    counted,
     first_cause,
     kept_restarts,
     list_names,
@@ -85,7 +85,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if me.leaving:
         return Leave(me.leaving)
     if me.record.draining and _may_leave(me, view):
-        return Leave("drained: the others go on")
+        return _drained(me, view)
     if view.number < me.known:
         return Halt(EXIT_STORE, f"the store knows generation {view.number} but had generation {me.known}: data lost")
     if view.lost:
@@ -149,6 +149,15 @@ def _may_leave(me: Me, view: View) -> bool:
     return saved and me.report is not None and me.report == me.filed and me.report.status == "held"
 
 
+def _drained(me: Me, view: View) -> Leave:
+    """Why a draining member goes, and the step that is to be on disk if nobody stays to go on."""
+    if view.seat_of(me.record.node, me.record.incarnation) is None:
+        return Leave("drained: the others go on" if view.generation else "drained: no generation has begun yet")
+    assert view.handover is not None, "else it may not leave"
+    step = view.handover.record.step
+    return Leave(f"drained: too few nodes are left to go on after step {step:,}", saving=step)
+
+
 def _follow(me: Me, view: View) -> Decision:
     """A member that does not lead waits for the leader, and after a failure makes sure that there still is one."""
     leader = view.members.get(view.oldest or "")
@@ -198,7 +207,8 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
     led = Led(me, view, spec, view.generation.record, view.generation.since, view.order(), view.reports, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
-        return Finish("succeeded", 0, f"all {led.generation.world_size} workers ended with exit code 0")
+        workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
+        return Finish("succeeded", 0, f"{workers} ended with exit code 0")
     for entry in led.reports.values():
         failure = entry.record.failure
         if failure is not None and failure.final_code and not failure.away:

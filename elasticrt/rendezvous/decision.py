@@ -67,9 +67,13 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Take this member out of the run, stop its workers, exit."""
+    """Take this member out of the run, stop its workers, exit. `saving`: the step that rank 0 saves before, 0 for none.
+
+    Rank 0's node leaves when that is done, the others need not wait for it.
+    """
 
     reason: str
+    saving: int = 0
 
 
 @dataclass(frozen=True)

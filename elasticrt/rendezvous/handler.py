@@ -19,7 +19,7 @@ from typing import TypeVar
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous import fence
 from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
-from elasticrt.rendezvous.records import Keys, Member, Record, Report, Result, SpecRecord, decode
+from elasticrt.rendezvous.records import HeadRecord, Keys, Member, Record, Report, Result, SpecRecord, decode
 from elasticrt.rendezvous.view import (
     View,
     apply,
@@ -297,6 +297,11 @@ class Rendezvous:
         if not done.succeeded:
             # The generation has moved on, or the key is gone already: then leaving needs no report.
             self._commit(fence.leave(self.keys, self._guard(), self.view.node, None))
+
+    def newest(self) -> HeadRecord | None:
+        """The newest committed checkpoint, which only the leader follows. Raises StoreUnavailable."""
+        found = self.store.read(self.keys.checkpoint, exact=True).get(self.keys.checkpoint)
+        return decode(HeadRecord, self.keys.checkpoint, found.value) if found is not None else None
 
     # Details.
 

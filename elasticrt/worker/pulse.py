@@ -24,7 +24,10 @@ def begin(worker: WorkerEnv) -> None:
 
     def beat(*_: object) -> None:
         if os.getpid() == me:  # What the script forks has a life of its own.
-            page.beat_at_ns = time.monotonic_ns()
-            page.beats += 1
+            now_ns, beats = time.monotonic_ns(), page.beats
+            if not beats:
+                page.first_beat_at_ns = now_ns
+            page.beat_at_ns = now_ns
+            page.beats = beats + 1
 
     register_optimizer_step_post_hook(beat)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrt.rendezvous.decision import Ask
+from elasticrt.rendezvous.decision import Ask, Leave
 from elasticrt.rendezvous.records import FailureRecord
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
@@ -60,6 +60,8 @@ def test_the_last_node_saves_before_it_leaves() -> None:
     assert [member.alive for member in world.members.values()] == [False, False]
     asked = [d.handover for m in world.members.values() for d in m.story if isinstance(d, Ask)]
     assert asked[-1].save
+    left = {d for member in world.members.values() for d in member.story if isinstance(d, Leave)}
+    assert left == {Leave(f"drained: too few nodes are left to go on after step {asked[-1].step}", asked[-1].step)}
     assert world.generations() == [1]
 
 

@@ -165,3 +165,12 @@ def test_the_report_that_people_read():
         "  also: rank 2 on node-0: killed by SIGTERM",
     ]
     assert render([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "hinted"),
+    [({"code": -9}, True), ({"code": -9, "oom": True}, False), ({"code": -11}, False), ({"code": 1}, False)],
+)
+def test_a_bare_sigkill_says_where_to_look(changes, hinted):
+    """W06: nothing in a worker tells who killed it; the report names who does such things, and where they say so."""
+    assert ("`dmesg`" in render([failure(**changes)])) is hinted

@@ -35,7 +35,7 @@ step()
 first = page.beat_at_ns
 assert 0 < page.begun_at_ns < first
 step()
-assert page.beats == 4 and page.beat_at_ns > first > 0
+assert page.beats == 4 and page.beat_at_ns > first > page.first_beat_at_ns > 0
 if os.fork() == 0:
     step()
     os._exit(0)
