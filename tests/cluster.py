@@ -16,6 +16,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORDER = REPOSITORY / "tests" / "chaos" / "recorder.py"
+TOGETHER = ("--settle", "60")
+"""The first generation begins when max-nodes are ready, however far apart a busy machine starts them."""
 
 
 @dataclass

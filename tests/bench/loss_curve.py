@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.raw import this_run
-from tests.cluster import REPOSITORY, Cluster, kill
+from tests.cluster import REPOSITORY, TOGETHER, Cluster, kill
 
 SCRIPT = REPOSITORY / "tests" / "bench" / "curve_ddp.py"
 RESULTS = REPOSITORY / "tests" / "bench" / "results"
@@ -86,7 +86,7 @@ def run(directory: Path, *, disturb: bool, epochs: int = EPOCHS, kind: str = "wh
 
     Raises RuntimeError when a node ends in any way but well, drained or killed by us.
     """
-    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--settle", "3", "--max-restarts", "20"]
+    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", *TOGETHER, "--max-restarts", "20"]
     script = [str(SCRIPT), str(directory), str(epochs), str(PAUSE_S), kind]
     with Cluster(directory, f"curve-{secrets.token_hex(4)}", options, script) as cluster:
         cluster.linger = "10s"

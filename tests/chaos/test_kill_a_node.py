@@ -19,8 +19,9 @@ import pytest
 
 from elasticrt.agent.policy import PHASES
 from tests.chaos.history import History
-from tests.cluster import RECORDER, REPOSITORY, AgentProcess, Cluster, gone, kill
+from tests.cluster import RECORDER, REPOSITORY, TOGETHER, AgentProcess, Cluster, gone, kill
 
+NODES = 3
 EPOCHS = 2
 STEPS_PER_EPOCH = 118
 BATCH = 32
@@ -53,26 +54,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def _running(
-    tmp_path: Path, data: Path, *, nodes: int = 3, min_nodes: int = 1, epochs: int = EPOCHS, linger: str = "2s"
+    tmp_path: Path, data: Path, *, min_nodes: int = 1, max_nodes: int = NODES, linger: str = "2s"
 ) -> Iterator[Cluster]:
-    """A run all of whose nodes are in one generation, which has committed twice."""
+    """A run whose first generation has all of its nodes, and has committed twice.
+
+    Either all of `max_nodes` are waited for, or `min_nodes` are as many as there will be.
+    """
+    assert NODES in (min_nodes, max_nodes)
     (tmp_path / "records").mkdir(exist_ok=True)
-    options = ["--min-nodes", str(min_nodes), "--max-nodes", "4", "--join", "now", "--settle", "1"]
-    script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(epochs)]
+    options = ["--min-nodes", str(min_nodes), "--max-nodes", str(max_nodes), "--join", "now"]
+    options += TOGETHER if max_nodes == NODES else ()
+    script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(EPOCHS)]
     script += ["--global-batch-size", str(BATCH)]
     script += ["--data-dir", str(data), "--checkpoint-dir", str(tmp_path / "ckpt"), "--save-every", "20 steps"]
     with Cluster(tmp_path, f"kill-{secrets.token_hex(4)}", options, script) as cluster:
         cluster.linger = linger
-        for index in range(nodes):
+        for index in range(NODES):
             cluster.start(f"node-{index}")
-        cluster.wait("all nodes", lambda: _together(cluster, nodes) is not None)
-        cluster.wait_for_commits(2, generation=_together(cluster, nodes) or 0)
+        cluster.wait_for_commits(2)
+        assert len(cluster.events("generation")[0]["nodes"]) == NODES
         yield cluster
-
-
-def _together(cluster: Cluster, nodes: int = 3) -> int | None:
-    """The first generation of all nodes. On a machine that is busy one may come late, and others begin without it."""
-    return next((event["number"] for event in cluster.events("generation") if len(event["nodes"]) == nodes), None)
 
 
 def _check(cluster: Cluster, tmp_path: Path, *, survivors: dict[str, int], generations: int) -> History:
@@ -82,16 +83,15 @@ def _check(cluster: Cluster, tmp_path: Path, *, survivors: dict[str, int], gener
     history = History.read(tmp_path / "records")
     history.check_ranks()
     history.check_exactly_once(STEPS_PER_EPOCH, EPOCHS)
-    counted = [number for number in sorted(history.generations) if number >= (_together(cluster) or 0)]
-    assert len(counted) == generations, cluster.story()
-    for number in counted[1:]:
+    assert sorted(history.generations) == list(range(1, generations + 1)), cluster.story()
+    for number in range(2, generations + 1):
         first = min(history.generations[number].batches, default=None)
         if first is not None:
             assert first == history.resume(number) + 1 > 1
     accuracy = _accuracy(cluster)
     assert accuracy >= 0.95
     pids = [start["pid"] for record in history.generations.values() for start in record.starts]
-    assert gone([*pids, *(agent.pid for agent in cluster.agents.values())], 5.0) == []
+    assert gone([*pids, *(agent.pid for agent in cluster.agents.values())], 10.0) == []
     return history
 
 
@@ -121,8 +121,8 @@ def _agent_of(cluster: Cluster, choose: Callable[[Cluster], AgentProcess]) -> di
     agent = choose(cluster)
     workers = list(agent.worker_pids().values())
     kill(agent.pid)
-    # A01, G16: its workers follow within a second.
-    assert gone(workers, 1.0) == []
+    # A01, G16: its workers follow. How fast is measured elsewhere (tests/bench).
+    assert gone(workers, 10.0) == []
     return {name: (-signal.SIGKILL if other is agent else 0) for name, other in cluster.agents.items()}
 
 
@@ -194,7 +194,8 @@ def test_disturbed(
 
     A planned one, a join or a leave, hands over: no step is done a second time.
     """
-    with _running(tmp_path, data) as cluster:
+    grows = worlds[1] > NODES
+    with _running(tmp_path, data, min_nodes=NODES if grows else 1, max_nodes=max(worlds)) as cluster:
         survivors = disturb(cluster)
         history = _check(cluster, tmp_path, survivors=survivors, generations=2)
     found = tuple(int(history.generations[g].starts[0]["env"]["WORLD_SIZE"]) for g in sorted(history.generations))
@@ -213,15 +214,15 @@ def test_disturbed(
 def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path) -> None:
     """A19, K04: every agent is killed; the same command again goes on from the newest checkpoint, numbers go up."""
     # The second submission meets the first one's etcd, so that numbers go on.
-    with _running(tmp_path, data, min_nodes=3, linger="30s") as cluster:
+    with _running(tmp_path, data, min_nodes=NODES, linger="30s") as cluster:
         first = dict(cluster.agents)
         for agent in first.values():
             kill(agent.pid)
         for agent in first.values():
             agent.process.wait(10)
         pids = [pid for agent in first.values() for pid in agent.worker_pids().values()]
-        assert gone(pids, 2.0) == []
-        for index in range(3):
+        assert gone(pids, 10.0) == []
+        for index in range(NODES):
             cluster.start(f"node-{index}")
         survivors = dict.fromkeys(first, -signal.SIGKILL)
         survivors |= {name: 0 for name in cluster.agents if name not in first}
@@ -232,7 +233,7 @@ def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path)
 def test_all_nodes_are_told_to_leave(tmp_path: Path, data: Path) -> None:
     """K01, A20: SIGTERM to every node at once: the present step is saved, and the next submission goes on after it."""
     # The second submission meets the first one's etcd, so that numbers go on.
-    with _running(tmp_path, data, min_nodes=3, linger="30s") as cluster:
+    with _running(tmp_path, data, min_nodes=NODES, linger="30s") as cluster:
         first = dict(cluster.agents)
         for agent in first.values():
             agent.process.send_signal(signal.SIGTERM)
@@ -243,7 +244,7 @@ def test_all_nodes_are_told_to_leave(tmp_path: Path, data: Path) -> None:
             step for record in History.read(tmp_path / "records").generations.values() for step in record.batches
         )
         assert stopped_at == done, "the last step that was trained is the one that was saved"
-        for index in range(3):
+        for index in range(NODES):
             cluster.start(f"node-{index}")
         survivors = dict.fromkeys(first, 143)
         survivors |= {name: 0 for name in cluster.agents if name not in first}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import AgentProcess, Cluster, kill
+from tests.cluster import TOGETHER, AgentProcess, Cluster, kill
 
 SCRIPT = """
 import sys, time
@@ -39,7 +39,7 @@ if ctx.is_first:
 def _cluster(tmp_path: Path, memory: str, nodes: int) -> Cluster:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["--min-nodes", "1", "--max-nodes", str(nodes), "--join", "now", "--settle", "3"]
+    options = ["--min-nodes", "1", "--max-nodes", str(nodes), "--join", "now", *TOGETHER]
     return Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script), memory])
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.runtime import read_record, runtime_directory
-from tests.cluster import Cluster, gone, kill
+from tests.cluster import TOGETHER, Cluster, gone, kill
 from tests.servers import EtcdServer, wheel_binary
 
 SLEEPER = """
@@ -89,14 +89,14 @@ def test_a_finished_run_leaves_only_its_record(tmp_path: Path, etcd: EtcdServer)
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_makes_a_node_leave_at_once(tmp_path: Path, etcd: EtcdServer, number: int) -> None:
     """A02, K01: exit code 143, its workers and its key are gone, and the other goes on in the next generation."""
-    with Run(tmp_path, "--nnodes", "1:2", "--etcd", str(etcd.address)) as run:
+    with Run(tmp_path, "--nnodes", "1:2", *TOGETHER, "--etcd", str(etcd.address)) as run:
         run.start("n0")
         leaving = run.start("n1")
         run.wait_for_training(1, 2)
         workers = list(leaving.worker_pids().values())
         leaving.process.send_signal(number)
         assert leaving.process.wait(15) == 143
-        assert gone(workers, 1.0) == []
+        assert gone(workers, 10.0) == []
         assert "members/n1" not in _keys(etcd, run.run_id)
         run.wait_for_training(2, 1)
         run.finish()
@@ -118,7 +118,7 @@ def test_a_second_signal_cuts_the_grace_short(tmp_path: Path) -> None:
             agent.process.wait(1.0)
         agent.process.send_signal(signal.SIGTERM)
         assert agent.process.wait(10) == 143
-        assert gone(workers, 1.0) == []
+        assert gone(workers, 10.0) == []
 
 
 def test_below_min_nodes_all_end_with_the_same_words(tmp_path: Path, etcd: EtcdServer) -> None:

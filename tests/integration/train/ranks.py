@@ -1,6 +1,6 @@
 """Run functions in process groups of several sizes, one after the other, from one interpreter.
 
-    python ranks.py DIRECTORY '[[world_size, "module.function", {arguments}], ...]'
+    python ranks.py DIRECTORY SECONDS_PER_PHASE '[[world_size, "module.function", {arguments}], ...]'
 
 Modules lie in this folder; a function without one is of `cases.py`.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -23,13 +24,16 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 100
 
 
-def run(directory: Path, *phases: tuple[int, str, dict[str, Any]], timeout_s: float = TIMEOUT_S) -> list[list[Any]]:
-    """For each phase (world size, case, arguments) what the ranks returned; fails with their output."""
+def run(directory: Path, *phases: tuple[int, str, dict[str, Any]], timeout_s: int = TIMEOUT_S) -> list[list[Any]]:
+    """For each phase (world size, case, arguments) what the ranks returned; fails with their output.
+
+    A phase that hangs ends after `timeout_s`. How many phases there are does not matter, nor how fast they go.
+    """
     done = subprocess.run(
-        [sys.executable, __file__, str(directory), json.dumps(phases)],
+        [sys.executable, __file__, str(directory), str(timeout_s), json.dumps(phases)],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=timeout_s * (1 + len(phases)),
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
     )
@@ -41,23 +45,29 @@ def run(directory: Path, *phases: tuple[int, str, dict[str, Any]], timeout_s: fl
     return results
 
 
-def main(directory: Path, phases: list[tuple[int, str, dict[str, Any]]]) -> int:
+def main(directory: Path, timeout_s: int, phases: list[tuple[int, str, dict[str, Any]]]) -> int:
     """Each phase's ranks as forks; a rank that fails makes the others fail, by its closed connections."""
+    pids: list[int] = []
+    signal.signal(signal.SIGALRM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in pids])
     import torch
 
     found = {name: _case(name) for _, name, _ in phases}
     importlib.import_module("torch._dynamo")  # Optimizers import it late; here once for all ranks.
     torch.set_num_threads(1)
     for number, (world_size, name, arguments) in enumerate(phases):
-        pids = []
+        signal.alarm(timeout_s)  # Forks have none.
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
                 os._exit(be_rank(directory, number, (rank, world_size), found[name], arguments))
             pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        codes = []
+        while pids:
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]))
+            del pids[0]
         if any(codes):
-            print(f"phase {number} ({name}): exit codes {codes}")
+            late = "" if signal.alarm(0) else f", killed after {timeout_s} s"
+            print(f"phase {number} ({name}): exit codes {codes}{late}")
             return 1
     return 0
 
@@ -93,4 +103,4 @@ def be_rank(directory: Path, number: int, place: tuple[int, int], case: Any, arg
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])))

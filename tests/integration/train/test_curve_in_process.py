@@ -10,6 +10,8 @@ from ranks import run
 
 from tests.bench.loss_curve import STEPS_PER_EPOCH, Curve, largest_difference, read, weights_differ
 
+pytestmark = pytest.mark.timeout(600)  # The first test waits for the fixture, which is sixty worlds' training.
+
 EPOCHS = 2
 CALM: list[tuple[int, dict[str, int]]] = [(4, {})]
 DISTURBED: list[tuple[int, dict[str, int]]] = [

@@ -39,7 +39,7 @@ def _train(directory: Any, forms: tuple[str, ...]) -> dict[str, Any]:
         for world, micro in WAYS
     ]
     phases.append((1, "flavours.refused", {"batch_size": BATCH}))
-    *ways, (refused,) = run(directory, *phases, timeout_s=100.0 if forms is FAST else 600.0)
+    *ways, (refused,) = run(directory, *phases, timeout_s=100 if forms is FAST else 600)
     return {form: [[rank[form] for rank in ranks] for ranks in ways] for form in forms} | {"refused": refused}
 
 
