@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from elasticrt.agent.report import AWAY, Failure, describe, how_to_meet, never_met, render
+from elasticrt.agent.report import AWAY, Failure, describe, first_cause, how_to_meet, never_met, render
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
@@ -90,7 +90,8 @@ UNMET_MAX = 2
 
 def failure_record(failures: Sequence[Failure], *, unmet: int = 0) -> FailureRecord:
     """The first cause of a node's failures as it travels through etcd. For `unmet` see `Ends`."""
-    cause = next((failure for failure in failures if not failure.collateral), failures[0])
+    cause = first_cause(failures)
+    assert cause is not None, "there is a failure to report"
     where = f"on {cause.node}" if cause.kind == "stalled" else f"rank {cause.rank} on {cause.node}"
     advice = how_to_meet(cause) if never_met(cause) else ""
     summary = ": ".join(filter(None, (where, advice, describe(cause)))).replace("\n", " ")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from elasticrt.agent.policy import Ends, failure_record
 from elasticrt.agent.report import Failure, describe, failure_of, first_cause, is_collateral, render
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -138,6 +139,19 @@ def test_first_cause():
     assert first_cause([peer, cause, later]) is cause
     assert first_cause([peer]) is peer
     assert first_cause([]) is None
+
+
+def test_the_others_are_told_the_first_cause():
+    """W02: what a node reports of its workers names the cause, in number, code and words, not who failed earlier."""
+    peer = failure(0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
+    cause, later = failure(1, code=-11), failure(2, code=3)
+    ends = Ends(generation=1, workers=3, failures=(peer, cause, later))
+    report = ends.report("node-0", "0" * 16)
+    assert report is not None
+    assert report.failure is not None
+    assert (report.status, report.failure.rank, report.failure.code) == ("failed", 1, -11)
+    assert (report.failure.collateral, report.failure.summary) == (False, "rank 1 on node-0: killed by SIGSEGV")
+    assert failure_record([peer]).collateral, "only consequences: the cause is on another node"
 
 
 def test_the_report_that_people_read():
