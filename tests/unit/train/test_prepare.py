@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -33,6 +34,11 @@ class Builder:
         (directory / "sub" / "b.txt").write_text(f"build {self.calls}")
 
 
+def names(directory: Path) -> list[str]:
+    """All that lies in it, of whatever name."""
+    return sorted(path.name for path in directory.iterdir())
+
+
 def test_builds_once(tmp_path):
     """The first call builds, the second finds it; nothing is left beside it but the lock."""
     build = Builder()
@@ -40,7 +46,7 @@ def test_builds_once(tmp_path):
     assert prepare(tmp_path / "deep" / "data", build) == path
     assert build.calls == 1
     assert (path / "sub" / "b.txt").read_text() == "build 1"
-    assert sorted(p.name for p in path.parent.iterdir()) == [".data.lock", "data"]
+    assert names(path.parent) == [".data.lock", "data"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_damaged_is_built_again(tmp_path, damage):
     prepare(path, build)
     assert build.calls == 2
     assert (path / "a.txt").read_text() == "one"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".data.lock", "data"]
+    assert names(tmp_path) == [".data.lock", "data"]
 
 
 def test_a_copy_with_other_times_is_reused(tmp_path):
@@ -81,6 +87,50 @@ def test_another_version_is_built_again(tmp_path):
     prepare(tmp_path / "data", build)
     prepare(tmp_path / "data", build, version="2")
     assert build.calls == 2
+
+
+def test_the_result_is_put_in_place_under_the_lock(tmp_path, monkeypatch):
+    """S9: while names change no other process can have the lock, so that nobody builds or replaces in between."""
+    rename, renamed = Path.rename, []
+
+    def take() -> None:
+        fcntl.lockf(os.open(tmp_path / ".data.lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def watched(path: Path, target: Path) -> Path:
+        # A process of its own: the lock is never in the way of its holder, who would lose it by closing the file.
+        renamed.append((path.name == "data", target.name == "data", ends(fork(take))))
+        return rename(path, target)
+
+    prepare(tmp_path / "data", Builder())
+    monkeypatch.setattr(Path, "rename", watched)
+    prepare(tmp_path / "data", Builder(), version="2")
+    assert renamed == [(True, False, [1]), (False, True, [1])], "the old one goes, the new one comes"
+
+
+def test_what_is_in_place_is_durable(tmp_path, monkeypatch):
+    """F04, D03: before it gets its name every file and directory of it is synced as it is, and the name after that."""
+    rename, fsync, synced, named = Path.rename, os.fsync, {}, []
+
+    def state(status: os.stat_result) -> tuple[int, int]:
+        return status.st_size, status.st_mtime_ns
+
+    def watched(path: Path, target: Path) -> Path:
+        tree = [path, *path.rglob("*")]
+        assert len(tree) == 5  # Itself, two files, a directory, the record.
+        assert {each: synced.get(each.stat().st_ino) for each in tree} == {each: state(each.stat()) for each in tree}
+        synced.pop(target.parent.stat().st_ino, None)
+        named.append(target)
+        return rename(path, target)
+
+    def noted(fd: int) -> None:
+        synced[os.fstat(fd).st_ino] = state(os.fstat(fd))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", watched)
+    path = prepare(tmp_path / "data", Builder())
+    assert named == [path]
+    assert tmp_path.stat().st_ino in synced
 
 
 def test_somebody_elses_directory_is_moved_not_deleted(tmp_path, capsys):
@@ -104,15 +154,14 @@ def raising(directory: Path) -> None:
     [
         (raising, "ValueError: no such corpus"),
         (lambda directory: None, "made nothing"),
-        (lambda directory: sys.exit(3), "3"),
+        (lambda directory: sys.exit(3), "SystemExit: 3"),
     ],
 )
 def test_a_builder_that_fails(tmp_path, build, word):
     """Raising, leaving nothing, exiting: PreparationError with the reason, and nothing half done (D05)."""
     with pytest.raises(PreparationError, match=word):
         prepare(tmp_path / "data", build)
-    assert not (tmp_path / "data").exists()
-    assert not list(tmp_path.glob(".data.building-*"))
+    assert names(tmp_path) == [".data.failed.json", ".data.lock"]
 
 
 def fork(function) -> int:
@@ -184,7 +233,7 @@ def test_a_killed_builder_is_replaced(tmp_path, at):
     os.kill(first, signal.SIGKILL)
     assert ends(first, *others) == [-signal.SIGKILL, 0, 0]
     assert (tmp_path / "data" / "size").read_text() == "0123456789" * 2
-    assert not list(tmp_path.glob(".data.building-*"))
+    assert names(tmp_path) == [".data.lock", "data", "marks"]
 
 
 def test_waiting_has_a_deadline_and_is_not_silent(tmp_path, monkeypatch, capsys):
@@ -280,6 +329,7 @@ def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
             prepare(tmp_path / "data", raising, scope="shared")
         (failed,) = agent.of(BuildFailed)
         assert "no such corpus" in failed.error
+    assert names(tmp_path) == []
 
 
 def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
@@ -297,7 +347,7 @@ def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
         path = prepare(tmp_path / "data", slow, scope="shared")
         assert agent.of(Published) == []
     assert not (path / "whose").exists()
-    assert not list(tmp_path.glob(".data.building-*"))
+    assert names(tmp_path) == [".data.lock", "data"], "its workshop is gone as well"
 
 
 @pytest.mark.parametrize(
