@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -82,3 +83,43 @@ def test_what_needs_an_interpreter_of_its_own(tmp_path, command, module, env, ne
     (tmp_path / "archive").write_bytes(b"PK\x05\x06" + b"\0" * 18)
     start = Start(1, 0, command, module, {**os.environ, **env}, str(tmp_path), [])
     assert child.needs_own_interpreter(start) is needs
+
+
+@pytest.mark.parametrize("executes", [False, True])
+def test_a_worker_dies_with_its_parent(tmp_path, executes):
+    """A01: agent and worker parent killed at once leave nobody to end the workers but the kernel, and it does."""
+    reader, writer = os.pipe()
+    sleeper = [sys.executable, "-c", f"import os, time; os.write({writer}, b'%20d' % os.getpid()); time.sleep(300)"]
+    start = Start(1, 0, sleeper, False, dict(os.environ), str(tmp_path), [], keep_stdin=True)
+    parent = os.fork()
+    if parent == 0:
+        me = os.getpid()
+        if os.fork() == 0:
+            os.set_inheritable(writer, True)
+            env = child.settle(child.Job(start, {}, writer, me, executes, program=True), {})
+            if executes:
+                child.execute(child.Job(start, {}, writer, me, executes, program=True), env)
+            os.write(writer, b"%20d" % os.getpid())
+        signal.pause()
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        worker = int(pipe.read(20))
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        # The end of the pipe is the end of the worker, which alone holds the other side.
+        ended = select.select([pipe], [], [], 20)[0]
+        if not ended:
+            os.kill(worker, signal.SIGKILL)
+        assert ended
+
+
+def test_a_worker_whose_parent_has_gone_does_not_begin():
+    """A01: a parent that ended before its death could be announced is noticed, and nothing of the user's runs."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sessions.die_with_parent(1 << 22)
+        except ProcessLookupError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
