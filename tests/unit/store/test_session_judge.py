@@ -1,10 +1,14 @@
-"""The word for a lease, as a table."""
+"""The word for a lease: as a table, and from when an answer counts."""
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 
-from elasticrt.store.session import judge
+from elasticrt.store.memory import MemoryServer, MemoryStore
+from elasticrt.store.protocol import Lease
+from elasticrt.store.session import SUSPENDED_SHARE, Session, SessionState, judge
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,42 @@ from elasticrt.store.session import judge
 def test_judge(acked_at: float, looked_at: float, now: float, lost: bool, expected: tuple[str, str]) -> None:
     """A lease is connected for two thirds of its TTL after the last answer, unless etcd or the clock say otherwise."""
     assert judge(ttl_s=6.0, acked_at=acked_at, looked_at=looked_at, now=now, lost=lost) == expected
+
+
+class SlowStore(MemoryStore):
+    """A store whose answers to questions about leases are under way for `delay_s` on the session's clock."""
+
+    def __init__(self) -> None:
+        self.now = self.delay_s = 0.0
+        super().__init__(MemoryServer(lambda: self.now))
+
+    def grant(self, ttl_s: float) -> Lease:
+        """See `protocol.Store`."""
+        lease = super().grant(ttl_s)
+        self.now += self.delay_s
+        return lease
+
+    def keep_alive(self, lease_id: int) -> float:
+        """See `protocol.Store`."""
+        ttl_s = super().keep_alive(lease_id)
+        self.now += self.delay_s
+        return ttl_s
+
+
+@pytest.mark.parametrize("asked", ["grant", "keep-alive"])
+def test_an_answer_counts_from_when_its_question_was_sent(asked: str) -> None:
+    """S1: etcd started the TTL anew before it answered, so an answer that was long under way is old when it comes."""
+    store, states = SlowStore(), queue.Queue[SessionState]()
+    session = Session(store, 1.0, states.put, now=lambda: store.now)
+    late_s = SUSPENDED_SHARE + 0.1
+    try:
+        if asked == "grant":
+            store.delay_s = late_s
+        session.open()
+        if asked == "keep-alive":
+            assert states.get(timeout=20).word == "connected"
+            store.delay_s = late_s
+        state = states.get(timeout=20)
+        assert (state.word, state.reason) == ("suspended", f"no answer from etcd for {late_s:.1f} s")
+    finally:
+        session.close(revoke=False, timeout_s=20)
