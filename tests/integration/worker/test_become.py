@@ -108,6 +108,8 @@ EXITS = {
     "unflushed file": "f = open('left.txt', 'w')\nf.write('x' * 10)\nraise ValueError",
     "unflushed in a module": "import types, sys\nm = types.ModuleType('m')\nsys.modules['m'] = m\n"
     "m.f = open('left.txt', 'w')\nm.f.write('y' * 10)\nsys.exit(2)",
+    "unflushed stream of C": "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.fopen.restype = ctypes.c_void_p\n"
+    "libc.fputs(b'z' * 10, ctypes.c_void_p(libc.fopen(b'left.txt', b'w')))\nraise ValueError",
     "finalizer": "class A:\n    def __del__(self): print('deleted')\na = A()\nraise ValueError",
     "weak finalizer": "import weakref\nclass A: pass\na = A()\nweakref.finalize(a, print, 'late')\nraise ValueError",
     "exit in a thread": "import threading, sys\n"
@@ -130,6 +132,7 @@ def test_exit_codes_and_tracebacks(warm, python, tmp_path, body):
     assert result.err[0].replace(str(forked), str(plain)) == expected.stderr
     left = [(place / "left.txt").read_text() if (place / "left.txt").exists() else "" for place in (plain, forked)]
     assert left[0] == left[1]
+    assert bool(left[0]) is ("left.txt" in body)
 
 
 @pytest.mark.parametrize(("code", "left"), [(0, []), (3, ["group", "mine::f"])])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import logging
 
+import pytest
+import torch
+from fake_worker import Agent, under
+
+from elasticrt.contract.messages import Copied
 from elasticrt.errors import ConfigError
 from elasticrt.train.copies import STEP_S_MIN, Copies, lacks_room, stride
 from elasticrt.train.loop import Loop
-from elasticrt.train.room import available_bytes
+from tests.servers import wait_until
 
 MIB = 2**20
 
@@ -46,9 +51,23 @@ def test_memory_that_is_just_enough_stays_enough() -> None:
         assert not lacks_room(size, free - held * size, taken)
 
 
-def test_the_memory_that_is_left_is_known() -> None:
-    """It is some part of what the machine has."""
-    assert 0 < available_bytes() < 2**50
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_state_without_room_is_not_copied(
+    fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is measured against this machine's free memory; if it does not fit, none is copied and the reason is said."""
+    size = 1024 if fits else 2**50  # A tensor that is only described takes no memory, whatever its size.
+    state = {"w": torch.empty(size, dtype=torch.uint8, device="cpu" if fits else "meta")}
+    agent = Agent()
+    with under(agent, monkeypatch) as worker, caplog.at_level(logging.WARNING):
+        copies = Copies(worker, 0.01)
+        copies.begin(0.0, 0)
+        copies.take(state, 1, 0)
+        copies.wait()
+        if fits:
+            wait_until(lambda: agent.of(Copied), "the agent has the copy")
+        assert len(agent.of(Copied)) == fits
+    assert ("no copies are kept in memory: no room for 4 of" in caplog.text) is not fits
 
 
 def test_without_an_agent_none_are_taken() -> None:
