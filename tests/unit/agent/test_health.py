@@ -21,6 +21,7 @@ from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Member
 from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
+from tests.servers import wait_until
 
 TRAINS = Vitals(
     run_id="digits",
@@ -175,6 +176,22 @@ def test_bad_clients_hold_nobody_up(server: HealthServer) -> None:
             assert _read_to_end(client) == b"", "cut off without an answer"
         assert ask(f"{server.url}/live")[0] == 200
         assert [_read_to_end(client) for client in silent] == [b""] * len(silent), "cut off after a while"
+    finally:
+        for client in silent:
+            client.close()
+
+
+def test_one_client_too_many_is_cut_off(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's descriptors are for its workers: whoever would be the 65th at once gets no answer."""
+    monkeypatch.setattr("elasticrt.agent.health.REQUEST_S", 60.0)
+    where = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    silent = [socket.create_connection(where, timeout=10) for _ in range(CLIENTS_MAX)]
+    try:
+        with socket.create_connection(where, timeout=10) as client:
+            assert _read_to_end(client) == b""
+        silent.pop().close()
+        wait_until(lambda: server._clients < CLIENTS_MAX, "the end of one is noticed")
+        assert ask(f"{server.url}/live")[0] == 200
     finally:
         for client in silent:
             client.close()

@@ -61,6 +61,14 @@ def test_the_last_two_copies_can_be_resumed_from(memory: Memory, chosen: int) ->
     assert os.pread(fd, 8, 0) == b"%d" % chosen
 
 
+def test_of_two_copies_of_a_step_the_chosen_one_is_given(memory: Memory) -> None:
+    """A node may have another node's step in two forms: workers get the one whose digest they will check."""
+    memory.put(_copy(5, "b"), _file(b"other"))
+    memory.put(_copy(5, "a"), _file(b"chosen"))
+    memory.renew(_copy(5, "a"), 2, None)
+    assert os.pread(memory.descriptors(_copy(5, "a"))["state"], 8, 0) == b"chosen"
+
+
 def test_an_older_copy_is_gone(memory: Memory) -> None:
     """No more than two are kept, and what cannot be given is not offered."""
     for step in (5, 6, 7):
