@@ -12,6 +12,7 @@ from fake_worker import Agent, under
 from elasticrt import ConfigError
 from elasticrt.contract.messages import Claim, Done, Release, Reply, Step
 from elasticrt.train import link
+from tests.servers import wait_until
 
 
 def step(number: int) -> Step:
@@ -78,6 +79,18 @@ def test_the_end_of_the_agent_ends_every_wait(monkeypatch):
         assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1")).wait(0).reason
         assert not mine.post(step(1))
         mine.linger(0)
+
+
+def test_the_end_of_the_agent_ends_the_lingering(monkeypatch):
+    """A01: who waits for the others of its group, whose store it holds, does not wait for an agent that has died."""
+    agent = Agent(answer=lambda message: None)
+    with under(agent, monkeypatch):
+        lingering = threading.Thread(target=link.linger, args=(0,), daemon=True)
+        lingering.start()
+        wait_until(lambda: agent.of(Done), "it lingers")
+        agent.close()
+        lingering.join(20)
+        assert not lingering.is_alive()
 
 
 def test_a_forked_child_keeps_out(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,6 +17,8 @@ from fake_worker import Agent, under
 
 from elasticrt import ConfigError, PreparationError, prepare
 from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.contract.page import Page
+from elasticrt.train.lock import FileLock
 from elasticrt.train.prepared import RECORD
 
 
@@ -39,6 +42,13 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def longer_at_the_same_time(path: Path) -> None:
+    """As a copy that was cut short or written on, with its times set."""
+    times = path.stat()
+    path.write_text("longer")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def test_builds_once(tmp_path):
     """The first call builds, the second finds it; nothing is left beside it but the lock."""
     build = Builder()
@@ -59,6 +69,7 @@ def test_builds_once(tmp_path):
         lambda path: (path / RECORD).write_text("no json"),
         lambda path: (path / RECORD).write_text(json.dumps({"format": 1, "version": "1", "files": [{"path": 3}]})),
         lambda path: shutil.rmtree(path / "sub"),
+        lambda path: longer_at_the_same_time(path / "a.txt"),
     ],
 )
 def test_damaged_is_built_again(tmp_path, damage):
@@ -211,6 +222,35 @@ def test_everybody_fails_with_the_builders_error(tmp_path, monkeypatch):
     assert ends(fork(lambda: prepare(tmp_path / "data", Builder()))) == [0]
 
 
+@pytest.mark.parametrize(
+    ("version", "age_s", "speaks"), [("1", 0, True), ("2", 0, False), ("1", 61, False)], ids=["", "version", "old"]
+)
+def test_a_failure_speaks_for_its_version_and_not_for_long(tmp_path, version, age_s, speaks):
+    """D05: who comes late in the same start fails with the builder's error, for a minute; another version is built."""
+    with pytest.raises(PreparationError):
+        prepare(tmp_path / "data", raising)
+    note = tmp_path / ".data.failed.json"
+    os.utime(note, (time.time() - age_s,) * 2)
+    build = Builder()
+    if speaks:
+        with pytest.raises(PreparationError, match="no such corpus"):
+            prepare(tmp_path / "data", build, version=version)
+    else:
+        prepare(tmp_path / "data", build, version=version)
+        assert not note.exists()
+    assert build.calls == (not speaks)
+
+
+def test_of_two_threads_one_has_the_lock(tmp_path):
+    """Record locks know only processes: between the threads of one there is another."""
+    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert first.acquire("first")
+    assert not second.acquire("second")
+    first.release()
+    assert second.acquire("second")
+    second.release()
+
+
 @pytest.mark.parametrize("at", ["begin", "middle", "end"])
 def test_a_killed_builder_is_replaced(tmp_path, at):
     """SIGKILL at any point of the build: one of those who wait takes over, and nobody sees a part (D01, S9)."""
@@ -282,6 +322,33 @@ def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
         assert len(published.digest) == 64
     assert build.calls == 1
     assert path.is_dir()
+
+
+def test_workshops_of_earlier_generations_are_swept(tmp_path, monkeypatch):
+    """D02: what dead builders left goes with the next result; one of the same generation may be paused, and live."""
+    for generation in (2, 3):
+        (tmp_path / f".data.shared-{generation}-0123").mkdir()
+    agent = Agent(answer=answers((True, ""), (True, "")))
+    with under(agent, monkeypatch, generation=3):
+        prepare(tmp_path / "data", Builder(), scope="shared")
+    assert names(tmp_path) == [".data.shared-3-0123", "data"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
+    """A membership change waits for a build under way, and for nothing after it."""
+    fd, seen = Page.create(), []
+    page = Page(fd)
+
+    def build(directory: Path) -> None:
+        seen.append(page.building)
+        (raising if fails else Builder())(directory)
+
+    with under(Agent(), monkeypatch, page_fd=fd), contextlib.suppress(PreparationError):
+        prepare(tmp_path / "data", build)
+    assert (seen, page.building) == ([1], 0)
+    page.close()
+    os.close(fd)
 
 
 def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
