@@ -52,7 +52,7 @@ def pods(docs: Sequence[Doc]) -> Iterator[tuple[str, Doc]]:
 
 
 def containers(template: Doc) -> list[Doc]:
-    """All containers of a pod."""
+    """All containers of a pod, those for its start included."""
     return [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tests.deploy.kubernetes.environment import environment
 from tests.deploy.kubernetes.finding import Doc, jobs, labels, of_kind, pods, rule, selects, settings
 
 # Agents.
@@ -170,7 +171,7 @@ def agents_find_etcd(docs: Sequence[Doc]) -> Iterator[str]:
     given = settings(docs)
     for doc in of_kind(docs, "StatefulSet"):
         name, spec = doc["metadata"]["name"], doc["spec"]
-        env = {each["name"]: each.get("value", "") for each in spec["template"]["spec"]["containers"][0]["env"]}
+        env = environment(docs, spec["template"]["spec"]["containers"][0], {})
         scheme = env["ETCD_LISTEN_CLIENT_URLS"].partition(":")[0]
         wanted = {f"{scheme}://{name}-{number}.{spec['serviceName']}:2379" for number in range(spec["replicas"])}
         if set(given.get("ELASTICRT_ETCD", "").split(",")) != wanted:
@@ -191,7 +192,7 @@ def etcd_survives_a_node(docs: Sequence[Doc]) -> Iterator[str]:
     for doc in of_kind(docs, "StatefulSet"):
         name, spec = doc["metadata"]["name"], doc["spec"]
         replicas, pod = spec["replicas"], spec["template"]["spec"]
-        env = {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
+        env = environment(docs, pod["containers"][0], {})
         scheme = env["ETCD_LISTEN_PEER_URLS"].partition(":")[0]
         members = [f"{name}-{n}={scheme}://{name}-{n}.{spec['serviceName']}:2380" for n in range(replicas)]
         if env["ETCD_INITIAL_CLUSTER"] != ",".join(members):

@@ -17,6 +17,7 @@ from elasticrt.errors import (
     EXIT_USAGE,
     EXIT_WORKERS,
 )
+from tests.deploy.kubernetes.environment import entries, environment, undefined
 from tests.deploy.kubernetes.finding import Doc, containers, jobs, labels, pods, quantity, rule, selects, settings
 
 FINAL = {EXIT_WORKERS, EXIT_USAGE, EXIT_CHECKPOINT, EXIT_PREPARATION}
@@ -169,6 +170,25 @@ def nothing_is_injected(docs: Sequence[Doc]) -> Iterator[str]:
         for field in ("automountServiceAccountToken", "enableServiceLinks"):
             if template["spec"].get(field) is not False:
                 yield f"{name}: {field} is not false"
+
+
+@rule("seen: kustomize puts patched entries first; etcd ends with 'bootstrap failed ... https://$(POD_NAME).etcd:2380'")
+def references_are_defined(docs: Sequence[Doc]) -> Iterator[str]:
+    """Each $(NAME) in an entry's value is an entry further up; those in commands and paths are any of its entries."""
+    for pod, template in pods(docs):
+        for container in containers(template):
+            where = f"{pod}: {container['name']}"
+            for name, text, before in entries(docs, container, {}):
+                yield from (f"{where}: {name} uses $({each}) before it is defined" for each in undefined(text, before))
+            env = environment(docs, container, {})
+            words = [*container.get("command", ()), *container.get("args", ())]
+            words += [mount.get("subPathExpr", "") for mount in container.get("volumeMounts", ())]
+            for word in words:
+                yield from (f"{where}: {word} uses $({each}), which is not defined" for each in undefined(word, env))
+            names = [each["name"] for each in container.get("env", ())]
+            yield from (f"{where}: {name} is there twice" for name in sorted(set(names)) if names.count(name) > 1)
+    for name, text in settings(docs).items():
+        yield from (f"{name} uses $({each}): a ConfigMap's text is taken as it is" for each in undefined(text, {}))
 
 
 @rule("seen: the replacement stays Pending while a node is lost ('didn't match pod topology spread constraints')")

@@ -124,6 +124,10 @@ def _index_as_name(docs: list[Doc]) -> None:
     agent(docs)["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] = "metadata.annotations['batch.kubernetes.io/index']"
 
 
+def _env_reversed(docs: list[Doc]) -> None:
+    kind(docs, "StatefulSet", "etcd")["template"]["spec"]["containers"][0]["env"].reverse()
+
+
 BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("leaving_is_no_failure", "143 counts", lambda d: job(d)["podFailurePolicy"]["rules"].pop(1)),
     ("leaving_is_no_failure", "evictions count", lambda d: job(d)["podFailurePolicy"]["rules"].pop(0)),
@@ -151,6 +155,14 @@ BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("nothing_is_injected", "a token", lambda d: pod(d).pop("automountServiceAccountToken")),
     ("nothing_is_injected", "service links",
      lambda d: kind(d, "StatefulSet", "etcd")["template"]["spec"].pop("enableServiceLinks")),
+    ("references_are_defined", "in another order", _env_reversed),
+    ("references_are_defined", "in a command", lambda d: agent(d)["args"].append("--run-id=$(RUN)")),
+    ("references_are_defined", "at the start", lambda d: pod(d).update(initContainers=[
+        {**agent(d), "name": "before", "command": ["true", "$(POD_NAME)"]}])),
+    ("references_are_defined", "in a path", lambda d: agent(d)["volumeMounts"][0].update(subPathExpr="$(POD_NAME)")),
+    ("references_are_defined", "in the ConfigMap",
+     lambda d: kind(d, "ConfigMap", "train").update(OMP_NUM_THREADS="$(ELASTICRT_MAX_NODES)")),
+    ("references_are_defined", "twice", lambda d: agent(d)["env"].append(dict(agent(d)["env"][1]))),
     ("spreading_is_a_wish", "DoNotSchedule",
      lambda d: pod(d)["topologySpreadConstraints"][0].update(whenUnsatisfiable="DoNotSchedule")),
     ("lost_pods_are_given_up_soon", "the default", lambda d: pod(d).pop("tolerations")),

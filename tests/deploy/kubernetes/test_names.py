@@ -18,7 +18,8 @@ from elasticrt.store import server
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Credentials
-from tests.deploy.kubernetes.finding import Doc, jobs, of_kind, settings
+from tests.deploy.kubernetes.environment import environment
+from tests.deploy.kubernetes.finding import Doc, jobs, of_kind
 from tests.deploy.kubernetes.rendering import DEPLOY, OVERLAYS, documents, overlay
 from tests.servers import free_port
 
@@ -37,11 +38,10 @@ def agent(docs: list[Doc]) -> Doc:
 def test_a_pod_is_told_what_elasticrt_run_understands(name: str, tmp_path: Path) -> None:
     """Every ELASTICRT_ variable is one of an option, and command and variables together are a valid `elasticrt run`."""
     docs = overlay(name)
-    env = {**settings(docs), "ELASTICRT_NODE": "train-0-x2b4d"}
+    env = environment(docs, agent(docs), {"metadata.name": "train-0-x2b4d"})
     options = declare(parser := Parser(allow_abbrev=False))
     known = {f"ELASTICRT_{action.dest.upper()}" for action in parser._actions}
-    named = {each["name"] for each in agent(docs)["env"]} | set(env)
-    assert {each for each in named if each.startswith("ELASTICRT_")} <= known
+    assert {each for each in env if each.startswith("ELASTICRT_")} <= known
     for variable in ("CA", "CERT", "KEY"):
         if f"ELASTICRT_ETCD_{variable}_FILE" in env:
             mounted = Path(env[f"ELASTICRT_ETCD_{variable}_FILE"])
@@ -73,10 +73,9 @@ def test_the_script_is_in_the_image_and_has_these_options(name: str) -> None:
 
 
 def etcd_env(docs: list[Doc]) -> dict[str, str]:
-    """What etcd's container is told."""
+    """What etcd's container is told in the first member's pod."""
     (doc,) = of_kind(docs, "StatefulSet")
-    env = doc["spec"]["template"]["spec"]["containers"][0]["env"]
-    return {each["name"]: each.get("value", "") for each in env}
+    return environment(docs, doc["spec"]["template"]["spec"]["containers"][0], {"metadata.name": "etcd-0"})
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -116,7 +115,7 @@ def test_etcd_and_agents_trust_each_other(certificates: dict[str, Path], tmp_pat
     env["ETCD_INITIAL_CLUSTER"] = env["ETCD_INITIAL_CLUSTER"].split(",")[0]
     env["ETCD_DATA_DIR"] = str(tmp_path / "data")
     for name, value in env.items():
-        text = value.replace("$(POD_NAME)", "etcd-0").replace("/etc/etcd/tls", str(certificates["etcd-server-tls"]))
+        text = value.replace("/etc/etcd/tls", str(certificates["etcd-server-tls"]))
         for number, port in ports.items():
             text = text.replace(f"0.0.0.0:{number}", f"127.0.0.1:{port}")
             text = text.replace(f"etcd-0.etcd:{number}", f"localhost:{port}")
