@@ -76,6 +76,13 @@ def selects(selector: Doc, of_pod: dict[str, str]) -> bool:
     return all(of_pod.get(name) == value for name, value in by_labels.items())
 
 
+def means(selector: Doc, template: Doc, keys: Sequence[str] = ("name", "component", "instance")) -> bool:
+    """Whether a selector matches a pod's labels, and by each of `keys` that the pod has: not others' as well."""
+    of_pod = labels(template)
+    named = {*selector.get("matchLabels", selector), *(each["key"] for each in selector.get("matchExpressions", ()))}
+    return selects(selector, of_pod) and {*of_pod} & {f"app.kubernetes.io/{key}" for key in keys} <= named
+
+
 def quantity(text: str) -> int:
     """`512Mi` in bytes."""
     match = re.fullmatch(r"([0-9]+)(|Ki|Mi|Gi|Ti)", text)

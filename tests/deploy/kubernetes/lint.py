@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.deploy.kubernetes import lint_around, lint_pods
+from tests.deploy.kubernetes import lint_around, lint_etcd, lint_pods
 from tests.deploy.kubernetes.finding import BROKE, RULES, Doc
 
-__all__ = ["BROKE", "RULES", "complaints", "lint_around", "lint_pods"]
+__all__ = ["BROKE", "RULES", "complaints", "lint_around", "lint_etcd", "lint_pods"]
 
 
 def complaints(docs: Sequence[Doc]) -> dict[str, list[str]]:

@@ -1,11 +1,10 @@
-"""What a schema cannot know about what surrounds the pods: their options, budgets, Services, policies, and etcd."""
+"""What a schema cannot know about what surrounds the pods: their options, claims, budgets, Services and policies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tests.deploy.kubernetes.environment import environment
-from tests.deploy.kubernetes.finding import Doc, jobs, labels, of_kind, pods, rule, selects, settings
+from tests.deploy.kubernetes.finding import Doc, jobs, labels, means, of_kind, pods, rule, selects, settings
 
 # Agents.
 
@@ -39,14 +38,18 @@ def probes_ask_the_agent(docs: Sequence[Doc]) -> Iterator[str]:
 
 @rule("a node that is busy for a moment answers late, and a healthy pod is killed with its workers")
 def liveness_is_lenient(docs: Sequence[Doc]) -> Iterator[str]:
-    """A pod is killed only after 30 s of silence at least, and has a minute to start."""
-    for spec in jobs(docs):
-        for container in spec["template"]["spec"]["containers"]:
-            for kind, least in (("livenessProbe", 30), ("startupProbe", 60)):
+    """A pod has one to three minutes to start, is killed after one of silence at least, and 3 s for each answer."""
+    for _, template in pods(docs):
+        for container in template["spec"]["containers"]:
+            for kind, least, most in (
+                ("startupProbe", 60, 180), ("livenessProbe", 60, 180), ("readinessProbe", 10, 15),
+            ):  # fmt: skip
                 probe = container.get(kind, {})
                 lasts = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
-                if lasts < least:
+                if not least <= lasts <= most:
                     yield f"{kind} fails after {lasts} s"
+                if kind != "startupProbe" and probe.get("timeoutSeconds", 1) < 3:
+                    yield f"{kind} waits {probe.get('timeoutSeconds', 1)} s for an answer"
 
 
 @rule("a ConfigMap that is edited gives the next replaced pod other options than the rest have: exit code 7, for ever")
@@ -63,6 +66,16 @@ def options_do_not_change(docs: Sequence[Doc]) -> Iterator[str]:
                 yield f"{container['name']} takes {sorted(map(str, taken))}; there is {sorted(names)}"
 
 
+@rule("another version's defaults: a grace period that is too short, a queue that is too long, a run without a name")
+def options_are_stated(docs: Sequence[Doc]) -> Iterator[str]:
+    """What the pod's own fields count on is written down, and a run has a name."""
+    given = settings(docs)
+    wanted = "RUN_ID RUN_DIR MIN_NODES MAX_NODES WORKERS_PER_NODE JOIN_TIMEOUT ETCD_WAIT"
+    for name in (*wanted.split(), "LEASE_TTL", "DRAIN_TIMEOUT", "STOP_TIMEOUT"):
+        if not given.get(f"ELASTICRT_{name}"):
+            yield f"ELASTICRT_{name} is not stated"
+
+
 @rule("each pod writes to a disk of its own, and the next generation finds no checkpoint (exit code 5)")
 def checkpoints_are_shared(docs: Sequence[Doc]) -> Iterator[str]:
     """Paths given to the agent lie on a claimed volume; several etcd members mean several nodes, so ReadWriteMany."""
@@ -74,13 +87,27 @@ def checkpoints_are_shared(docs: Sequence[Doc]) -> Iterator[str]:
                    if "persistentVolumeClaim" in each}  # fmt: skip
         for container in pod["containers"]:
             shared = [each["mountPath"] for each in container["volumeMounts"] if volumes.get(each["name"]) in claims]
-            paths = [word.partition("=")[2] for word in container["args"] if word.startswith("--checkpoint-dir=")]
-            for path in [*paths, settings(docs).get("ELASTICRT_RUN_DIR", "")]:
-                if not any(path.startswith(f"{mount}/") for mount in shared):
-                    yield f"{path or 'the run directory'} is on no claimed volume"
+            for option in ("--data-dir=", "--checkpoint-dir="):
+                if not any(word.startswith(option) for word in container["args"]):
+                    yield f"{option} is not given, and its default is on no claimed volume"
+            words = [word for word in container["args"] if word.startswith(("--data-dir=", "--checkpoint-dir="))]
+            for path in [*(word.partition("=")[2] for word in words), settings(docs).get("ELASTICRT_RUN_DIR", "/")]:
+                if path != "/" and not any(path.startswith(f"{mount}/") for mount in shared):
+                    yield f"{path} is on no claimed volume"
         for name in volumes.values():
             if several and "ReadWriteMany" not in claims.get(name, {}).get("accessModes", ()):
                 yield f"claim {name} is not ReadWriteMany"
+
+
+@rule("the API server refuses a claim that does not say how much, and of what kind")
+def claims_are_complete(docs: Sequence[Doc]) -> Iterator[str]:
+    """Each claim, those of a StatefulSet's pods as well, has access modes and a size."""
+    claims = of_kind(docs, "PersistentVolumeClaim")
+    claims += [each for doc in of_kind(docs, "StatefulSet") for each in doc["spec"].get("volumeClaimTemplates", ())]
+    for claim in claims:
+        spec = claim.get("spec", {})
+        if not spec.get("accessModes") or not spec.get("resources", {}).get("requests", {}).get("storage"):
+            yield f"claim {claim.get('metadata', {}).get('name')}: access modes or size are missing"
 
 
 # Budgets, Services and policies.
@@ -101,31 +128,59 @@ def budgets_of_jobs_are_integers(docs: Sequence[Doc]) -> Iterator[str]:
                 yield f"{each['metadata']['name']}: minAvailable must be an integer, and maxUnavailable absent"
             elif budget["minAvailable"] != least:
                 yield f"{each['metadata']['name']}: minAvailable {budget['minAvailable']}, min-nodes {least}"
-            if budget.get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
-                yield f"{each['metadata']['name']}: a pod that is not ready would block the drain"
+    for each in of_kind(docs, "PodDisruptionBudget"):
+        if each["spec"].get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
+            yield f"{each['metadata']['name']}: a pod that is not ready would block the drain"
 
 
-@rule("a label renamed in one place: a Service without endpoints, a policy that lets nobody in, a budget over nothing")
+@rule("a label renamed in one place: a Service without endpoints, a policy over nothing; left out: over others' pods")
 def selectors_select_something(docs: Sequence[Doc]) -> Iterator[str]:
-    """Every selector of a Service, budget, policy and StatefulSet matches pods of this rendering."""
-    of_pods = [labels(template) for _, template in pods(docs)]
+    """Every selector of a Service, budget, policy and StatefulSet means pods of this rendering, and no others."""
+    templates = [template for _, template in pods(docs)]
     for doc in docs:
-        selectors = []
         if doc["kind"] in ("Service", "PodDisruptionBudget", "StatefulSet"):
-            selectors.append(doc["spec"]["selector"])
-        if doc["kind"] == "NetworkPolicy":
+            selectors = [(doc["spec"]["selector"], ("name", "component", "instance"))]
+        elif doc["kind"] == "NetworkPolicy":
             spec = doc["spec"]
-            others = [*spec.get("ingress", ()), *spec.get("egress", ())]
-            selectors.append(spec["podSelector"])
-            selectors += [
-                each["podSelector"]
-                for other in others
-                for each in [*other.get("from", ()), *other.get("to", ())]
-                if "podSelector" in each
-            ]
-        for selector in selectors:
-            if not any(selects(selector, each) for each in of_pods):
-                yield f"{doc['kind']} {doc['metadata']['name']} selects nothing: {selector}"
+            own = [each for each in templates if selects(spec["podSelector"], labels(each))]
+            selectors = [(spec["podSelector"], ("name", "component", "instance"))]
+            for other in [*spec.get("ingress", ()), *spec.get("egress", ())]:
+                for each in [*other.get("from", ()), *other.get("to", ())]:
+                    # Within a run nobody else is meant; etcd is for all runs of a namespace.
+                    inside = any(selects(each["podSelector"], labels(template)) for template in own)
+                    keys = ("name", "component", "instance") if inside else ("name", "component")
+                    selectors.append((each["podSelector"], keys))
+        else:
+            continue
+        for selector, keys in selectors:
+            if not any(means(selector, template, keys) for template in templates):
+                yield f"{doc['kind']} {doc['metadata']['name']} selects nothing, or others as well: {selector}"
+
+
+@rule("a Service with an address of its own gives no pod a name; a port that no container has is refused by everybody")
+def names_lead_to_pods(docs: Sequence[Doc]) -> Iterator[str]:
+    """A Job's subdomain is a headless Service over its pods, and each Service's ports are ports of its pods."""
+    services = {doc["metadata"]["name"]: doc["spec"] for doc in of_kind(docs, "Service")}
+    for spec in jobs(docs):
+        template = spec["template"]
+        service = services.get(template["spec"].get("subdomain"))
+        if service is None or service.get("clusterIP") != "None" or not selects(service["selector"], labels(template)):
+            yield f"subdomain {template['spec'].get('subdomain')} is no headless Service over the Job's pods"
+    for doc in of_kind(docs, "JobSet"):
+        if doc["spec"].get("network", {}).get("enableDNSHostnames") is not False:
+            yield "the JobSet makes a Service and a subdomain of its own"
+    for name, service in services.items():
+        served = [
+            (port.get("name"), port["containerPort"])
+            for _, template in pods(docs) if selects(service["selector"], labels(template))
+            for container in template["spec"]["containers"] for port in container.get("ports", ())
+        ]  # fmt: skip
+        named = [port for port in service.get("ports", ()) if port.get("name")]
+        if len(service.get("ports", ())) > max(len(named), 1):
+            yield f"Service {name}: several ports need a name each"
+        ports = [port.get("targetPort", port["port"]) for port in service.get("ports", ())]
+        if not ports or not all(any(port in each for each in served) for port in ports):
+            yield f"Service {name}: ports {ports}; its pods have {served}"
 
 
 @rule("agents cannot resolve etcd's name, or reach etcd but not each other: silence for a whole time-out")
@@ -137,20 +192,23 @@ def workers_reach_what_they_need(docs: Sequence[Doc]) -> Iterator[str]:
             policy = doc["spec"]
             if not selects(policy["podSelector"], own):
                 continue
-            if not _lets(policy.get("ingress", ()), "from", own, None):
+            if sorted(policy.get("policyTypes", ())) != ["Egress", "Ingress"]:
+                yield f"{doc['metadata']['name']} is about {policy.get('policyTypes')}"
+            if not lets(policy.get("ingress", ()), "from", own, None):
                 yield f"{doc['metadata']['name']}: workers do not let each other in"
-            if not _lets(policy.get("egress", ()), "to", own, None):
+            if not lets(policy.get("egress", ()), "to", own, None):
                 yield f"{doc['metadata']['name']}: workers do not reach each other on all ports"
             for protocol in ("UDP", "TCP"):
                 if not any(each.get("protocol") == protocol and each.get("port") == 53
                            for other in policy.get("egress", ()) for each in other.get("ports", ())):  # fmt: skip
                     yield f"{doc['metadata']['name']}: no DNS over {protocol}"
             for other in of_kind(docs, "StatefulSet"):
-                if not _lets(policy.get("egress", ()), "to", labels(other["spec"]["template"]), 2379):
-                    yield f"{doc['metadata']['name']}: workers do not reach {other['metadata']['name']}"
+                outward, of_etcd = policy.get("egress", ()), labels(other["spec"]["template"])
+                if not lets(outward, "to", of_etcd, 2379) or lets(outward, "to", of_etcd, None):
+                    yield f"{doc['metadata']['name']}: workers need {other['metadata']['name']}, at its port alone"
 
 
-def _lets(rules: Sequence[Doc], direction: str, whom: dict[str, str], port: int | None) -> bool:
+def lets(rules: Sequence[Doc], direction: str, whom: dict[str, str], port: int | None) -> bool:
     """Whether some rule lets traffic of pods with these labels through: on that port, or (None) on all."""
     for each in rules:
         selected = any(
@@ -160,55 +218,3 @@ def _lets(rules: Sequence[Doc], direction: str, whom: dict[str, str], port: int 
         if selected and open_ and (port is not None or "ports" not in each):
             return True
     return False
-
-
-# etcd.
-
-
-@rule("a name that no Service gives, or http where etcd speaks TLS: every pod ends with exit code 4")
-def agents_find_etcd(docs: Sequence[Doc]) -> Iterator[str]:
-    """Every endpoint is a member of the StatefulSet, by its headless Service, in etcd's own scheme; TLS or said not."""
-    given = settings(docs)
-    for doc in of_kind(docs, "StatefulSet"):
-        name, spec = doc["metadata"]["name"], doc["spec"]
-        env = environment(docs, spec["template"]["spec"]["containers"][0], {})
-        scheme = env["ETCD_LISTEN_CLIENT_URLS"].partition(":")[0]
-        wanted = {f"{scheme}://{name}-{number}.{spec['serviceName']}:2379" for number in range(spec["replicas"])}
-        if set(given.get("ELASTICRT_ETCD", "").split(",")) != wanted:
-            yield f"agents are told {given.get('ELASTICRT_ETCD')}; there are {sorted(wanted)}"
-        if (scheme == "http") != ("ELASTICRT_INSECURE_ETCD" in given):
-            yield f"etcd speaks {scheme}, and ELASTICRT_INSECURE_ETCD is {given.get('ELASTICRT_INSECURE_ETCD')}"
-        if scheme == "https" and "ELASTICRT_ETCD_CA_FILE" not in given:
-            yield "etcd speaks TLS, and agents have no authority to check it by"
-        services = {each["metadata"]["name"]: each["spec"] for each in of_kind(docs, "Service")}
-        service = services.get(spec["serviceName"], {})
-        if service.get("clusterIP") != "None" or service.get("publishNotReadyAddresses") is not True:
-            yield f"Service {spec['serviceName']} must be headless and name members before they are ready"
-
-
-@rule("two of two members are a majority, so losing one loses all; members that share a node die together")
-def etcd_survives_a_node(docs: Sequence[Doc]) -> Iterator[str]:
-    """An odd number of members that know each other; several: disks, apart from each other, one away at a time."""
-    for doc in of_kind(docs, "StatefulSet"):
-        name, spec = doc["metadata"]["name"], doc["spec"]
-        replicas, pod = spec["replicas"], spec["template"]["spec"]
-        env = environment(docs, pod["containers"][0], {})
-        scheme = env["ETCD_LISTEN_PEER_URLS"].partition(":")[0]
-        members = [f"{name}-{n}={scheme}://{name}-{n}.{spec['serviceName']}:2380" for n in range(replicas)]
-        if env["ETCD_INITIAL_CLUSTER"] != ",".join(members):
-            yield f"{replicas} members, told of {env['ETCD_INITIAL_CLUSTER']}"
-        if replicas % 2 == 0:
-            yield f"{replicas} members: no more can be lost than of {replicas - 1}"
-        if replicas == 1:
-            continue
-        if spec.get("podManagementPolicy") != "Parallel":
-            yield "members start one after the other, and none is ready before there is a majority"
-        if not spec.get("volumeClaimTemplates"):
-            yield "several members without disks: after a power cut of all, nothing is left"
-        apart = pod.get("affinity", {}).get("podAntiAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution")
-        if not apart or not all(selects(each["labelSelector"], labels(spec["template"])) for each in apart):
-            yield "members may share a node"
-        budgets = [each["spec"] for each in of_kind(docs, "PodDisruptionBudget")
-                   if selects(each["spec"]["selector"], labels(spec["template"]))]  # fmt: skip
-        if [each.get("maxUnavailable") for each in budgets] != [1]:
-            yield "its PodDisruptionBudget must allow one member to be away"

@@ -18,7 +18,7 @@ from elasticrt.errors import (
     EXIT_WORKERS,
 )
 from tests.deploy.kubernetes.environment import entries, environment, undefined
-from tests.deploy.kubernetes.finding import Doc, containers, jobs, labels, pods, quantity, rule, selects, settings
+from tests.deploy.kubernetes.finding import Doc, containers, jobs, means, of_kind, pods, quantity, rule, settings
 
 FINAL = {EXIT_WORKERS, EXIT_USAGE, EXIT_CHECKPOINT, EXIT_PREPARATION}
 AGAIN = {EXIT_RENDEZVOUS, EXIT_STORE, EXIT_DUPLICATE}
@@ -32,6 +32,9 @@ WORDS = {
     "fsGroupChangePolicy": {"OnRootMismatch", "Always"},
     "restartPolicy": {"Never", "OnFailure", "Always"},
     "medium": {"", "Memory"},
+    "protocol": {"TCP", "UDP", "SCTP"},
+    "operator": {"In", "NotIn", "Exists", "DoesNotExist", "Equal"},
+    "accessModes": {"ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"},
     "effect": {"NoExecute", "NoSchedule", "PreferNoSchedule"},
 }
 
@@ -45,6 +48,8 @@ def leaving_is_no_failure(docs: Sequence[Doc]) -> Iterator[str]:
     for spec in jobs(docs):
         rules = spec.get("podFailurePolicy", {}).get("rules")
         if rules is None:
+            if spec.get("podReplacementPolicy") != "TerminatingOrFailed":
+                yield "no podFailurePolicy, and nothing in return for it"
             continue
         ignored = [each for each in rules if each["action"] == "Ignore"]
         codes = {code for each in ignored for code in each.get("onExitCodes", {}).get("values", ())}
@@ -70,7 +75,7 @@ def final_codes_end_the_job(docs: Sequence[Doc]) -> Iterator[str]:
         if final != FINAL:
             yield f"FailJob for {sorted(final)}; final are {sorted(FINAL)}, not {sorted(AGAIN)}, never {EXIT_OK}"
         for each in rules:
-            name = each.get("onExitCodes", {}).get("containerName", next(iter(names)))
+            name = each.get("onExitCodes", {}).get("containerName", next(iter(names), None))
             if name not in names:
                 yield f"there is no container {name}"
 
@@ -106,19 +111,30 @@ def pods_are_replaced_not_restarted(docs: Sequence[Doc]) -> Iterator[str]:
             yield "activeDeadlineSeconds kills the run without a checkpoint"
 
 
+@rule("ended pods stay for ever, and the name of the Job with them; or they go before anybody has read their logs")
+def ended_jobs_go(docs: Sequence[Doc]) -> Iterator[str]:
+    """ttlSecondsAfterFinished, of an hour at least."""
+    for spec in jobs(docs):
+        if spec.get("ttlSecondsAfterFinished", 0) < 3600:
+            yield f"ttlSecondsAfterFinished {spec.get('ttlSecondsAfterFinished')}"
+
+
 # Pods.
 
 
 @rule("SIGKILL in the middle of the last checkpoint: the default of 30 s is what draining, stopping and a lease take")
 def grace_is_long_enough(docs: Sequence[Doc]) -> Iterator[str]:
-    """terminationGracePeriodSeconds >= drain timeout + stop timeout + lease."""
+    """terminationGracePeriodSeconds is stated, and >= drain timeout + stop timeout + lease."""
     given = settings(docs)
     needed = sum(
         seconds(given.get(f"ELASTICRT_{name}", default))
         for name, default in (("DRAIN_TIMEOUT", "15"), ("STOP_TIMEOUT", "10"), ("LEASE_TTL", "5"))
     )
+    for name, template in pods(docs):
+        if "terminationGracePeriodSeconds" not in template["spec"]:
+            yield f"{name}: the default, which is just enough for today's options"
     for spec in jobs(docs):
-        grace = spec["template"]["spec"].get("terminationGracePeriodSeconds", 30)
+        grace = spec["template"]["spec"].get("terminationGracePeriodSeconds", needed)
         if grace < needed:
             yield f"{grace} s; draining, stopping and a lease take {needed:g} s"
 
@@ -139,6 +155,36 @@ def shared_memory_has_a_size(docs: Sequence[Doc]) -> Iterator[str]:
                 yield f"{container['name']}: /dev/shm of {shm['sizeLimit']} in {limit} of memory"
 
 
+@rule("a mount without a volume is refused; a volume without a mount, and the write goes to a root that is read-only")
+def volumes_are_mounted(docs: Sequence[Doc]) -> Iterator[str]:
+    """Mounts and volumes belong to each other; HOME and /tmp can be written to; Secrets cannot, disks are bounded."""
+    for name, template in pods(docs):
+        volumes = {each["name"]: each for each in template["spec"].get("volumes", ())}
+        claimed = {
+            each["metadata"]["name"]
+            for doc in of_kind(docs, "StatefulSet")
+            if doc["spec"]["template"] is template
+            for each in doc["spec"].get("volumeClaimTemplates", ())
+        }
+        mounts = [each for container in containers(template) for each in container.get("volumeMounts", ())]
+        if {each["name"] for each in mounts} != {*volumes, *claimed}:
+            yield f"{name}: volumes {sorted({*volumes, *claimed})}, mounts {sorted({each['name'] for each in mounts})}"
+        for each in mounts:
+            secret = volumes.get(each["name"], {}).get("secret")
+            if secret is not None and (not each.get("readOnly") or secret.get("defaultMode") != 0o440):
+                yield f"{name}: {each['name']} is a key; it must be read-only, and readable by the group alone"
+        for volume in volumes.values():
+            disk = volume.get("emptyDir") if set(volume) - {"name"} else {}  # Without a source it is an emptyDir.
+            if disk is not None and disk.get("medium") != "Memory" and "sizeLimit" not in disk:
+                yield f"{name}: {volume['name']} may fill its node's disk"
+    for spec in jobs(docs):
+        for container in spec["template"]["spec"]["containers"]:
+            written = [each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")]
+            for path in ("/tmp", environment(docs, container, {}).get("HOME", "no HOME")):
+                if not any(path == mount or path.startswith(f"{mount}/") for mount in written):
+                    yield f"{container['name']}: {path} cannot be written to"
+
+
 @rule("seen: pod security 'restricted' complains; where a namespace enforces it, it refuses the pods")
 def restricted_security(docs: Sequence[Doc]) -> Iterator[str]:
     """What pod security "restricted" asks for, and a root file system that cannot be written to."""
@@ -157,15 +203,22 @@ def restricted_security(docs: Sequence[Doc]) -> Iterator[str]:
                 "seccompProfile": {"type": "RuntimeDefault"},
             }
             wrong += [f"{container['name']}.{key}" for key, value in wanted.items() if own.get(key) != value]
-            wrong += [] if own.get("runAsUser", 0) else [f"{container['name']}.runAsUser"]
-            wrong += ["fsGroup"] if "fsGroup" not in own and "fsGroup" not in of_pod else []
+            wrong += [f"{container['name']}.{key}" for key in ("runAsUser", "runAsGroup") if not own.get(key, 0)]
+        wrong += [] if of_pod.get("fsGroup") else ["fsGroup"]
+        if of_pod.get("fsGroupChangePolicy") != "OnRootMismatch":
+            wrong += ["fsGroupChangePolicy (each start would walk over every checkpoint)"]
         if wrong:
             yield f"{name}: {', '.join(wrong)}"
 
 
 @rule("a token is a way out of a training pod; service links make ETCD_* and ELASTICRT_* variables of Services' names")
 def nothing_is_injected(docs: Sequence[Doc]) -> Iterator[str]:
-    """No service account token, no variables for Services."""
+    """No service account token, no variables for Services; a Job's account is its own, without rights."""
+    accounts = {doc["metadata"]["name"]: doc for doc in of_kind(docs, "ServiceAccount")}
+    for spec in jobs(docs):
+        account = spec["template"]["spec"].get("serviceAccountName", "default")
+        if accounts.get(account, {}).get("automountServiceAccountToken") is not False:
+            yield f"account {account} is not ours, or mounts its token"
     for name, template in pods(docs):
         for field in ("automountServiceAccountToken", "enableServiceLinks"):
             if template["spec"].get(field) is not False:
@@ -196,21 +249,27 @@ def spreading_is_a_wish(docs: Sequence[Doc]) -> Iterator[str]:
     """topologySpreadConstraints with ScheduleAnyway, about the Job's own pods."""
     for spec in jobs(docs):
         template = spec["template"]
-        for each in template["spec"].get("topologySpreadConstraints", ()):
+        spread = template["spec"].get("topologySpreadConstraints", ())
+        if [each["topologyKey"] for each in spread] != ["kubernetes.io/hostname"]:
+            yield "pods share a node while others are free, and are lost together"
+        for each in spread:
             if each["whenUnsatisfiable"] != "ScheduleAnyway" and each.get("nodeTaintsPolicy") != "Honor":
                 yield f"{each['topologyKey']}: {each['whenUnsatisfiable']}"
-            if not selects(each["labelSelector"], labels(template)):
+            if not means(each["labelSelector"], template, ("name", "component")):
                 yield f"{each['topologyKey']}: it spreads other pods"
 
 
 @rule("by default a pod of a lost node is given up after 300 s, and its GPUs wait with it")
 def lost_pods_are_given_up_soon(docs: Sequence[Doc]) -> Iterator[str]:
-    """Tolerations of 60 s at most for nodes that are not ready or unreachable."""
+    """Tolerations of 10 to 60 s for nodes that are not ready or unreachable."""
     for spec in jobs(docs):
         tolerations = {each.get("key"): each for each in spec["template"]["spec"].get("tolerations", ())}
         for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-            if tolerations.get(key, {}).get("tolerationSeconds", 300) > 60:
-                yield f"{key} is tolerated for more than 60 s"
+            given = tolerations.get(key, {})
+            if not 10 <= given.get("tolerationSeconds", 300) <= 60:
+                yield f"{key} is tolerated for {given.get('tolerationSeconds', 300)} s"
+            elif (given.get("operator"), given.get("effect")) != ("Exists", "NoExecute"):
+                yield f"{key}: seconds go with operator Exists and effect NoExecute"
 
 
 @rule("pods that ask for no memory are the first to be killed, and the last to be placed where there is some")
@@ -225,6 +284,10 @@ def resources_are_stated(docs: Sequence[Doc]) -> Iterator[str]:
             devices = {key for key in {*requests, *limits} if "/" in key}
             if any(requests.get(key) != limits.get(key) for key in devices):
                 yield f"{name}: devices must be requested as they are limited: {sorted(devices)}"
+            tolerated = [(each.get("key"), each.get("operator"), each.get("effect"))
+                         for each in template["spec"].get("tolerations", ())]  # fmt: skip
+            if "nvidia.com/gpu" in devices and ("nvidia.com/gpu", "Exists", "NoSchedule") not in tolerated:
+                yield f"{name}: nodes with devices often have a taint of the device's name"
 
 
 @rule("`latest` is another version on a replaced pod than on the others, and their options may differ (exit code 7)")
@@ -250,8 +313,9 @@ def words_exist(docs: Sequence[Doc]) -> Iterator[str]:
 def _words(value: Any, where: str) -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key in WORDS and isinstance(inner, str) and inner not in WORDS[key]:
-                yield f"{where}: {key}: {inner}"
+            for word in inner if isinstance(inner, list) else [inner]:
+                if key in WORDS and isinstance(word, str) and word not in WORDS[key]:
+                    yield f"{where}: {key}: {word}"
             yield from _words(inner, where)
     elif isinstance(value, list):
         for inner in value:

@@ -113,7 +113,7 @@ def _unavailable(docs: list[Doc]) -> None:
 
 
 def _renamed(docs: list[Doc]) -> None:
-    kind(docs, "Service", "train")["selector"] = {"app": "train"}
+    kind(docs, "NetworkPolicy", "train")["podSelector"] = {"matchLabels": {"app": "train"}}
 
 
 def _mutable(docs: list[Doc]) -> None:
@@ -124,8 +124,19 @@ def _index_as_name(docs: list[Doc]) -> None:
     agent(docs)["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] = "metadata.annotations['batch.kubernetes.io/index']"
 
 
-def _env_reversed(docs: list[Doc]) -> None:
-    kind(docs, "StatefulSet", "etcd")["template"]["spec"]["containers"][0]["env"].reverse()
+def member(docs: list[Doc]) -> Any:
+    """etcd's container."""
+    return kind(docs, "StatefulSet", "etcd")["template"]["spec"]["containers"][0]
+
+
+def unset(container: Any, name: str) -> None:
+    """Take a variable away."""
+    container["env"] = [each for each in container["env"] if each["name"] != name]
+
+
+def _node_directory(docs: list[Doc]) -> None:
+    pod(docs)["volumes"].append({"name": "node", "hostPath": {"path": "/"}})
+    agent(docs)["volumeMounts"].append({"name": "node", "mountPath": "/node"})
 
 
 BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
@@ -140,9 +151,15 @@ BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("as_many_pods_as_nodes", "max-nodes raised alone",
      lambda d: kind(d, "ConfigMap", "train").update(ELASTICRT_MAX_NODES="6")),
     ("as_many_pods_as_nodes", "not indexed", lambda d: job(d).update(completionMode="NonIndexed")),
+    ("leaving_is_no_failure", "no policy", lambda d: job(d).pop("podFailurePolicy")),
+    ("ended_jobs_go", "never", lambda d: job(d).pop("ttlSecondsAfterFinished")),
+    ("ended_jobs_go", "at once", lambda d: job(d).update(ttlSecondsAfterFinished=0)),
     ("pods_are_replaced_not_restarted", "restarted in place", lambda d: pod(d).update(restartPolicy="OnFailure")),
     ("pods_are_replaced_not_restarted", "six failures in all", lambda d: job(d).pop("backoffLimit")),
     ("grace_is_long_enough", "a short one", lambda d: pod(d).update(terminationGracePeriodSeconds=29)),
+    ("grace_is_long_enough", "the Job's default", lambda d: pod(d).pop("terminationGracePeriodSeconds")),
+    ("grace_is_long_enough", "etcd's default",
+     lambda d: kind(d, "StatefulSet", "etcd")["template"]["spec"].pop("terminationGracePeriodSeconds")),
     ("grace_is_long_enough", "a long drain",
      lambda d: kind(d, "ConfigMap", "train").update(ELASTICRT_DRAIN_TIMEOUT="10m")),
     ("shared_memory_has_a_size", "no limit", lambda d: shm(d).pop("sizeLimit")),
@@ -150,12 +167,18 @@ BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("shared_memory_has_a_size", "all of the memory", lambda d: shm(d).update(sizeLimit="4Gi")),
     ("restricted_security", "root", lambda d: pod(d)["securityContext"].update(runAsNonRoot=False)),
     ("restricted_security", "a node's directory",
-     lambda d: pod(d)["volumes"].append({"name": "node", "hostPath": {"path": "/"}})),
+     _node_directory),
     ("restricted_security", "a writable root", lambda d: agent(d)["securityContext"].pop("readOnlyRootFilesystem")),
+    ("volumes_are_mounted", "no /tmp", lambda d: agent(d)["volumeMounts"].pop()),
+    ("volumes_are_mounted", "no HOME", lambda d: unset(agent(d), "HOME")),
+    ("volumes_are_mounted", "a key for all", lambda d: agent(d)["volumeMounts"][0].pop("readOnly")),
+    ("volumes_are_mounted", "a full disk", lambda d: pod(d)["volumes"][3]["emptyDir"].pop("sizeLimit")),
+    ("nothing_is_injected", "another account", lambda d: pod(d).pop("serviceAccountName")),
     ("nothing_is_injected", "a token", lambda d: pod(d).pop("automountServiceAccountToken")),
     ("nothing_is_injected", "service links",
      lambda d: kind(d, "StatefulSet", "etcd")["template"]["spec"].pop("enableServiceLinks")),
-    ("references_are_defined", "in another order", _env_reversed),
+    ("references_are_defined", "in another order",
+     lambda d: agent(d)["env"].insert(0, {"name": "NAME", "value": "of $(ELASTICRT_NODE)"})),
     ("references_are_defined", "in a command", lambda d: agent(d)["args"].append("--run-id=$(RUN)")),
     ("references_are_defined", "at the start", lambda d: pod(d).update(initContainers=[
         {**agent(d), "name": "before", "command": ["true", "$(POD_NAME)"]}])),
@@ -165,6 +188,9 @@ BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("references_are_defined", "twice", lambda d: agent(d)["env"].append(dict(agent(d)["env"][1]))),
     ("spreading_is_a_wish", "DoNotSchedule",
      lambda d: pod(d)["topologySpreadConstraints"][0].update(whenUnsatisfiable="DoNotSchedule")),
+    ("spreading_is_a_wish", "none", lambda d: pod(d).pop("topologySpreadConstraints")),
+    ("lost_pods_are_given_up_soon", "another effect",
+     lambda d: pod(d)["tolerations"][0].update(effect="NoSchedule")),
     ("lost_pods_are_given_up_soon", "the default", lambda d: pod(d).pop("tolerations")),
     ("resources_are_stated", "no memory", lambda d: agent(d)["resources"]["requests"].pop("memory")),
     ("images_have_versions", "latest", lambda d: agent(d).update(image="registry.example:5000/elasticrt")),
@@ -174,17 +200,34 @@ BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("probes_ask_the_agent", "ready is alive",
      lambda d: agent(d)["livenessProbe"]["httpGet"].update(path="/ready")),
     ("liveness_is_lenient", "at once", lambda d: agent(d)["livenessProbe"].update(failureThreshold=1)),
+    ("liveness_is_lenient", "one second",
+     lambda d: member(d)["readinessProbe"].pop("timeoutSeconds")),
+    ("options_are_stated", "no lease", lambda d: kind(d, "ConfigMap", "train").pop("ELASTICRT_LEASE_TTL")),
+    ("options_are_stated", "no name", lambda d: kind(d, "ConfigMap", "train").pop("ELASTICRT_RUN_ID")),
     ("options_do_not_change", "mutable", _mutable),
     ("options_do_not_change", "not taken", lambda d: agent(d)["envFrom"][0]["configMapRef"].update(name="other")),
     ("checkpoints_are_shared", "in the container",
      lambda d: agent(d).update(args=["run", "train.py", "--checkpoint-dir=/tmp/ckpt"])),
     ("checkpoints_are_shared", "one node's disk",
      lambda d: kind(d, "PersistentVolumeClaim", "checkpoints").update(accessModes=["ReadWriteOnce"])),
+    ("checkpoints_are_shared", "by default", lambda d: agent(d)["args"].pop()),
+    ("claims_are_complete", "no size", lambda d: kind(d, "PersistentVolumeClaim", "checkpoints").pop("resources")),
     ("budgets_of_jobs_are_integers", "a percentage", _percentage),
     ("budgets_of_jobs_are_integers", "maxUnavailable", _unavailable),
     ("budgets_of_jobs_are_integers", "unlike min-nodes",
      lambda d: kind(d, "ConfigMap", "train").update(ELASTICRT_MIN_NODES="3")),
     ("selectors_select_something", "a renamed label", _renamed),
+    ("selectors_select_something", "any run's pods",
+     lambda d: kind(d, "NetworkPolicy", "train")["podSelector"]["matchLabels"].pop("app.kubernetes.io/instance")),
+    ("selectors_select_something", "all workers",
+     lambda d: kind(d, "Service", "train")["selector"].pop("app.kubernetes.io/instance")),
+    ("names_lead_to_pods", "an address", lambda d: kind(d, "Service", "train").pop("clusterIP")),
+    ("names_lead_to_pods", "no subdomain", lambda d: pod(d).pop("subdomain")),
+    ("names_lead_to_pods", "no such port", lambda d: kind(d, "Service", "train")["ports"][0].update(targetPort="web")),
+    ("workers_reach_what_they_need", "one direction",
+     lambda d: kind(d, "NetworkPolicy", "train").update(policyTypes=["Ingress"])),
+    ("workers_reach_what_they_need", "all of etcd",
+     lambda d: kind(d, "NetworkPolicy", "train")["egress"][1].pop("ports")),
     ("workers_reach_what_they_need", "no DNS", lambda d: kind(d, "NetworkPolicy", "train")["egress"].pop(2)),
     ("workers_reach_what_they_need", "no etcd", lambda d: kind(d, "NetworkPolicy", "train")["egress"].pop(1)),
     ("workers_reach_what_they_need", "one port between workers",
@@ -192,11 +235,23 @@ BROKEN: list[tuple[str, str, Callable[[list[Doc]], object]]] = [
     ("agents_find_etcd", "http to TLS",
      lambda d: kind(d, "ConfigMap", "train").update(ELASTICRT_ETCD="http://etcd-0.etcd:2379")),
     ("agents_find_etcd", "names when ready", lambda d: kind(d, "Service", "etcd").pop("publishNotReadyAddresses")),
+    ("agents_find_etcd", "no certificate", lambda d: kind(d, "ConfigMap", "train").pop("ELASTICRT_ETCD_KEY_FILE")),
+    ("etcd_is_told_who_it_is", "another's name", lambda d: unset(member(d), "ETCD_NAME")),
+    ("etcd_is_told_who_it_is", "no compaction", lambda d: unset(member(d), "ETCD_AUTO_COMPACTION_RETENTION")),
+    ("etcd_is_told_who_it_is", "in the container", lambda d: unset(member(d), "ETCD_DATA_DIR")),
+    ("etcd_trusts_certificates", "anybody's", lambda d: unset(member(d), "ETCD_CLIENT_CERT_AUTH")),
+    ("etcd_trusts_certificates", "a path to nothing",
+     lambda d: kind(d, "ConfigMap", "train").update(ELASTICRT_ETCD_CA_FILE="/ca.crt")),
+    ("probes_ask_etcd", "over TLS", lambda d: member(d)["readinessProbe"]["httpGet"].update(port="client")),
+    ("etcd_is_reached_by_whom_it_should", "by everybody",
+     lambda d: kind(d, "NetworkPolicy", "etcd")["ingress"][1].pop("from")),
+    ("etcd_is_reached_by_whom_it_should", "not by members",
+     lambda d: kind(d, "NetworkPolicy", "etcd")["ingress"].pop()),
     ("etcd_survives_a_node", "members share a node",
      lambda d: kind(d, "StatefulSet", "etcd")["template"]["spec"].pop("affinity")),
     ("etcd_survives_a_node", "two may go", lambda d: kind(d, "PodDisruptionBudget", "etcd").update(maxUnavailable=2)),
-    ("words_exist", "a policy",
-     lambda d: job(d).update(podReplacementPolicy="Failled") or job(d).pop("podFailurePolicy")),
+    ("words_exist", "an effect",
+     lambda d: pod(d)["tolerations"].append({"key": "spot", "operator": "Exists", "effect": "NoExecution"})),
     ("words_exist", "an action", lambda d: job(d)["podFailurePolicy"]["rules"].append(
         {"action": "Nope", "onExitCodes": {"operator": "In", "values": [9]}})),
 ]  # fmt: skip
