@@ -12,19 +12,22 @@ from pathlib import Path
 import pytest
 
 from elasticrt.cli.main import build_parser
-from tests.deploy.kubernetes.rendering import DEPLOY, kubectl
+from tests.deploy.kubernetes.rendering import DEPLOY, kubectl, overlay
 
 ROOT = DEPLOY.parents[1]
 PAGES = (ROOT / "deploy" / "README.md", DEPLOY / "README.md")
 
 
 def typed(page: Path) -> list[list[str]]:
-    """All commands of a page, from its code blocks and its tables, as words; both sides of a pipe."""
+    """All commands of a page, from its code blocks and its tables, as words; both sides of a pipe, and inside `$()`."""
     text = page.read_text()
     lines = [line for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    lines += re.findall(r"`((?:kubectl|elasticrt) [^`]*)`", text)
+    lines += re.findall(r"`((?:kubectl|elasticrt|inside) [^`]*)`", text)
+    lines += re.findall(r"\$\((kubectl [^)|]*)", text)
     sides = (side for line in lines for side in line.split(" | "))
-    words = (shlex.split(side, comments=True) for side in sides if re.match(r"\s*(kubectl|elasticrt|deploy/)", side))
+    words = (
+        shlex.split(side, comments=True) for side in sides if re.match(r"\s*(kubectl|elasticrt|inside|deploy/)", side)
+    )
     return [each for each in words if each]
 
 
@@ -41,7 +44,7 @@ def test_paths_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_our_own_commands_are_understood(page: Path) -> None:
-    """Every `elasticrt` command, also behind `kubectl exec ... --`, has options that there are."""
+    """Every `elasticrt` command, also inside a pod, has options that there are."""
     ours = [words[words.index("elasticrt") :] for words in typed(page) if "elasticrt" in words]
     assert ours
     for words in ours:
@@ -70,6 +73,18 @@ def test_kubectl_has_these_commands_and_flags() -> None:
         own = words[: words.index("--")] if "--" in words else words
         used = {word.lstrip("-").partition("=")[0] for word in own if word.startswith("-")}
         assert used <= flags(command), " ".join(words)
+        assert not any(word.startswith("job/") for word in words), (
+            "kubectl takes any of the Job's pods, a failed one too"
+        )
         if "--patch" in words:
             patch = json.loads(words[words.index("--patch") + 1])
             assert set(patch["spec"]) == {"parallelism", "completions"}
+
+
+def test_cleaning_up_leaves_the_claim_alone() -> None:
+    """What the page says to delete is all of the tls overlay, but for the claim with the checkpoints."""
+    (words,) = [each for each in typed(DEPLOY / "README.md") if "statefulset" in "".join(each)]
+    (names,) = [re.findall(r"\((.*)\)", word)[0].split(", ") for word in words if "name in" in word]
+    chosen = [doc for doc in overlay("tls") if doc["metadata"]["labels"]["app.kubernetes.io/name"] in names]
+    left = [doc["kind"] for doc in chosen if doc["kind"].lower() not in words[2].split(",")]
+    assert (len(chosen), left) == (len(overlay("tls")), ["PersistentVolumeClaim"])
