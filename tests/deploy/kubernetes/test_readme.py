@@ -25,9 +25,8 @@ def typed(page: Path) -> list[list[str]]:
     lines += re.findall(r"`((?:kubectl|elasticrt|inside) [^`]*)`", text)
     lines += re.findall(r"\$\((kubectl [^)|]*)", text)
     sides = (side for line in lines for side in line.split(" | "))
-    words = (
-        shlex.split(side, comments=True) for side in sides if re.match(r"\s*(kubectl|elasticrt|inside|deploy/)", side)
-    )
+    known = re.compile(r"\s*(kubectl|elasticrt|inside|deploy/)")
+    words = (shlex.split(side, comments=True) for side in sides if known.match(side))
     return [each for each in words if each]
 
 
@@ -73,9 +72,7 @@ def test_kubectl_has_these_commands_and_flags() -> None:
         own = words[: words.index("--")] if "--" in words else words
         used = {word.lstrip("-").partition("=")[0] for word in own if word.startswith("-")}
         assert used <= flags(command), " ".join(words)
-        assert not any(word.startswith("job/") for word in words), (
-            "kubectl takes any of the Job's pods, a failed one too"
-        )
+        assert not any(word.startswith("job/") for word in words), "any of its pods, a failed one too"
         if "--patch" in words:
             patch = json.loads(words[words.index("--patch") + 1])
             assert set(patch["spec"]) == {"parallelism", "completions"}
