@@ -1,9 +1,8 @@
 """Become `python -u script args`, in a process that was forked from one that has torch imported already.
 
 What a script can see of its interpreter is made what a fresh one would show: `__main__`, argv, path, environment,
-multiprocessing, random numbers, exit codes, tracebacks. After a success the rest of the interpreter's life (threads
-joined, exit hooks, streams flushed) is left to Python itself; after a failure others wait for it to be over, and
-`ending.leave` does the same without the 0.2 s in which torch takes itself apart.
+multiprocessing, random numbers, exit codes, tracebacks. The rest of the interpreter's life (threads joined, exit hooks,
+streams flushed) is `ending.leave`'s: it does what Python does, but for taking torch apart.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import runpy
 import signal
 import socket
 import sys
-import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.messages import HANDED_OVER_CODE
 from elasticrt.errors import Handover
-from elasticrt.worker import ending, learn, pulse, store
+from elasticrt.worker import ending, groups, learn, pulse, store
 
 _LOADED_BY_ANY_PYTHON = frozenset(
     (
@@ -48,11 +47,10 @@ _LOADED_BY_ANY_PYTHON = frozenset(
 
 def become(
     command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int, teller: socket.socket
-) -> int:
-    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it.
+) -> NoReturn:
+    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it, and end.
 
-    Through `teller` the worker parent learns what it imports. Returns the exit code, or minus the number of the signal
-    to end by.
+    Through `teller` the worker parent learns what it imports.
     """
     _take_environment(env)
     _fresh_multiprocessing()
@@ -60,6 +58,7 @@ def become(
     _set_threads(env, torch_threads)
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
+    groups.keep()
     worker = WorkerEnv.from_env(env)
     tell = learn.Telling(teller, directory)
     if worker is not None:
@@ -70,13 +69,9 @@ def become(
     is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
     if not is_fork:
         tell()
-    if code != 0:
-        names = ["__main__", *learn.imported_since(last)]
-        ending.leave(code, [each for name in names if (each := sys.modules.get(name)) is not None])
-    if worker is not None and worker.rank == 0 and worker.world_size > 1 and not is_fork:
-        _join_threads()
-        ending.linger(worker.channel_fd)
-    return code
+    hosts = worker is not None and worker.rank == 0 and worker.world_size > 1 and not is_fork
+    names = ["__main__", *learn.imported_since(last)]
+    ending.leave(code, names, host_fd=worker.channel_fd if worker is not None and hosts else -1)
 
 
 def _take_environment(env: Mapping[str, str]) -> None:
@@ -183,7 +178,7 @@ def _exit_code(code: object) -> int:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    print(code, file=sys.stderr)  # noqa: T201  As Python does.
+    print(ending.text_of(code), file=sys.stderr)  # noqa: T201  As Python does.
     return 1
 
 
@@ -225,9 +220,3 @@ def _theirs(error: BaseException) -> types.TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
-
-
-def _join_threads() -> None:
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import io
@@ -15,10 +16,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.collateral import is_collateral
@@ -37,7 +38,7 @@ def write_error_file(error: BaseException) -> None:
     if not path:
         return
     message = {
-        "message": f"{type(error).__name__}: {error}",
+        "message": f"{type(error).__name__}: {text_of(error)}",
         "extraInfo": {
             "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
             "timestamp": str(int(time.time())),
@@ -57,6 +58,14 @@ def write_error_file(error: BaseException) -> None:
         print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
 
 
+def text_of(value: object) -> str:
+    """`str(value)`, of a value of the script's, whose own method may raise."""
+    try:
+        return str(value)
+    except BaseException as error:  # noqa: BLE001  As an interpreter does in a traceback.
+        return f"<{type(value).__name__}: its __str__ raises {type(error).__name__}>"
+
+
 def _write_new(path: str, content: dict[str, object]) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +82,8 @@ def in_short(error: BaseException) -> str:
     its own way of printing.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    hook = getattr(sys.excepthook, "__module__", "")
-    if sys.excepthook is not sys.__excepthook__ and not str(hook).startswith("torch."):
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not (type(hook) is FunctionType and hook.__module__.startswith("torch.")):
         return ""
     if not os.path.exists(path):  # noqa: PTH110  One call.
         return ""
@@ -82,9 +91,10 @@ def in_short(error: BaseException) -> str:
     rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
     if isinstance(error, (ConfigError, CheckpointError)):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
-    if not is_collateral(type(error).__name__, str(error), callstack):
+    said = text_of(error)
+    if not is_collateral(type(error).__name__, said, callstack):
         return ""
-    said = re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0]  # Without the place in torch's C++ sources.
+    said = re.sub(r"^\[[^]]*\] ", "", said).split(". ")[0]  # Without the place in torch's C++ sources.
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 
 
@@ -120,33 +130,79 @@ def linger(channel_fd: int) -> None:
         return  # The agent is gone, or has given up on this group: there is nobody left to wait for.
 
 
-def leave(code: int, modules: Sequence[ModuleType]) -> NoReturn:
+def leave(code: int, names: Sequence[str], *, host_fd: int = -1) -> NoReturn:
     """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
 
-    Threads are joined, exit hooks run, the objects that the script and the `modules` it imported hold are destroyed
-    (files are flushed by that), streams are flushed. What is left out are the destructors of preloaded libraries: in a
-    fork they cost 0.2 s of copying pages only to free them, while every other worker waits for this one to be gone.
+    Threads are joined, exit hooks run, the objects that the script and the modules it imported (`names`) hold are
+    destroyed, which flushes files and calls `__del__`, and streams are flushed. Left out are the destructors of
+    preloaded libraries. In a fork they cost 0.2 s of copying pages only to free them, they complain of what a fork
+    cannot free, and they can wait for ever for a thread of torch's that needs the interpreter.
+
+    After a success a worker with `host_fd` lingers on that channel. Code of the script's runs here: whatever it raises
+    is shown as an interpreter shows it, and everything else is still done.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # What the interpreter itself calls; there is no other way.
-    _spare_torch()
-    atexit._run_exitfuncs()
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        vars(sys).pop(name, None)
-    if len(threading.enumerate()) == 1:  # A daemon thread would fall over what is taken from under it, and say so.
-        for module in reversed(modules):
-            if isinstance(module, ModuleType):
-                vars(module).clear()
-    gc.collect()
-    for stream in (sys.stdout, sys.stderr, *_open_files()):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            code = code or _EXIT_CANNOT_FLUSH
+    _guarded(threading._shutdown)  # type: ignore[attr-defined]  # What the interpreter itself calls.
+    _guarded(_spare_torch)
+    _guarded(atexit._run_exitfuncs)
+    # Before, because of a file that goes with others at once only the lower half may be left to write to.
+    flushed = [_flushed(file) for file in _open_files()]
+    _guarded(lambda: _destroy(names))
+    flushed += [_flushed(stream) for stream in (sys.stdout, sys.stderr, *_open_files())]
+    if not all(flushed):
+        code = code or _EXIT_CANNOT_FLUSH
     ctypes.CDLL(None).fflush(None)
+    if code == 0 and host_fd >= 0:
+        linger(host_fd)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
+
+
+def _guarded(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except BaseException as error:  # noqa: BLE001  Code of the script's may raise anything.
+        _show(error, step)
+
+
+def _show(error: BaseException, about: object) -> None:
+    what = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__, "err_msg": None}
+    with contextlib.suppress(BaseException):  # All of this may be the script's own.
+        if sys.unraisablehook is not sys.__unraisablehook__:
+            sys.unraisablehook(SimpleNamespace(**what, object=about))
+        else:
+            print(f"Exception ignored in: {about!r}", file=sys.stderr)  # noqa: T201  As Python does.
+            traceback.print_exception(type(error), error, error.__traceback__)
+
+
+def _destroy(names: Sequence[str]) -> None:
+    """Destroy what the modules hold: first what nothing else holds, its globals intact, then all that is left."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+    # An interpreter that ends stops its daemon threads first. Here they run on, and must not complain of what is gone.
+    threading.excepthook = lambda _: None
+    found = [sys.modules.pop(name, None) for name in names if not name.startswith("elasticrt.")]
+    modules = [weakref.ref(each) for each in found if issubclass(type(each), ModuleType)]
+    found.clear()
+    gc.collect()
+    for module in reversed(modules):
+        if (left := module()) is not None:
+            ModuleType.__getattribute__(left, "__dict__").clear()
+    gc.collect()
+
+
+def _flushed(stream: Any) -> bool:
+    """Flush a stream, which may be of any type for `sys.stdout`; whether that was possible, or there was no need to."""
+    try:
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+    except (OSError, ValueError):
+        return False
+    except BaseException as error:  # noqa: BLE001  As above.
+        _show(error, stream)
+        return False
+    return True
 
 
 def _spare_torch() -> None:
@@ -156,7 +212,7 @@ def _spare_torch() -> None:
     process group would wait for gloo's threads (20 ms). Those can only do harm while an interpreter takes itself apart.
     """
     for finalizer, about in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]  # As above.
-        if getattr(about.func, "__module__", "") == "torch.library":
+        if type(about.func) is FunctionType and about.func.__module__ == "torch.library":
             finalizer.atexit = False
     context = sys.modules.get("elasticrt.train.context")
     if context is not None and hasattr(context, "leave_group"):
@@ -168,5 +224,14 @@ _EXIT_CANNOT_FLUSH = 120
 
 
 def _open_files() -> list[io.IOBase]:
-    # What was there before the fork is frozen, and not among these objects: this is short.
-    return [each for each in gc.get_objects() if isinstance(each, io.IOBase) and not each.closed and each.writable()]
+    # What was there before the fork is frozen, and not among these objects: this is short. By type, and not by
+    # `isinstance`: that asks an object for its `__class__`, and some raise then.
+    base = io.IOBase.__mro__[1]  # The one in C, of all files.
+    return [each for each in gc.get_objects() if base in type(each).__mro__ and _is_writable(each)]
+
+
+def _is_writable(file: io.IOBase) -> bool:
+    try:
+        return not file.closed and file.writable()
+    except BaseException:  # noqa: BLE001  A file of a class of the script's. Python says nothing of these, either.
+        return False

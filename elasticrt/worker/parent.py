@@ -294,8 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.close(job.errors_fd)
     from elasticrt.worker import boot
 
-    code = boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads, teller=teller)
-    sys.exit(code)
+    boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads, teller=teller)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -208,10 +208,13 @@ class _Before:
 
 def origin_of(module: ModuleType | None, name: str) -> str:
     """The file that a module was loaded from; "" when it has none, or is another module under this name."""
-    spec = getattr(module, "__spec__", None)
-    if spec is None or spec.name != name or not isinstance(spec.origin, str) or not spec.has_location:
+    try:
+        spec = module.__spec__ if module is not None else None
+        if spec is not None and spec.name == name and isinstance(spec.origin, str) and spec.has_location:
+            return spec.origin
+    except Exception:  # noqa: BLE001  A script may put anything there, of which any attribute may raise.
         return ""
-    return spec.origin
+    return ""
 
 
 def is_local(module: ModuleType | None, name: str, directory: str) -> bool:
