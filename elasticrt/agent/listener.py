@@ -338,6 +338,8 @@ class Listener:
                 last_lines=worker.output.tail(),
                 log_path=worker.output.path,
                 step=worker.step or worker.page.step or None,
+                stepped=_stepped(worker),
+                beats=0 if worker.page.entered else worker.page.beats,
                 start_error=start_error,
                 oom=code == -signal.SIGKILL and not running.stopping and oom_kills() > running.oom_kills,
             )
@@ -346,6 +348,13 @@ class Listener:
             if running.stopping and (code in (-signal.SIGTERM, -signal.SIGKILL) or not failure.exception):
                 failure = None  # We have asked for it.
         self._sink(WorkerEnded(running.generation, env.rank, env.local_rank, worker.pid, code, at_ns, failure))
+
+
+def _stepped(worker: WorkerState) -> bool | None:
+    """Whether it has made a step; None when nobody has seen it begin: its steps would not have been seen either."""
+    page = worker.page
+    seen = page.begun_at_ns or page.init_at_ns
+    return True if worker.step or page.step or page.beats else False if seen else None
 
 
 def _read_text(path: str) -> str:

@@ -347,7 +347,7 @@ class Node:
                 # The others of this node can only fail as well, or hang.
                 self._end_workers()
         elif event.code == 0:
-            self._ends = replace(self._ends, well=self._ends.well + 1)
+            self._ends = replace(self._ends, well=(*self._ends.well, event.rank))
 
     def stalled(self, event: Stacks) -> None:
         """The stacks of workers that make no step; when that has been so for too long, they have failed.

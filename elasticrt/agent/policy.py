@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from elasticrt.agent.report import AWAY, Failure, describe, first_cause, how_to_meet, never_met, render
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
 from elasticrt.rendezvous.decision import Halt
-from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Report, Seat
+from elasticrt.rendezvous.records import ENDED_EARLY, CopyRecord, FailureRecord, Generation, Report, Seat
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How the workers of one generation on one node have ended so far: well, or with failures, in order of time.
+    """How the workers of one generation on one node have ended so far: ranks that did well, and failures, as they came.
 
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
@@ -27,7 +26,7 @@ class Ends:
 
     generation: int
     workers: int
-    well: int = 0
+    well: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     handover: int = 0
     entered: int = 0
@@ -48,7 +47,7 @@ class Ends:
                 node=node,
                 incarnation=incarnation,
                 status="failed",
-                failure=failure_record(self.failures, unmet=self.unmet),
+                failure=failure_record(self.failures, self.well, unmet=self.unmet),
                 memory=copy_record(self.kept or self.spare),
             )
         if len(self.handed) == self.workers:
@@ -75,7 +74,7 @@ class Ends:
             generation=self.generation,
             node=node,
             incarnation=incarnation,
-            status="ok" if self.well == self.workers else "finishing",
+            status="ok" if len(self.well) == self.workers else "finishing",
         )
 
 
@@ -88,24 +87,32 @@ UNMET_MAX = 2
 """Agents that reach each other while their workers do not, so often in a row, will not see that end."""
 
 
-def failure_record(failures: Sequence[Failure], *, unmet: int = 0) -> FailureRecord:
-    """The first cause of a node's failures as it travels through etcd. For `unmet` see `Ends`."""
+def failure_record(failures: Sequence[Failure], well: Sequence[int] = (), *, unmet: int = 0) -> FailureRecord:
+    """The first cause of a node's failures as it travels through etcd. `well`: ranks that had ended without one.
+
+    Where failures only say that a peer is gone, it is the one that ended while they still needed it. Another node may
+    know of a better cause. For `unmet` see `Ends`.
+    """
+    if well and all(failure.collateral for failure in failures):
+        said = f"rank {well[0]} on {failures[0].node}: {ENDED_EARLY}"
+        return FailureRecord(rank=well[0], code=0, collateral=True, summary=said, text=render(failures, said))
     cause = first_cause(failures)
     assert cause is not None, "there is a failure to report"
     where = f"on {cause.node}" if cause.kind == "stalled" else f"rank {cause.rank} on {cause.node}"
     advice = how_to_meet(cause) if never_met(cause) else ""
     summary = ": ".join(filter(None, (where, advice, describe(cause)))).replace("\n", " ")
-    final_code: Literal[0, 5, 6] = 5 if cause.final_code == 5 else 6 if cause.final_code == 6 else 0
     return FailureRecord(
         rank=cause.rank,
         code=cause.code,
         collateral=cause.collateral,
-        final_code=final_code,
+        final_code=cause.final_code,
         summary=summary,
         text="\n".join(filter(None, (advice, render(failures)))),
         stalled=cause.kind == "stalled",
         unmet=unmet >= UNMET_MAX,
         away=cause.exception.rpartition(".")[2] == AWAY,
+        early=cause.early,
+        beats=max(failure.beats for failure in failures),
     )
 
 

@@ -6,6 +6,7 @@ report names the first cause, and gives every other worker one line.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal as signals
 from collections.abc import Sequence
@@ -53,8 +54,10 @@ class Failure:
         last_lines: the end of its error output; of one that stalled, what its threads were doing.
         log_path: where the whole of it is, "" when it is not kept.
         collateral: it failed only because another worker had.
-        final_code: the exit code the run ends with, because no restart can cure this (5 or 6); 0 otherwise.
+        final_code: the exit code the run ends with, because no restart can cure this (1, 5 or 6); 0 otherwise.
         step: the last global step that it is known to have finished.
+        beats: optimizer steps that it made, in a script without a Loop.
+        early: what it raised before its first step, and where, as a digest: the same twice is certain to come again.
     """
 
     rank: int
@@ -69,8 +72,10 @@ class Failure:
     last_lines: tuple[str, ...]
     log_path: str
     collateral: bool
-    final_code: Literal[0, 5, 6]
+    final_code: Literal[0, 1, 5, 6]
     step: int | None
+    beats: int = 0
+    early: str = ""
 
 
 def failure_of(
@@ -86,11 +91,13 @@ def failure_of(
     step: int | None = None,
     start_error: str = "",
     oom: bool = False,
+    stepped: bool | None = None,
+    beats: int = 0,
 ) -> Failure:
     """Put together what is known of a worker that ended with `code` (not 0), or could not be started.
 
     `error_file` is the content of torchelastic's error file, "" when there is none; `oom` says that the kernel's count
-    of processes killed for memory went up meanwhile.
+    of processes killed for memory went up meanwhile; `stepped` whether it had made a step, None where that is not seen.
     """
     name = signal_name(-code) if code < 0 else ""
     exception, message, callstack, hint = _error_file_fields(error_file)
@@ -117,8 +124,10 @@ def failure_of(
         last_lines=_newest(last_lines),
         log_path=log_path,
         collateral=collateral,
-        final_code=_final_code(exception, hint) if code > 0 else 0,
+        final_code=_final_code(exception, hint, stepped=stepped) if code > 0 else 0,
         step=step,
+        beats=beats,
+        early="" if stepped is not False or collateral or code <= 0 else _digest(exception, message, callstack),
     )
 
 
@@ -144,7 +153,24 @@ def stalled(
     )
 
 
-def _final_code(exception: str, hint: int) -> Literal[0, 5, 6]:
+_CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
+"""Raised before the first step, they say that the script itself, or what is installed, has to be changed."""
+
+_OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "TimeoutError", "BrokenPipeError"}
+"""Raised twice, they may still not come a third time: another machine may have been away."""
+
+
+def _digest(exception: str, message: str, callstack: str) -> str:
+    """What was raised, and where; "" for nothing, and for what may well not come again."""
+    if not exception or exception.rpartition(".")[2] in _OF_OTHERS:
+        return ""
+    places = [line.strip() for line in callstack.splitlines() if line.startswith('  File "')]
+    return hashlib.sha256("\n".join((exception, message, *places[-1:])).encode(errors="replace")).hexdigest()[:16]
+
+
+def _final_code(exception: str, hint: int, *, stepped: bool | None = None) -> Literal[0, 1, 5, 6]:
+    if exception in _CERTAIN and not stepped:
+        return 1
     if hint == EXIT_CHECKPOINT or exception.rpartition(".")[2] in ("CheckpointError", AWAY):
         return 5
     if hint == EXIT_PREPARATION or exception.rpartition(".")[2] == "PreparationError":
@@ -200,11 +226,16 @@ def describe(failure: Failure) -> str:
     return f"{how}: {said}" if said else how
 
 
-def render(failures: Sequence[Failure]) -> str:
-    """The report for people: the first cause in full, every other worker in one line. "" for no failures."""
+def render(failures: Sequence[Failure], early: str = "") -> str:
+    """The report for people: the first cause in full, every other worker in one line. "" for no failures.
+
+    `early`: the cause in words, where it is a worker that has not failed.
+    """
     cause = first_cause(failures)
     if cause is None:
         return ""
+    if early:
+        return "\n".join([early, *map(_in_a_line, failures)])
     if cause.kind == "stalled":
         return _render_stalled([failure for failure in failures if failure.kind == "stalled"])
     step = f", after step {cause.step}" if cause.step is not None else ""
@@ -219,12 +250,13 @@ def render(failures: Sequence[Failure]) -> str:
         lines += ["  the end of its error output:", *(f"  | {line}" for line in cause.last_lines)]
     if cause.log_path:
         lines.append(f"  log: {cause.log_path}")
-    for failure in failures:
-        if failure is not cause:
-            mark = "collateral" if failure.collateral else "also"
-            words = cut(describe(failure).replace("\n", " "), 160)
-            lines.append(f"  {mark}: rank {failure.rank} on {failure.node}: {words}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_in_a_line(failure) for failure in failures if failure is not cause)])
+
+
+def _in_a_line(failure: Failure) -> str:
+    mark = "collateral" if failure.collateral else "also"
+    words = cut(describe(failure).replace("\n", " "), 160)
+    return f"  {mark}: rank {failure.rank} on {failure.node}: {words}"
 
 
 def _render_stalled(failures: Sequence[Failure]) -> str:

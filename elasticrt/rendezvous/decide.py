@@ -49,8 +49,8 @@ from elasticrt.rendezvous.decision import (
 from elasticrt.rendezvous.led import (
     Led,
     candidates,
+    counting,
     first_cause,
-    kept_restarts,
     list_names,
     out_of_reach,
     publish,
@@ -61,7 +61,7 @@ from elasticrt.rendezvous.led import (
 )
 from elasticrt.rendezvous.planned import handing_over, planned
 from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
-from elasticrt.rendezvous.seats import seats_for
+from elasticrt.rendezvous.seats import Restarts, seats_for
 from elasticrt.rendezvous.view import Entry, View
 from elasticrt.spec import RunSpec, difference, resized
 
@@ -266,7 +266,7 @@ def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float
     if now < settled:
         return Wait(f"{counted(len(candidates(view)), 'node')} ready; waiting for quiet", settled)
     cause = "start" if view.number == 0 else "start again with new nodes"
-    return publish(view, spec, kind, cause, restarts=(0, 0, view.head.record.step if view.head else 0))
+    return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.step if view.head else 0))
 
 
 def _after_loss(led: Led, gone: list[Seat]) -> Decision:
@@ -278,12 +278,12 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
         return short
     left = all(led.said(seat, "left") for seat in gone)
     cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
-    return publish(led.view, led.spec, "lost", cause, restarts=kept_restarts(led.generation), me=led.me)
+    return publish(led.view, led.spec, "lost", cause, restarts=Restarts.of(led.generation), me=led.me)
 
 
 def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
-    first, only_collateral = first_cause(failed)
+    first, only_collateral = first_cause(led.reports.values())
     if first.away:
         return _without_head(led, first, failed)
     if only_collateral:
@@ -297,17 +297,20 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
     before, spec = led.generation, led.spec
-    step = led.view.head.record.step if led.view.head else 0
-    progress = spec.restarts_reset and step > before.restart_step
-    restarts, total = (1 if progress else before.restarts + 1), before.restarts_total + 1
-    if (restarts if spec.restarts_reset else total) > spec.max_restarts:
-        what = "without new committed steps " if spec.restarts_reset else ""
+    if first.early and first.early == before.early:
+        reason = f"{first.summary} (the same as the last time, before the first step)"
+        return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
+    restarts = counting(led, first, failed)
+    if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
+        what = (
+            f"without {'getting further' if restarts.beats else 'new committed steps'} " if spec.restarts_reset else ""
+        )
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
     short = too_few(led.view, spec, led.now)
     if short is not None:
         return short
-    return publish(led.view, spec, "failure", first.summary, restarts=(restarts, total, step), me=led.me)
+    return publish(led.view, spec, "failure", first.summary, restarts=restarts, me=led.me)
 
 
 def _without_head(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Decision:
@@ -320,7 +323,7 @@ def _without_head(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -
         return short
     head = led.view.head.record if led.view.head else None
     cause = f"the checkpoint of step {head.step} is away with {head.node}" if head else first.summary
-    again = publish(led.view, led.spec, "lost", cause, restarts=kept_restarts(led.generation), me=led.me)
+    again = publish(led.view, led.spec, "lost", cause, restarts=Restarts.of(led.generation), me=led.me)
     back = head is not None and head.node in {seat.node for seat in again.draft.seats}
     if again.draft.memory is None and not back:
         return Finish("failed", first.final_code, first.summary, first.text)

@@ -10,8 +10,17 @@ from typing import Literal
 from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_RENDEZVOUS
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
-from elasticrt.rendezvous.records import TEXT_MAX_BYTES, CopyRecord, FailureRecord, Generation, Member, Report, Seat
-from elasticrt.rendezvous.seats import Draft, seat_order, seats_for
+from elasticrt.rendezvous.records import (
+    ENDED_EARLY,
+    TEXT_MAX_BYTES,
+    CopyRecord,
+    FailureRecord,
+    Generation,
+    Member,
+    Report,
+    Seat,
+)
+from elasticrt.rendezvous.seats import Draft, Restarts, seat_order, seats_for
 from elasticrt.rendezvous.view import Entry, Verdict, View
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut
@@ -91,13 +100,13 @@ def publish(
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"],
     cause: str,
     *,
-    restarts: tuple[int, int, int],
+    restarts: Restarts,
     me: Me | None = None,
     members: list[Entry[Member]] | None = None,
 ) -> Publish:
     """The next generation from all ready members, or from these.
 
-    `restarts`: since progress, in all, head step when counted. `me`: the leader, which may hold a copy of the state.
+    `me`: the leader, which may hold a copy of the state.
     """
     assert view.spec is not None
     chosen = seat_order(candidates(view) if members is None else members, view.order(), spec.max_nodes)
@@ -113,9 +122,7 @@ def publish(
         seats=seats,
         master_address=chosen[0].record.address,
         master_port=chosen[0].record.port,
-        restarts=restarts[0],
-        restarts_total=restarts[1],
-        restart_step=restarts[2],
+        restarts=restarts,
         resume=view.head.record if view.head else None,
         memory=memory,
     )
@@ -227,18 +234,43 @@ def returned(entry: Entry[Member], verdict: Verdict) -> bool:
     return entry.since > verdict.asked_at
 
 
-def kept_restarts(generation: Generation) -> tuple[int, int, int]:
-    """The restart counters of a generation, for one that follows it for free."""
-    return generation.restarts, generation.restarts_total, generation.restart_step
+LONG_S = 3600.0
+"""Who has made steps for so long has got on, by whatever measure: a script that begins each generation from a snapshot
+of its own makes fewer steps in it than in the one before, and what fails at once does not come this far."""
 
 
-def first_cause(failed: list[Entry[Report]]) -> tuple[FailureRecord, bool]:
-    """The failure that came first in the store's order among those that are not collateral; whether there was none."""
-    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
+def counting(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Restarts:
+    """The restarts once this failure is counted: from one again after progress.
+
+    That is a new committed step. A script without a Loop commits none: there it is a generation that has made more
+    optimizer steps than any before, or has lasted for LONG_S.
+    """
+    before, step = led.generation, led.view.head.record.step if led.view.head else 0
+    beats = max(entry.record.failure.beats if entry.record.failure else 0 for entry in failed)
+    further = beats > before.restart_beats or (beats > 0 and led.now - led.since >= LONG_S)
+    progress = led.spec.restarts_reset and (step > before.restart_step or further)
+    spent, most = (1 if progress else before.restarts + 1), max(beats, before.restart_beats)
+    return Restarts(spent, before.restarts_total + 1, step, most, first.early)
+
+
+def first_cause(reports: Iterable[Entry[Report]]) -> tuple[FailureRecord, bool]:
+    """The failure that came first in the store's order among those that are not collateral; whether there was none.
+
+    Without one, it is a worker that had ended without a failure, and that the others still waited for.
+    """
+    ordered = sorted(reports, key=lambda entry: entry.mod_revision)
     failures = [entry.record.failure for entry in ordered if entry.record.failure is not None]
     causes = [failure for failure in failures if not failure.collateral]
-    unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
-    return (causes or failures or [unknown])[0], not causes and bool(failures)
+    if causes or not failures:
+        unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
+        return (causes or [unknown])[0], False
+    early = [failure for failure in failures if failure.code == 0]
+    for entry in ordered:
+        if not early and entry.record.status in ("finishing", "ok"):
+            said = f"a worker on {entry.record.node}: {ENDED_EARLY}"
+            text = f"{said}\n{failures[0].text}"
+            early = [failures[0].model_copy(update={"code": 0, "summary": said, "text": text})]
+    return (early or failures)[0], True
 
 
 def text_of(first: FailureRecord, failed: list[Entry[Report]]) -> str:

@@ -20,8 +20,9 @@ from typing import Literal
 
 from elasticrt.contract.words import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, Release, Wait, Withdraw
-from elasticrt.rendezvous.led import Led, candidates, kept_restarts, list_names, publish
+from elasticrt.rendezvous.led import Led, candidates, list_names, publish
 from elasticrt.rendezvous.records import HandoverRecord, Seat
+from elasticrt.rendezvous.seats import Restarts
 from elasticrt.rendezvous.view import View
 
 JOIN_COST_FACTOR = 20
@@ -114,14 +115,14 @@ def _once_more(led: Led, wish: Change) -> Decision:
     members = [*candidates(led.view), *leaving]
     cause = f"{wish.cause}, after they have saved"
     return publish(
-        led.view, led.spec, wish.kind, cause, restarts=kept_restarts(led.generation), me=led.me, members=members
+        led.view, led.spec, wish.kind, cause, restarts=Restarts.of(led.generation), me=led.me, members=members
     )
 
 
 def _re_form(led: Led, wish: Change) -> Decision:
     if len(candidates(led.view)) < led.spec.min_nodes:
         return Wait(f"{counted(led.spec.min_nodes, 'node')} needed")
-    return publish(led.view, led.spec, wish.kind, wish.cause, restarts=kept_restarts(led.generation), me=led.me)
+    return publish(led.view, led.spec, wish.kind, wish.cause, restarts=Restarts.of(led.generation), me=led.me)
 
 
 def _wish(led: Led) -> Change | Wait:

@@ -35,6 +35,7 @@ VALUE_MAX_BYTES = 64 * 1024
 TEXT_MAX_BYTES = 6000
 VERSION_MAX_BYTES = 128
 PATH_MAX_BYTES = 4096
+ENDED_EARLY = "ended with exit code 0, while others were in a collective"
 SEATS_PER_CHUNK = 16
 """What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `agent.outage`)."""
 
@@ -215,10 +216,12 @@ class HandoverRecord(Record):
 class Generation(Record):
     """One agreed membership. Everything in it is decided by the leader that published it.
 
-    `restarts` counts failures since new steps were last committed, `restarts_total` all of this attempt;
-    `restart_step` is the head's step at the last counted failure. `resume` is where its workers start from, unless
-    there is a `memory` copy, in the memory of the node with rank 0: a later step, or an earlier one when the head is on
-    the disk of a node that is not here.
+    `restarts` counts failures since there was progress, `restarts_total` all of this attempt. `restart_step` is the
+    head's step at the last counted failure; `restart_beats` the most optimizer steps that a generation of a script
+    without a Loop had made by then; `early` that failure's, if it came before the first step.
+
+    `resume` is where its workers start from, unless there is a `memory` copy, in the memory of the node with rank 0: a
+    later step, or an earlier one when the head is on the disk of a node that is not here.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -233,6 +236,8 @@ class Generation(Record):
     restarts: Count = 0
     restarts_total: Count = 0
     restart_step: Count = 0
+    restart_beats: Count = 0
+    early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     resume: HeadRecord | None = None
     memory: CopyRecord | None = None
     chunks: Annotated[int, Field(ge=1)]
@@ -244,18 +249,22 @@ class FailureRecord(BaseModel):
 
     `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `away`:
     nobody here has the checkpoint to resume from. `unmet`: workers here could not reach other nodes', once more.
+    `early`: a digest of what was raised before the first step. `beats`: the optimizer steps of a script without a Loop
+    in this generation.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     rank: Count
     code: int
     collateral: bool
-    final_code: Literal[0, 5, 6] = 0
+    final_code: Literal[0, 1, 5, 6] = 0
     summary: Annotated[str, words(400)]
     text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
     stalled: bool = False
     away: bool = False
     unmet: bool = False
+    early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    beats: Count = 0
 
 
 class Report(Record):

@@ -25,6 +25,22 @@ from elasticrt.rendezvous.view import Entry
 
 
 @dataclass(frozen=True)
+class Restarts:
+    """What a generation says of failures: `spent` since there was progress, `total`; the rest as in `Generation`."""
+
+    spent: int = 0
+    total: int = 0
+    step: int = 0
+    beats: int = 0
+    early: str = ""
+
+    @classmethod
+    def of(cls, before: Generation) -> Restarts:
+        """The same as before, for a generation that follows it for free."""
+        return cls(before.restarts, before.restarts_total, before.restart_step, before.restart_beats, before.early)
+
+
+@dataclass(frozen=True)
 class Draft:
     """A generation as decided, before it has its nonce: everything but randomness."""
 
@@ -35,9 +51,7 @@ class Draft:
     seats: tuple[Seat, ...]
     master_address: str
     master_port: int
-    restarts: int
-    restarts_total: int
-    restart_step: int
+    restarts: Restarts
     resume: HeadRecord | None
     memory: CopyRecord | None = None
 
@@ -54,9 +68,11 @@ class Draft:
             master_port=self.master_port,
             cause=self.cause,
             kind=self.kind,
-            restarts=self.restarts,
-            restarts_total=self.restarts_total,
-            restart_step=self.restart_step,
+            restarts=self.restarts.spent,
+            restarts_total=self.restarts.total,
+            restart_step=self.restarts.step,
+            restart_beats=self.restarts.beats,
+            early=self.restarts.early,
             resume=self.resume,
             memory=self.memory,
             chunks=len(chunks),

@@ -210,7 +210,11 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_after_loss without: len(gone) == len(led.seats)": ("L6", "all nodes are lost, and others come"),
     "_after_loss without: short is not None": ("S3", "a node that was silent is needed again"),
     "_after_failure without: first.away": ("L8", 99),
-    "_after_failure without: (restarts if spec.restarts_reset else total) > spec.max_restarts": (
+    "_after_failure without: first.early and first.early == before.early": (
+        "S13",
+        "the same failure before the first step, twice",
+    ),
+    "_after_failure without: (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts": (
         "S13",
         "the budget is spent",
     ),

@@ -70,11 +70,11 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
     ),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
-    "failures are not counted": ((_DECIDE, "_after_failure", "before.restarts_total + 1", "before.restarts_total"),),
+    "failures are not counted": ((_LED, "counting", "before.restarts_total + 1", "before.restarts_total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
     "the budget is one less": ((_DECIDE, "_after_failure", "> spec.max_restarts:", ">= spec.max_restarts:"),),
     "a lost node costs a restart": (
-        (_LED, "kept_restarts", "return generation.restarts, generation.restarts_total,", "return generation.restarts, generation.restarts_total + 1,"),
+        (_SEATS, "Restarts.of", "before.restarts_total,", "before.restarts_total + 1,"),
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
     "a failed publish is tried again unread": ((_HANDLER, "Rendezvous.publish", "self.refresh()", "pass"),),

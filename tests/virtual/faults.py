@@ -181,11 +181,12 @@ class Faults:
             self.sim.engine.after(0.7, self.sim.spawn, name)
 
     def worker_failure(self, process: Process, fault: Fault) -> bool:
-        """A worker raises; `other`: what makes its failure final, 5 or 6."""
+        """A worker raises; `other`: what makes its failure final, 5 or 6, or "early": before its first step."""
         living = process.group.living
         if not living:
             return False
-        living[-1].fail("it raises", collateral=False, final_code=int(fault.other or 0))
+        early, code = fault.other == "early", 0 if fault.other == "early" else int(fault.other or 0)
+        living[-1].fail("it raises", collateral=False, final_code=code, early="0e" * 8 if early else "")
         return True
 
     def collateral_first(self, process: Process, fault: Fault) -> bool:

@@ -193,6 +193,8 @@ class Invariants:
         final = [node for node, failure in failures if failure.final_code and not failure.away]
         require(not final, "S13", f"generation {new.number} comes after a failure on {final} that no restart can cure")
         if new.kind == "failure":
+            again = [node for node, failure in failures if failure.early and failure.early == old.early]
+            require(not again, "S13", f"generation {new.number} comes after the same failure before a first step")
             require(failed, "S13", f"generation {new.number} counts a failure that nobody reported in {old.number}")
             require(new.restarts_total == old.restarts_total + 1, "S13", "a failure that does not count once")
         elif new.kind in ("join", "lost", "drain", "resize"):
@@ -269,6 +271,8 @@ class Invariants:
         failed = [report for report in self.reported if report.generation == last.number and report.status == "failed"]
         require(failed, "S13", f"the run failed, but nobody reported a failure in generation {last.number}")
         spent = last.restarts if spec.restarts_reset else last.restarts_total
+        if any(report.failure and report.failure.early and report.failure.early == last.early for report in failed):
+            return
         require(spent >= spec.max_restarts, "S13", f"the run failed after {spent} of {spec.max_restarts} restarts")
 
     def head_was_away(self) -> bool:

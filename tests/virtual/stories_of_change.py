@@ -286,6 +286,13 @@ CHANGES: list[Plan] = [
     story("nodes start together", 4, arrivals=(0.0, 0.1, 0.2, 0.3), generations_max=1, safety_s=10.0),
     story("a failure that no restart can cure", 2, Fault(5.0, "worker_failure", "n1", other="5"), generations_max=1),
     story(
+        "the same failure before the first step, twice",
+        2,
+        Fault(5.0, "worker_failure", "n1", other="early"),
+        Fault(0.1, "worker_failure", "n1", other="early", on="= generation 2"),
+        generations_max=2,
+    ),
+    story(
         "a failure below the minimum",
         3,
         Fault(5.0, "leave", "n2"),

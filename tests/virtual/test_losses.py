@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
-from elasticrt.rendezvous.records import FailureRecord
+from elasticrt.rendezvous.records import ENDED_EARLY, FailureRecord
 from elasticrt.store.protocol import Delete, Txn
 from tests.virtual.world import World, check_ranks, running, spec
 
@@ -122,7 +122,52 @@ def test_the_budget_is_the_runs() -> None:
     assert codes == [1, 1]
 
 
-@pytest.mark.parametrize("code", [5, 6])
+@pytest.mark.parametrize(
+    ("beats", "lasts_s", "survives"),
+    [
+        ((5, 5, 5, 5), 1.0, False),  # As far as the first time, from the start: three restarts.
+        ((0, 0, 0, 0), 7200.0, False),
+        ((5, 6, 7, 8), 1.0, True),
+        ((5, 3, 6, 3, 7, 3, 3), 1.0, True),
+        ((9, 5, 5, 5), 3600.0, True),  # From snapshots of its own: an hour each.
+        ((9, 5, 5, 5), 3500.0, False),
+    ],
+)
+def test_optimizer_steps_are_progress(beats: tuple[int, ...], lasts_s: float, survives: bool) -> None:
+    """S13: without a Loop, more optimizer steps than ever before, or an hour of them, give the restarts back."""
+    world = running(2)
+    for steps in beats:
+        world.pass_time(lasts_s)
+        world.members["n1"].fail(beats=steps)
+        world.settle()
+    ended = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert ended == ([] if survives else [1, 1])
+
+
+@pytest.mark.parametrize(("second", "ended"), [("a", [1, 1]), ("b", []), ("", [])])
+def test_the_same_failure_before_the_first_step_twice_is_certain(second: str, ended: list[int]) -> None:
+    """S13: what raises the same error at the same line before any step, twice, will do so again."""
+    world = running(2)
+    world.members["n1"].fail(early="a" * 16)
+    world.settle()
+    world.members["n0"].fail(early=second * 16)
+    world.settle()
+    assert [each.ended.result.code for each in world.members.values() if isinstance(each.ended, End)] == ended
+
+
+@pytest.mark.parametrize("status", ["finishing", "ok"])
+def test_who_ended_early_is_the_cause_of_collateral_failures(status: str) -> None:
+    """W02: a worker that ends with 0 while others are in a collective breaks it: it is named, not who complains."""
+    world = running(2)
+    world.members["n1"].report(status)
+    world.settle()
+    world.members["n0"].fail(collateral=True)
+    world.pass_time(1.0)
+    generation = world.members["n0"].ran[-1][0]
+    assert (generation.number, generation.cause) == (2, f"a worker on n1: {ENDED_EARLY}")
+
+
+@pytest.mark.parametrize("code", [1, 5, 6])
 def test_a_failure_that_no_restart_can_cure_is_final(code: int) -> None:
     """A bad checkpoint or a failed preparation ends the run at once with its own code."""
     world = running(2)

@@ -78,13 +78,22 @@ class Group:
         self.emit(WorkerSaid(self.generation, env.rank, 0, message(self.requests)))
 
     def fail(
-        self, summary: str, *, collateral: bool, local_rank: int = 0, final_code: int = 0, exception: str = ""
+        self,
+        summary: str,
+        *,
+        collateral: bool,
+        local_rank: int = 0,
+        final_code: int = 0,
+        exception: str = "",
+        early: str = "",
     ) -> None:
         """One worker ends badly; its agent kills the rest."""
         if not self.alive or self.stopping or self.left:
             return
         if self.process.paused and self.process.whole_node:
-            again = partial(self.fail, summary, collateral=collateral, final_code=final_code, exception=exception)
+            again = partial(
+                self.fail, summary, collateral=collateral, final_code=final_code, exception=exception, early=early
+            )
             self.sim.engine.after(POLL_S, again)
             return
         env = self.envs[local_rank % len(self.envs)]
@@ -92,7 +101,7 @@ class Group:
             rank=env.rank, local_rank=env.local_rank, node=env.node, generation=self.generation, code=1,
             last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
         )  # fmt: skip
-        failure = replace(failure, collateral=collateral, final_code=final_code)
+        failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
         if exception:
             failure = replace(failure, exception=exception)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")

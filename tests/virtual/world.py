@@ -102,13 +102,19 @@ class VirtualMember:
             failed_at=self.world.clock() if status == "failed" else None,
         )
 
-    def fail(self, *, collateral: bool = False, final_code: int = 0) -> None:
+    def fail(self, *, collateral: bool = False, final_code: int = 0, beats: int = 0, early: str = "") -> None:
         """This node's workers have failed."""
         rank = self.ran[-1][1].rank_offset
         self.report(
             "failed",
             FailureRecord(
-                rank=rank, code=1, collateral=collateral, final_code=final_code, summary=f"rank {rank} on {self.name}"
+                rank=rank,
+                code=1,
+                collateral=collateral,
+                final_code=final_code,
+                summary=f"rank {rank} on {self.name}",
+                beats=beats,
+                early=early,
             ),
         )
 

@@ -8,6 +8,7 @@ import pytest
 
 from elasticrt.agent.policy import Ends, failure_record
 from elasticrt.agent.report import Failure, describe, failure_of, first_cause, is_collateral, render
+from elasticrt.rendezvous.records import ENDED_EARLY
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 IN_TORCH = 'File "/x/torch/distributed/distributed_c10d.py", line 2780, in all_reduce'
@@ -132,6 +133,46 @@ def test_final_codes(given, final):
     assert failure(**given).final_code == final
 
 
+AT_TEN = 'Traceback (most recent call last):\n  File "/x/train.py", line 10, in <module>\nValueError: x'
+
+
+@pytest.mark.parametrize(
+    ("name", "stepped", "final"),
+    [
+        ("SyntaxError", False, 1),
+        ("ModuleNotFoundError", False, 1),
+        ("ImportError", None, 1),
+        ("ImportError", True, 0),
+        ("ValueError", False, 0),
+    ],
+)
+def test_what_is_wrong_with_the_script_is_final(name, stepped, final):
+    """A script that cannot be compiled, or imports what is not there, fails again: the run ends, with code 1."""
+    assert failure(error_file=error_file(f"{name}: x"), stepped=stepped).final_code == final
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({}, True),
+        ({"rank": 3, "node": "other"}, True),
+        ({"error_file": error_file("ValueError: y", AT_TEN)}, False),
+        ({"error_file": error_file("ValueError: x", AT_TEN.replace("10", "11"))}, False),
+        ({"stepped": True}, False),
+        ({"stepped": None}, False),
+        ({"error_file": error_file("ConnectionError: x", AT_TEN)}, False),
+        ({"error_file": ""}, False),
+        ({"code": -11}, False),
+    ],
+)
+def test_the_same_failure_before_the_first_step_is_recognised(given, same):
+    """By type, message and line, on any rank; not where another machine may have been away, or without an exception."""
+    first = failure(error_file=error_file("ValueError: x", AT_TEN), stepped=False).early
+    second = failure(**{"error_file": error_file("ValueError: x", AT_TEN), "stepped": False, **given}).early
+    assert len(first) == 16 and (first == second) is same
+    assert same or "error_file" in given or not second
+
+
 def test_first_cause():
     """The first failure that is no collateral is the cause; with collateral only, the first; with none, None."""
     peer = failure(0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
@@ -188,3 +229,13 @@ def test_the_report_that_people_read():
 def test_a_bare_sigkill_says_where_to_look(changes, hinted):
     """W06: nothing in a worker tells who killed it; the report names who does such things, and where they say so."""
     assert ("`dmesg`" in render([failure(**changes)])) is hinted
+
+
+def test_who_ended_early_is_named_before_collateral_failures():
+    """W02: a worker that ended with 0 while another was in a collective is the cause, if nobody else is."""
+    lost = failure(rank=0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
+    record = Ends(1, 2, well=(1,), failures=(lost,)).report("node-0", "0" * 16).failure
+    assert (record.rank, record.code, record.collateral) == (1, 0, True)
+    assert record.text.splitlines()[0] == record.summary == f"rank 1 on node-0: {ENDED_EARLY}"
+    own = failure(rank=0, error_file=error_file("ValueError: x"))
+    assert Ends(1, 2, well=(1,), failures=(own,)).report("node-0", "0" * 16).failure.rank == 0
