@@ -140,6 +140,9 @@ class Agent(Cycle):
 
     def _describe(self, me: Me, now: float) -> Me:
         me = self.node.describe(me)
+        reports = self.rendezvous.view.reports.values()
+        ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
+        self.node.look_for_laggards(now, [node for node in ended if node != me.record.node])
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             me = replace(me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
@@ -156,7 +159,8 @@ class Agent(Cycle):
         return me
 
     def _alarms(self) -> Iterable[float]:
-        alarms = [self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.drain_until, self.alone_at]
+        alarms = [self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.node.laggards.at]
+        alarms += [self.drain_until, self.alone_at]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]

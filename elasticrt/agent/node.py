@@ -7,10 +7,11 @@ to run it, a warm parent, and the end of the generation before.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from elasticrt.agent.group import (
     worker_environment,
 )
 from elasticrt.agent.interfaces import interface_of
+from elasticrt.agent.laggards import AtEnd, Laggards
 from elasticrt.agent.memory import Memory
 from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
@@ -80,6 +82,7 @@ class Node:
         self._holding = self._going = 0
         self._memory = Memory()
         self.progress = Progress(self._pages, events, say)
+        self.laggards = Laggards(settings.hang_timeout_s, put, say)
         self.watch = Watch(self._pages, lambda: self._workers, settings, put, events, say)
 
     def open(self) -> None:
@@ -349,13 +352,26 @@ class Node:
         elif event.code == 0:
             self._ends = replace(self._ends, well=(*self._ends.well, event.rank))
 
+    def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
+        """Look for workers here that run on after others have ended; `elsewhere`: nodes where some or all have."""
+        if self._started is None or not self._running or self._failed_at is not None:
+            self.laggards.at = None
+            return
+        group, generation, offset = self._workers, self._running, self._started[1].rank_offset
+        pids = group.pids(generation)
+        left = {n: (pid, group.page(n, generation)) for n, pid in pids.items() if offset + n not in self._ends.well}
+        ended = [f"rank {rank}" for rank in self._ends.well] + [f"those on {node}" for node in elsewhere]
+        signal = functools.partial(group.signal, generation=generation)
+        self.laggards.look(now, generation, ended, left, signal)
+
     def stalled(self, event: Stacks) -> None:
         """The stacks of workers that make no step; when that has been so for too long, they have failed.
 
         The next generation ends them. Were it done here, other nodes' would fail of that before they have shown theirs.
         """
         if event.generation == self._running and self._started is not None and self._failed_at is None:
-            found = self.watch.told(event, self._started[1])
+            told = self.laggards.told if isinstance(event, AtEnd) else self.watch.told
+            found = told(event, self._started[1])  # type: ignore[arg-type]  # Each gets its own.
             if found:
                 self._ends = replace(self._ends, failures=found)
                 self._failed_at = time.monotonic()

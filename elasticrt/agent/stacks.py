@@ -55,7 +55,8 @@ def take(
     `signal` sends a signal to all of them; `blank` is the answer without its lines.
     """
     before = {rank: len(page.text()) for rank, (_, page) in workers.items()}
-    signal(STACKS_SIGNAL)
+    if all(_catches(pid) for pid, _ in workers.values()):  # It would end those that do not.
+        signal(STACKS_SIGNAL)
 
     def work() -> None:
         spy = _spy()
@@ -117,6 +118,16 @@ def _spy() -> str:
     """Where py-spy is, on the path or beside this interpreter; "" without one."""
     beside = Path(sys.executable).parent
     return shutil.which("py-spy") or shutil.which("py-spy", path=str(beside)) or ""
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for STACKS_SIGNAL."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks and masks[0] >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _state(pid: int) -> str:

@@ -6,11 +6,12 @@ before its lease ends. No more than that: such a script may well evaluate for an
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 
 from elasticrt.contract.env import WorkerEnv
-from elasticrt.contract.page import Page
+from elasticrt.contract.page import PAGE_BYTES, STACKS_SIGNAL, Page
 
 
 def begin(worker: WorkerEnv) -> None:
@@ -20,6 +21,8 @@ def begin(worker: WorkerEnv) -> None:
     if worker.page_fd < 0:
         return
     page, me = Page(worker.page_fd), os.getpid()
+    os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
+    faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=True, chain=False)
     page.begun_at_ns = time.monotonic_ns()
 
     def beat(*_: object) -> None:

@@ -244,3 +244,71 @@ def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServe
         )  # fmt: skip
         said.append(re.findall(r"at \d+", done.stdout) + re.findall(r"goes on from step 7: --fresh", done.stderr))
     assert said == [["at 0"], ["at 7", "goes on from step 7: --fresh"], ["at 0"]]
+
+
+TUTORIAL = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Trainer:
+    def __init__(self, model, optimizer, path):
+        self.path, self.first, self.optimizer = path, 0, optimizer
+        if os.path.exists(path):
+            kept = torch.load(path)
+            model.load_state_dict(kept["model"])
+            self.first = kept["epoch"] + 1
+        self.model = DistributedDataParallel(model)
+
+    def train(self, epochs):
+        for epoch in range(self.first, epochs):
+            for _ in range(8):
+                self.optimizer.zero_grad()
+                self.model(torch.rand(32, 20)).square().mean().backward()
+                self.optimizer.step()
+            if dist.get_rank() == 0:
+                torch.save({"model": self.model.module.state_dict(), "epoch": epoch}, self.path)
+
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(20, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 1e-3), "snapshot.pt")
+    trainer.train(3)
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def alone(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run of two workers on this machine, to its end."""
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", *options, "script.py"]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_group_that_goes_with_a_local_variable_hangs_nobody(tmp_path: Path) -> None:
+    """A trainer in a function holds the last reference to gloo's group: under torch 2.13 half of such runs hung."""
+    done = alone(tmp_path, TUTORIAL)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_end_is_named_and_has_a_bound(tmp_path: Path) -> None:
+    """L5: when others have ended and one does nothing, people hear who and where, and in the end it has failed."""
+    script = "import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(900)\n"
+    done = alone(tmp_path, script, "--max-restarts", "0", "--hang-timeout", "7")
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert re.search(r"rank 0 ended 5 s ago; rank 1 is waited for, .*: File .*script.py\", line 3 in <module>", said)
+    assert "rank 1 did not end, and did nothing for 7 s, after rank 0 had" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "generations"),
+    [("x = = 1", 1), ("import not_there", 1), ("import torch\nraise ValueError('no data')", 2)],
+)
+def test_what_is_certain_to_fail_again_ends_the_run(tmp_path: Path, script: str, generations: int) -> None:
+    """W01: a script that cannot be compiled or imported is tried once; the same error before a step at most twice."""
+    done = alone(tmp_path, script)
+    assert done.returncode == 1
+    assert f"in generation {generations}\n" in done.stdout + done.stderr
