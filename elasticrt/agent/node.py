@@ -357,10 +357,13 @@ class Node:
         if self._started is None or not self._running or self._failed_at is not None:
             self.laggards.at = None
             return
+        ended = [f"rank {rank}" for rank in self._ends.well] + [f"those on {node}" for node in elsewhere]
+        if not ended:
+            self.laggards.at = None
+            return
         group, generation, offset = self._workers, self._running, self._started[1].rank_offset
         pids = group.pids(generation)
         left = {n: (pid, group.page(n, generation)) for n, pid in pids.items() if offset + n not in self._ends.well}
-        ended = [f"rank {rank}" for rank in self._ends.well] + [f"those on {node}" for node in elsewhere]
         signal = functools.partial(group.signal, generation=generation)
         self.laggards.look(now, generation, ended, left, signal)
 

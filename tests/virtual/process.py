@@ -13,7 +13,7 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -154,6 +154,9 @@ class VirtualNode(Node):
         """Start the worker parent: it is warm after a while."""
         sim = process_of(self._settings).sim
         sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s, 0))
+
+    def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
+        """Not here: there is no process whose time and stacks could be looked at."""
 
     def close(self) -> None:
         """End everything that this node has started."""
