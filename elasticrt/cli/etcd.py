@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, 
 from elasticrt.store import runtime, server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address
+from elasticrt.text import shell
 
 _TLS_OPTIONS = ("cert_file", "key_file", "client_ca_file")
 
@@ -205,7 +205,7 @@ def how_to_join(address: Address, arguments: argparse.Namespace, version: tuple[
         options += " --insecure-etcd"
     lines = [
         f"etcd {'.'.join(map(str, version))} serves at {reached}",
-        f"join with: elasticrt run --etcd {shlex.quote(str(reached))}{options} ...",
+        f"join with: elasticrt run --etcd {shell((str(reached),))}{options} ...",
     ]
     if address.scheme == "unix":
         lines.append("only you can use it, and only on this machine; --listen serves other machines")

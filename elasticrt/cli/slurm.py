@@ -7,12 +7,12 @@ command line says always wins.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elasticrt.errors import ConfigError, explain
+from elasticrt.text import shell
 
 _OWN_STEPS = 0xFFFFFFF0
 """SLURM numbers its own steps downwards from 2^32: the batch script, an interactive shell, `extern`."""
@@ -117,7 +117,7 @@ def alone(slurm: Slurm | None, max_nodes: int, argv: Sequence[str]) -> str:
     nodes = slurm.job_nodes
     words = [*argv[:1], *([f"--nnodes=1:{nodes}"] if max_nodes == 1 else []), *argv[1:]]
     srun = f"srun --nodes={nodes} --ntasks={nodes} --kill-on-bad-exit=0 --wait=0"
-    return f"1 of {nodes} nodes here; start one agent per node: {srun} elasticrt {shlex.join(words)}"
+    return f"1 of {nodes} nodes here; start one agent per node: {srun} {shell(('elasticrt', *words))}"
 
 
 def first_node(nodes: str) -> str:
