@@ -100,6 +100,28 @@ def debian_binary(directory: Path) -> tuple[Path | None, str]:
     return directory / "usr" / "bin" / "etcd", f"unpacked {packages[0].name}"
 
 
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A port that answers each connection in its way, one after the other; which port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):  # Closed.
+            while True:
+                connection, _ = server.accept()
+                with connection, suppress(OSError):
+                    answer(connection)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield server.getsockname()[1]
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join(5)
+
+
 class EtcdServer:
     """One etcd server. Use it as a context manager; its directory and process are gone afterwards.
 

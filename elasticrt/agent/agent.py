@@ -250,6 +250,7 @@ class Agent(Cycle):
             node_rank=settings.node_rank,
         )
         self.me = Me(record=member, spec=self.spec)
+        self.probes.start()
         joined = self.membership.open(self.me)
         if isinstance(joined, Result):
             self.voice.nothing_to_do(joined)

@@ -83,6 +83,7 @@ class Participant(Cycle):
             warm=True,
         )
         self.me = Me(record=record, spec=spec)
+        self._probes.start()
         self._session = Session(store, spec.lease_ttl_s, self.queue.put)
         self._rendezvous = Rendezvous(store, Keys(run_id), node, self.queue.put)
         self._thread: threading.Thread | None = None

@@ -272,6 +272,6 @@ def _numeric(seat: Seat) -> tuple[socket.AddressFamily, tuple[object, ...]] | No
         found = socket.getaddrinfo(
             seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         )
-    except OSError:
+    except (OSError, ValueError):  # Text that is no name either: whoever resolves it says so.
         return None
     return found[0][0], found[0][4]

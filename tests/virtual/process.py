@@ -249,7 +249,7 @@ def virtual(sim: Simulator) -> Iterator[None]:
         "Ports": VirtualPorts,
         "Prober": VirtualProber,
         "Membership": VirtualMembership,
-        "ProbeServer": lambda *_: SimpleNamespace(port=here().probe_port, close=lambda: None),
+        "ProbeServer": lambda *_: SimpleNamespace(port=here().probe_port, start=lambda: None, close=lambda: None),
         "own_address": lambda settings, endpoints: settings.address,
         "how_to_join": lambda settings, spec, meeting: [],
         "Session": VirtualSession,

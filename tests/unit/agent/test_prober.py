@@ -13,6 +13,7 @@ import pytest
 from elasticrt.agent.probe import ProbeServer
 from elasticrt.agent.prober import OPEN_AT_ONCE, Prober
 from elasticrt.rendezvous.records import Seat
+from tests.servers import answering
 
 LIFE, OTHER = "a" * 16, "b" * 16
 
@@ -36,28 +37,6 @@ def _say(text: bytes) -> Callable[[socket.socket], None]:
         connection.sendall(text)
 
     return answer
-
-
-@contextlib.contextmanager
-def _server(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A port that answers each connection in its way; which port."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):  # Closed.
-            while True:
-                connection, _ = server.accept()
-                with connection, contextlib.suppress(OSError):
-                    answer(connection)
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield server.getsockname()[1]
-    finally:
-        server.shutdown(socket.SHUT_RDWR)
-        server.close()
-        thread.join(5)
 
 
 class Heard:
@@ -92,6 +71,7 @@ def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
     """L1: alive, dead and silent agents asked together, by address and by name; each is told once, as it is."""
     with contextlib.ExitStack() as stack:
         alive = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+        alive.start()
         stack.callback(alive.close)
         ways = {
             "silent": lambda connection: connection.recv(512) and connection.recv(512),
@@ -99,10 +79,11 @@ def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
             "endless": _say(b"x" * 4096),
             "wrong nonce": _say(b'{"nonce": "0", "incarnation": "' + LIFE.encode() + b'"}\n'),
             "no object": _say(b"[]\n"),
+            "too deep": _say(b"[" * 1023 + b"\n"),
             "hangs up": _hang_up,
             "resets": _reset,
         }
-        ports = {name: stack.enter_context(_server(way)) for name, way in ways.items()}
+        ports = {name: stack.enter_context(answering(way)) for name, way in ways.items()}
         with socket.create_server(("127.0.0.1", 0)) as free:
             refusing = free.getsockname()[1]
         lives = {name: f"{index:016x}" for index, name in enumerate(ways)}
@@ -118,13 +99,17 @@ def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
             "c" * 16: ["dead"],
         }
         heard.answers.clear()
-        heard.prober.ask([_seat(LIFE, alive.port, "localhost"), _seat("d" * 16, 1, "no.such.host.invalid")])
-        assert heard.wait(2) == {LIFE: ["alive"], "d" * 16: ["silent"]}
+        names = {"d" * 16: "no.such.host.invalid", "e" * 16: "e" * 64}
+        heard.prober.ask(
+            [_seat(LIFE, alive.port, "localhost"), *(_seat(life, 1, name) for life, name in names.items())]
+        )
+        assert heard.wait(3) == {LIFE: ["alive"], "d" * 16: ["silent"], "e" * 16: ["silent"]}
 
 
 def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:
     """L1: hundreds live and one of them does not; all are told, though only some are connected at a time."""
     server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    server.start()
     try:
         number = 2 * OPEN_AT_ONCE + 10
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -141,7 +126,7 @@ def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:
 def test_a_prober_that_is_closed_leaves_nothing() -> None:
     """G16: closed while it asks, and unused: its thread ends."""
     before = {thread.name for thread in threading.enumerate()}
-    with _server(lambda connection: connection.recv(512) and connection.recv(512)) as port:
+    with answering(lambda connection: connection.recv(512) and connection.recv(512)) as port:
         unused, busy = Heard(), Heard()
         busy.prober.ask([_seat(LIFE, port)])
         thread = busy.prober._thread
