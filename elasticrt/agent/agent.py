@@ -236,7 +236,7 @@ class Agent(Cycle):
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
-        address = own_address(settings, endpoints)
+        address = self.membership.ride_out(lambda: own_address(settings, endpoints))
         self.probes = ProbeServer(address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started))
         self.node.ports.bind(address)
         member = Member(

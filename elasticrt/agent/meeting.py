@@ -7,13 +7,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elasticrt.agent.settings import Settings
 from elasticrt.errors import StoreError, explain
+from elasticrt.rendezvous.records import Keys
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import DEFAULT_PORT, is_loopback
 from elasticrt.store.embedded import Served, find_or_start
-from elasticrt.store.protocol import Address, Store
+from elasticrt.store.protocol import Address, Store, StoreUnavailable
 from elasticrt.store.server import connect
 from elasticrt.text import shell
 
@@ -27,6 +29,8 @@ LOOK_AGAIN_S = 0.1
 ELSEWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737), behind every default route."""
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -38,48 +42,55 @@ class Meeting:
 
 
 def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
-    """Connect to etcd, or find or start this machine's own. Raises StoreError, ConfigError."""
+    """Find etcd, or start this machine's own, and get its first answer. Raises StoreError, ConfigError."""
     served = None
     endpoints = settings.etcd
-    if endpoints:
-        _check_reachable(endpoints, settings.etcd_wait_s, told_to_leave)
-    else:
+    if not endpoints:
         served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
         endpoints = (served.address,)
+    elif settings.etcd_runs:
+        _check_listening(endpoints)
     from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
 
-    return Meeting(EtcdStore(endpoints, settings.credentials), endpoints, served)
-
-
-def _check_reachable(endpoints: tuple[Address, ...], wait_s: float, told_to_leave: Callable[[], bool]) -> None:
-    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run.
-
-    At once, or after `wait_s` where another agent is about to serve it.
-    """
-    deadline = time.monotonic() + wait_s
-    troubles = _troubles(endpoints)
-    if troubles and wait_s:
-        log.warning("etcd is not there yet: %s; waiting for up to %g s", troubles, wait_s)
-    while troubles and time.monotonic() < deadline:
-        if told_to_leave():
-            raise StoreError("told to leave before etcd was there (signal). Nothing has been started")
-        time.sleep(LOOK_AGAIN_S)
-        troubles = _troubles(endpoints)
-    if not troubles:
-        return
-    raise StoreError(
-        explain(
-            "etcd cannot be reached",
-            "--etcd",
-            got=troubles,
-            expected="a running etcd (version 3)",
-            remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
+    store = EtcdStore(endpoints, settings.credentials)
+    try:
+        # A connection alone proves nothing: members that start together listen before they have a majority.
+        ride_out(
+            lambda: store.read(Keys(settings.run_id).spec, exact=True),
+            settings.etcd_wait_s,
+            told_to_leave=told_to_leave,
         )
-    )
+    except BaseException:
+        store.close()
+        raise
+    return Meeting(store, endpoints, served)
 
 
-def _troubles(endpoints: tuple[Address, ...]) -> str:
-    """What keeps us from connecting to any of them; "" when one of them answers."""
+def ride_out(ask: Callable[[], R], wait_s: float, *, told_to_leave: Callable[[], bool] = lambda: False) -> R:
+    """Ask etcd again until it answers: who joins waits for it as members do, for up to `wait_s`.
+
+    `ask` must bear being repeated when its effect is unknown. Raises StoreError after `wait_s` without an answer and
+    when told to leave, and at once whatever else `ask` raises.
+    """
+    since, said = time.monotonic(), False
+    while True:
+        try:
+            return ask()
+        except StoreUnavailable as error:
+            if told_to_leave():
+                message = "told to leave before the run was joined (signal). Nothing has been started"
+                raise StoreError(message) from error
+            if time.monotonic() - since >= wait_s:
+                message = f"etcd has not answered for {wait_s:g} s: {error}"
+                raise StoreError(message) from error
+            if not said:
+                log.warning("etcd does not answer: %s; waiting for up to %g s", error, wait_s)
+                said = True
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _check_listening(endpoints: tuple[Address, ...]) -> None:
+    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run."""
     troubles = []
     for endpoint in endpoints:
         try:
@@ -87,25 +98,33 @@ def _troubles(endpoints: tuple[Address, ...]) -> str:
         except OSError as error:
             troubles.append(f"{endpoint}: {error.strerror or error}")
         else:
-            return ""
-    return "; ".join(troubles)
+            return
+    raise StoreError(
+        explain(
+            "etcd cannot be reached",
+            "--etcd",
+            got="; ".join(troubles),
+            expected="a running etcd (version 3)",
+            remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
+        )
+    )
 
 
 def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
-    """The address that other nodes reach this one at: as told, or that of the way to etcd. Raises StoreError."""
+    """The address that other nodes reach this one at: as told, or that of the way to etcd. Raises StoreUnavailable."""
     if settings.address is not None:
         return settings.address
     return address_towards(settings.serve or endpoints[0])
 
 
 def address_towards(endpoint: Address) -> str:
-    """This machine's address on the way to etcd, as others see it. Raises StoreError."""
+    """This machine's address on the way to etcd, as others see it. Raises StoreUnavailable."""
     if is_loopback(endpoint):
         return "127.0.0.1"
     try:
         address = _route(endpoint.host, endpoint.port)
     except OSError as error:
-        raise StoreError(
+        raise StoreUnavailable(
             explain(
                 "no way to etcd",
                 str(endpoint),

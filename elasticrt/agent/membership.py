@@ -5,29 +5,33 @@ Opened once, and a second time only when this machine's own etcd has died and a 
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from elasticrt.agent.commit import Courier
-from elasticrt.agent.meeting import Meeting, meet
+from elasticrt.agent.meeting import Meeting, meet, ride_out
 from elasticrt.agent.probe import ask
 from elasticrt.agent.settings import Settings
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.handler import Entered, Rendezvous
 from elasticrt.rendezvous.records import Keys, Member, Result, decode
-from elasticrt.store.protocol import KeyValue, Lease, LeaseLost, StoreUnavailable
+from elasticrt.store.protocol import KeyValue, Lease, LeaseLost
 from elasticrt.store.session import Session
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.1
 CLOSE_S = 2.0
+
+R = TypeVar("R")
 
 
 class Membership:
@@ -49,16 +53,20 @@ class Membership:
         The member's name can be another one afterwards. Raises DuplicateError, StoreError.
         """
         self.session = Session(self.meeting.store, me.spec.lease_ttl_s, self._queue.put)
-        self.lease = self.session.open()
+        self.lease = self.ride_out(self.session.open)
         self.rendezvous = Rendezvous(self.meeting.store, self._keys, me.record.node, self._queue.put)
         self.courier = Courier(self.meeting.store, self._keys, self._queue.put)
         me, answer = self._enter(me)
         if isinstance(answer, Result):
             return answer
-        self.rendezvous.refresh()
+        self.ride_out(self.rendezvous.refresh)
         number = self.rendezvous.view.number
         record = me.record.model_copy(update={"seen": max(me.record.seen, number)})
         return replace(me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
+
+    def ride_out(self, ask: Callable[[], R]) -> R:
+        """See `meeting.ride_out`: for all that is asked before this agent is a member."""
+        return ride_out(ask, self._settings.etcd_wait_s, told_to_leave=self._told_to_leave)
 
     def renew(self) -> None:
         """Get a new lease in place of a lost one. Raises StoreUnavailable."""
@@ -96,25 +104,15 @@ class Membership:
     def _enter(self, me: Me) -> tuple[Me, Entered | Result]:
         """Register, whatever it takes: other newcomers, an old life's key, another agent of the same name."""
         deadline = time.monotonic() + me.spec.join_timeout_s
-        name, tries, lost = me.record.node, 1, False
+        name, tries = me.record.node, 1
         while time.monotonic() < deadline:
-            try:
-                if lost:
-                    self.renew()
-                lost = False
-                answer = self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.again)
-            except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
-                log.warning("%s; registering with another one", error)
-                answer, lost = None, True
-            except StoreUnavailable as error:
-                log.warning("etcd does not answer: %s", error)
-                answer = None
+            answer = self.ride_out(functools.partial(self._enter_once, me))
             if isinstance(answer, Entered | Result):
                 return me, answer
             if isinstance(answer, KeyValue):
                 other = decode(Member, answer.key, answer.value)
                 if ask(other.address, other.probe_port, other.incarnation) == "dead":
-                    self.rendezvous.evict_stale(answer)
+                    self.ride_out(functools.partial(self.rendezvous.evict_stale, answer))
                 elif self._settings.node_given:
                     raise DuplicateError(_same_name(other))
                 else:
@@ -132,6 +130,14 @@ class Membership:
                 remedy="Its last attempt may still be ending; see the logs of its other nodes",
             )
         )
+
+    def _enter_once(self, me: Me) -> Entered | Result | KeyValue | None:
+        try:
+            return self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.again)
+        except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
+            log.warning("%s; registering with another one", error)
+            self.renew()
+            return None
 
     def _rename(self, me: Me, name: str) -> Me:
         self.rendezvous.close()

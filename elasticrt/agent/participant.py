@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt.agent.cycle import LOOK_AGAIN_S, Cycle
+from elasticrt.agent.meeting import ride_out
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.probe import ProbeServer
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, Release
 from elasticrt.rendezvous.handler import Entered, Rendezvous
-from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Seat
+from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Result, Seat
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import Lease, LeaseLost, Store, StoreUnavailable
+from elasticrt.store.protocol import ETCD_WAIT_S, KeyValue, Lease, LeaseLost, Store
 from elasticrt.store.session import Session
 
 log = logging.getLogger(__name__)
@@ -98,26 +99,16 @@ class Participant(Cycle):
 
     def open(self, timeout_s: float) -> None:
         """Register, and begin to take part. Raises RendezvousTimeoutError, DuplicateError, StoreError."""
-        self._lease = self._session.open()
-        deadline, lost = time.monotonic() + timeout_s, False
+        deadline, wait_s = time.monotonic() + timeout_s, min(timeout_s, ETCD_WAIT_S)
+        self._lease = ride_out(self._session.open, wait_s)
         while True:
-            try:
-                if lost:
-                    self._lease = self._session.reopen()
-                lost = False
-                answer = self.rendezvous.enter(self.me.spec, self.me.record, self._lease.lease_id, again=True)
-            except LeaseLost as error:
-                log.warning("%s; registering with another one", error)
-                answer, lost = None, True
-            except StoreUnavailable as error:
-                log.warning("etcd does not answer: %s", error)
-                answer = None
+            answer = ride_out(self._enter_once, wait_s)
             if isinstance(answer, Entered):
                 break
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"run {self._run_id} could not be joined within {timeout_s:g} s")
             time.sleep(LOOK_AGAIN_S)
-        self.rendezvous.refresh()
+        ride_out(self.rendezvous.refresh, wait_s)
         number = self.rendezvous.view.number
         record = self.me.record.model_copy(update={"seen": number})
         self.me = replace(self.me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
@@ -165,6 +156,14 @@ class Participant(Cycle):
 
     def _has(self, after: int) -> bool:
         return self._turn is not None and self._turn.generation.number > after
+
+    def _enter_once(self) -> Entered | Result | KeyValue | None:
+        try:
+            return self.rendezvous.enter(self.me.spec, self.me.record, self._lease.lease_id, again=True)
+        except LeaseLost as error:
+            log.warning("%s; registering with another one", error)
+            self._new_lease()
+            return None
 
     # The thread.
 

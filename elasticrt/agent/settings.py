@@ -9,7 +9,7 @@ from typing import Literal
 
 from elasticrt.agent.group import Command
 from elasticrt.agent.logs import LogOptions
-from elasticrt.store.protocol import Address, Credentials
+from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
 
 SIGNALS = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
 """What makes an agent leave, if nothing else is said: the same as torchrun."""
@@ -33,7 +33,8 @@ class Settings:
         events_on_console: events are also written to stderr.
         notes: what people should know of their options.
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
-        etcd_wait_s: how long to wait for an etcd that nobody serves yet; 0 where one is said to run.
+        etcd_runs: an etcd is said to run at its endpoints: where nothing listens, nothing is waited for.
+        etcd_wait_s: how long this agent waits for an answer of etcd until it has joined.
         fresh: whether the user has asked for a start from the beginning; workers read that from their environment.
         alone: what to say if no other node has come after a while, "" for nothing.
         drain_timeout_s: how long this agent tries to hand over before it leaves without.
@@ -73,7 +74,8 @@ class Settings:
     drain_timeout_s: float = 15.0
     ride_through_s: float = 900.0
     etcd_linger_s: float = 30.0
-    etcd_wait_s: float = 0.0
+    etcd_runs: bool = False
+    etcd_wait_s: float = ETCD_WAIT_S
     fresh: bool = False
     alone: str = ""
     hang_timeout_s: float = 600.0

@@ -30,6 +30,7 @@ from elasticrt.cli.torchrun_flags import FLAGS, in_our_words
 from elasticrt.cli.where import (
     declare_etcd,
     declare_meeting,
+    etcd_runs,
     etcd_wait_s,
     own_address,
     read_credentials,
@@ -242,7 +243,8 @@ def configure(
         gpus=own_gpus(workers_here, env) if values["virtual_local_rank"] else (),
         cpus=bind(values["numa_binding"], workers_here, env),
         etcd_linger_s=values["etcd_linger"],
-        etcd_wait_s=etcd_wait_s(values, etcd),
+        etcd_runs=etcd_runs(values),
+        etcd_wait_s=etcd_wait_s(values),
         drain_timeout_s=values["drain_timeout"],
         hang_timeout_s=values["hang_timeout"],
         health_port=values["health_port"],

@@ -9,15 +9,12 @@ from typing import Any
 from elasticrt.cli.options import Options, pairs, seconds, whole
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store.address import is_loopback, parse_endpoints
-from elasticrt.store.protocol import Address, Credentials
+from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
 from elasticrt.store.server import resolve
 from elasticrt.text import plain
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""
-
-ETCD_WAIT_S = 60.0
-"""How long an agent waits for the one that serves the etcd of `--rdzv-endpoint`: they are often started together."""
 
 
 def declare_etcd(options: Options) -> None:
@@ -40,7 +37,7 @@ def declare_meeting(options: Options) -> None:
     add("--rdzv-conf", parse=pairs, value="KEY=VALUE,...", text="as torchrun has it, where that means something here")
     add("--master-addr", value="HOST", text="with --master-port: as --rdzv-endpoint", rivals=told)
     add("--master-port", parse=whole(1, 65535), value="PORT", text="the port of it (default: 29500)", rivals=told)
-    add("--etcd-wait", parse=seconds, value="T", text="wait so long for an etcd that does not run yet")
+    add("--etcd-wait", parse=seconds, value="T", text="wait so long for etcd's first answer (default: 60, if it runs)")
 
 
 def where_etcd_is(values: Mapping[str, Any]) -> tuple[tuple[Address, ...], Address | None]:
@@ -99,11 +96,14 @@ def _is_ours(host: str) -> bool:
     return True
 
 
-def etcd_wait_s(values: Mapping[str, Any], etcd: tuple[Address, ...]) -> float:
-    """How long to wait for an etcd that does not run yet: as told, or a while where another agent is to serve it."""
-    if values["etcd_wait"] is not None:
-        return float(values["etcd_wait"])
-    return ETCD_WAIT_S if etcd and not values["etcd"] else 0.0
+def etcd_runs(values: Mapping[str, Any]) -> bool:
+    """Whether an etcd is said to run already: named, and not by the endpoint that another agent is about to serve."""
+    return bool(values["etcd"]) and values["etcd_wait"] is None
+
+
+def etcd_wait_s(values: Mapping[str, Any]) -> float:
+    """How long to wait for an answer of etcd: as told, or a while."""
+    return ETCD_WAIT_S if values["etcd_wait"] is None else float(values["etcd_wait"])
 
 
 def read_credentials(values: Mapping[str, Any]) -> Credentials:

@@ -18,6 +18,9 @@ from typing import Literal, Protocol
 
 from elasticrt.errors import StoreError
 
+ETCD_WAIT_S = 60.0
+"""How long whoever joins a run waits for an answer of etcd, unless told: members ride longer outages out."""
+
 
 class StoreUnavailable(StoreError):  # noqa: N818  States, like the words CONNECTED and SUSPENDED, not exceptions to fix.
     """No answer within the deadline. A write may or may not have happened: read before trying again."""

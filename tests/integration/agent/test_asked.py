@@ -101,10 +101,24 @@ def test_told_to_leave_while_etcd_is_awaited(tmp_path: Path) -> None:
     options = ["--etcd", f"127.0.0.1:{free_port()}", "--etcd-wait", "5m", "--no-python"]
     with Cluster(tmp_path, "early", options, ["sleep", "600"]) as cluster:
         agent = cluster.start("alpha")
-        wait_until(lambda: "etcd is not there yet" in agent.text(), "it waits", 60)
+        wait_until(lambda: "etcd does not answer" in agent.text(), "it waits", 60)
         kill(agent.pid, signal.SIGTERM)
         assert cluster.ended(30) == {"alpha": 4}
-        assert "told to leave before etcd was there" in agent.text()
+        assert "told to leave before the run was joined" in agent.text()
+
+
+def test_etcd_stands_still_while_a_node_joins(tmp_path: Path) -> None:
+    """E03, E08: an etcd that takes connections and answers nothing costs a newcomer time, its lease, and no more."""
+    with EtcdServer(wheel_binary(), tmp_path) as etcd:
+        options = ["--etcd", str(etcd.address), "--lease-ttl", "1", "--no-python"]
+        with Cluster(tmp_path, "stall", options, ["true"]) as cluster:
+            etcd.pause()
+            try:
+                agent = cluster.start("alpha")
+                wait_until(lambda: "etcd does not answer" in agent.text(), "it waits for an answer", 60)
+            finally:
+                etcd.resume()
+            assert cluster.ended(60) == {"alpha": 0}
 
 
 def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from elasticrt.cli.slurm import Slurm, alone, first_node
 from elasticrt.contract.env import inherited
 from elasticrt.errors import ConfigError
 from elasticrt.spec import RunSpec
+from elasticrt.store.protocol import ETCD_WAIT_S
 
 BATCH = {
     "SLURM_CLUSTER_NAME": "lab",
@@ -113,11 +114,11 @@ def test_the_first_node_serves_etcd_when_that_is_accepted() -> None:
     settings, _ = _configure(env, "--insecure-etcd", "--nnodes", "1:3", "train.py")
     assert [str(address) for address in settings.etcd] == ["http://node-that-is-not-here1:10019"]
     assert settings.serve is None
-    assert settings.etcd_wait_s > 0
+    assert (settings.etcd_runs, settings.etcd_wait_s) == (False, ETCD_WAIT_S)
     name = socket.gethostname()
     own = {**TASK, "SLURM_STEP_NODELIST": f"{name},n2"}
     settings, _ = _configure(own, "--insecure-etcd", "--nnodes", "1:3", "train.py")
-    assert (settings.etcd, str(settings.serve), settings.etcd_wait_s) == ((), f"http://{name}:10019", 0.0)
+    assert (settings.etcd, str(settings.serve)) == ((), f"http://{name}:10019")
 
 
 @pytest.mark.parametrize(
