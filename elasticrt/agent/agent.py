@@ -153,9 +153,8 @@ class Agent(Cycle):
         self.voice.generation(self.rendezvous.view, me)
         if self.health is not None:
             view, step = self.rendezvous.view, self.node.progress.step()
-            self.health.noted = vitals.member(
-                self.settings.run_id, me, view, now, away_since=self.outage.since, step=step
-            )
+            since = {"away_since": self.outage.since, "alone_since": self.outage.alone_since}
+            self.health.noted = vitals.member(self.settings.run_id, me, view, now, step=step, **since)
         return me
 
     def _alarms(self) -> Iterable[float]:

@@ -182,6 +182,7 @@ class Cycle(ABC):
             case (Seat() as seat, Verdict() as verdict):
                 self.rendezvous.view = with_verdict(self.rendezvous.view, seat.incarnation, verdict)
             case Heard(generation=generation):
+                self.outage.heard(event)
                 self.me = replace(self.me, heard=max(self.me.heard, generation))
             case _:
                 self._fold_own(event)

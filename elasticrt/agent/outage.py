@@ -21,7 +21,7 @@ LISTEN_S = 1.0
 
 @dataclass(frozen=True)
 class Heard:
-    """Another agent of this run has said which generation it is in."""
+    """Another agent of this run has said which generation it is in; 0: it has said nothing."""
 
     generation: int
 
@@ -31,6 +31,7 @@ class Outage:
 
     Attributes:
         since: since when what is known of the store may be old; None while it is not.
+        alone_since: since when no other agent has answered either; None while one does, or nobody is asked.
         retry_at: when to read everything again.
     """
 
@@ -40,6 +41,7 @@ class Outage:
         self._full_since: float | None = None
         self._listen_at = 0.0
         self.since: float | None = None
+        self.alone_since: float | None = None
         self.retry_at = 0.0
 
     def begin(self, error: StoreUnavailable) -> None:
@@ -59,7 +61,7 @@ class Outage:
         """Everything has been read again."""
         if self.since is not None and now - self.since > RETRY_S:
             self._say(f"etcd answers again after {now - self.since:.1f} s")
-        self.since = None
+        self.since = self.alone_since = None
 
     def too_long(self, now: float) -> bool:
         """Whether it lasts longer than a run should go on without agreement."""
@@ -68,9 +70,18 @@ class Outage:
     def listen(self, prober: Prober, seats: Iterable[Seat], run_id: str, heard: Callable[[Heard], None]) -> None:
         """Ask the generation's other agents which generation they are in, at most once a second."""
         now = time.monotonic()
-        if now >= self._listen_at:
-            self._listen_at = now + LISTEN_S
-            prober.listen(seats, run_id, lambda number: heard(Heard(number)))
+        if now < self._listen_at:
+            return
+        self._listen_at = now + LISTEN_S
+        asked = tuple(seats)
+        if asked and self.alone_since is None:
+            self.alone_since = now
+        prober.listen(asked, run_id, lambda number: heard(Heard(number)))
+
+    def heard(self, heard: Heard) -> None:
+        """What one of them has said, or 0 for nothing."""
+        if heard.generation:
+            self.alone_since = None
 
     def full(self, error: StoreFull) -> float:
         """A write was refused for lack of space. Returns when to try again; raises `error` after too long a time."""

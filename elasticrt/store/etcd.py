@@ -52,6 +52,8 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # A pod that comes back has another address; gRPC's default looks its name up at most every 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # Connections are not shared with other stores of this process, whose failures would delay ours.

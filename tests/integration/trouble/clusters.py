@@ -50,8 +50,8 @@ class ClusterMember(EtcdServer):
 
 
 @contextmanager
-def cluster_of_three(directory: Path) -> Iterator[list[ClusterMember]]:
-    """Three running members that have elected a leader; the leader comes first."""
+def members_of_three(directory: Path) -> Iterator[list[ClusterMember]]:
+    """Three members of one cluster, to be launched; they end together."""
     with ExitStack() as stack:
         members = [ClusterMember(wheel_binary(), directory / f"etcd-{k}") for k in range(3)]
         ports = [free_port() for _ in members]
@@ -59,6 +59,14 @@ def cluster_of_three(directory: Path) -> Iterator[list[ClusterMember]]:
         for k, member in enumerate(members):
             member.join(f"m{k}", members[0].token, ports[k], initial)
             stack.push(member)  # Only its ending: it is started together with the others.
+        yield members
+
+
+@contextmanager
+def cluster_of_three(directory: Path) -> Iterator[list[ClusterMember]]:
+    """Three running members that have elected a leader; the leader comes first."""
+    with members_of_three(directory) as members:
+        for member in members:
             member.launch()
         for member in members:
             member.wait()

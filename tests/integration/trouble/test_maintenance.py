@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.trouble.clusters import cluster_of_three, etcdctl, replace
+from tests.cluster import Cluster
+from tests.integration.trouble.clusters import cluster_of_three, etcdctl, members_of_three, replace
 from tests.integration.trouble.stepping import Stepping, send
 from tests.integration.trouble.test_away import ends_well, undisturbed
-from tests.servers import EtcdServer, wheel_binary
+from tests.servers import EtcdServer, wait_until, wheel_binary
 
 
 @pytest.mark.slow
@@ -34,6 +35,20 @@ def test_defragmented_saved_and_members_replaced(tmp_path: Path) -> None:
                 run.wait_for_silence(3.0)
                 undisturbed(run, before, since)
                 assert ends_well(run, members[1]).numbers() == [1]
+
+
+@pytest.mark.slow
+def test_members_of_etcd_that_start_beside_the_agents(tmp_path: Path) -> None:
+    """E02: one member of three takes connections and has no majority: --etcd-wait is for the first answer."""
+    with members_of_three(tmp_path) as members:
+        members[0].launch()
+        options = ["--etcd", str(members[0].address), "--etcd-wait", "5m", "--no-python"]
+        with Cluster(tmp_path, "beside", options, ["true"]) as cluster:
+            agent = cluster.start("alpha")
+            wait_until(lambda: "etcd does not answer" in agent.text(), "it waits for an answer", 60)
+            for member in members[1:]:
+                member.launch()
+            assert cluster.ended(60) == {"alpha": 0}
 
 
 @pytest.mark.slow

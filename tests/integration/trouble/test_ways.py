@@ -133,6 +133,46 @@ def test_etcd_moves_to_another_address(tmp_path: Path, names: NameServer, etcd: 
         assert run.pids() == before
 
 
+MOVING = """
+import sys, time
+from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.protocol import StoreUnavailable
+from elasticrt.store.address import parse_endpoints
+store = EtcdStore(parse_endpoints(sys.argv[1]), timeout_s=0.5)
+store.read("x", exact=True)
+print("reads", flush=True)
+sys.stdin.readline()
+while True:
+    try:
+        store.read("x", exact=True)
+    except StoreUnavailable:
+        continue
+    print("reads again", flush=True)
+    break
+"""
+
+
+@pytest.mark.root
+def test_a_name_is_looked_up_again_soon(tmp_path: Path, names: NameServer, etcd: EtcdServer) -> None:
+    """K06: gRPC by itself looks a name up every 30 s; an etcd that has moved is found long before that."""
+    command = names.command([sys.executable, "-c", MOVING, f"http://{NAME}:{etcd.port}"])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        try:
+            assert client.stdin is not None
+            assert client.stdout is not None
+            assert client.stdout.readline() == "reads\n"
+            etcd.stop()
+            etcd.address = Address("http", f"127.44.{secrets.randbelow(255)}.2", etcd.port)
+            etcd.restart()
+            names.answer = etcd.address.host
+            client.stdin.write("\n")
+            client.stdin.flush()
+            client.wait(20)
+            assert client.stdout.read() == "reads again\n"
+        finally:
+            client.kill()
+
+
 @pytest.mark.slow
 def test_a_silent_endpoint_in_the_list(tmp_path: Path, etcd: EtcdServer) -> None:
     """N14: the first of two endpoints takes connections and says nothing: the run goes through the other one."""

@@ -10,15 +10,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from elasticrt.agent.health import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
-from elasticrt.agent.vitals import LIVE_S, Vitals, live, member, ready
+from elasticrt.agent.outage import Heard, Outage
+from elasticrt.agent.probe import ProbeServer
+from elasticrt.agent.prober import Prober
+from elasticrt.agent.vitals import CUT_OFF_S, LIVE_S, Vitals, live, member, ready
 from elasticrt.errors import ConfigError
 from elasticrt.rendezvous.decision import Me
-from elasticrt.rendezvous.records import Member
+from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
 from tests.servers import wait_until
@@ -61,6 +65,7 @@ def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: s
 
 
 STANDS_BY: dict[str, Any] = {"ranks": None, "running": 0, "step": None}
+CUT_OFF: dict[str, Any] = {"lease": "suspended", "etcd_away_s": 170.0, "peers_away_s": 168.0}
 
 
 @pytest.mark.parametrize(
@@ -69,8 +74,12 @@ STANDS_BY: dict[str, Any] = {"ranks": None, "running": 0, "step": None}
         ({}, True, "trains in generation 3"),
         ({"lease": "suspended", "etcd_away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
         ({"lease": "lost"}, False, "not a member of the run: etcd has given its lease up"),
-        ({"running": 2}, False, "starts its workers of generation 3"),
-        ({"running": 0}, False, "starts its workers of generation 3"),
+        ({"running": 2}, True, "starts its workers of generation 3"),
+        ({"running": 0}, True, "starts its workers of generation 3"),
+        ({"running": 0, "warm": False}, False, "still importing what its workers need"),
+        ({"running": 0, "etcd_away_s": 3.0}, False, "its workers of generation 3 have ended"),
+        (CUT_OFF, False, "cut off in generation 3: neither etcd nor another node has answered for 168 s"),
+        ({**CUT_OFF, "peers_away_s": CUT_OFF_S}, True, "trains in generation 3; etcd has not answered for 170 s"),
         ({"leaving": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
         ({"phase": "joining"}, False, "joining: not a member"),
         ({"phase": "ending"}, False, "ending: not a member"),
@@ -82,7 +91,7 @@ STANDS_BY: dict[str, Any] = {"ranks": None, "running": 0, "step": None}
     ],
 )
 def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
-    """A node is ready when it trains, also while etcd is away, or stands by and could be called."""
+    """N03: ready is who trains, also while etcd is away, or could at once; in a change of generation nobody flaps."""
     finding = ready(replace(TRAINS, **changes), 100.0)
     assert finding.ok is expected
     assert reason in finding.reason
@@ -97,9 +106,42 @@ def test_what_a_member_notes() -> None:
         record=record.model_copy(update={"draining": True}),
         spec=RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py")),
     )
-    noted = member("digits", me, View("alpha"), 50.0, away_since=48.0, step=None)
+    noted = member("digits", me, View("alpha"), 50.0, away_since=48.0, alone_since=49.0, step=None)
+    assert noted.peers_away_s == 1.0
     assert (noted.phase, noted.turned_at, noted.etcd_away_s, noted.leaving) == ("member", 50.0, 2.0, "draining")
     assert (noted.generation, noted.ranks, noted.step, noted.warm) == (0, None, None, False)
+
+
+def test_since_when_a_node_hears_nobody() -> None:
+    """N03: while etcd is away the other nodes are asked; an answer ends their silence, and so does etcd's return."""
+    heard: SimpleQueue[Heard] = SimpleQueue()
+    prober, other = Prober(lambda *_: None), ProbeServer("127.0.0.1", "digits", lambda: ("b" * 16, 3))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        refusing = free.getsockname()[1]
+    try:
+        other.start()
+        alone = Outage(900.0, lambda _: None)
+        alone.doubt()
+        alone.listen(prober, [], "digits", heard.put)
+        assert alone.alone_since is None, "a run of one node has nobody to hear"
+        for port, answers in ((refusing, False), (other.port, True)):
+            outage = Outage(900.0, lambda _: None)
+            outage.doubt()
+            outage.listen(prober, [_seat(port)], "digits", heard.put)
+            assert outage.alone_since is not None
+            outage.heard(heard.get(timeout=30))
+            assert (outage.alone_since is None) is answers
+            outage.end(time.monotonic())
+            assert (outage.since, outage.alone_since) == (None, None)
+    finally:
+        prober.close()
+        other.close()
+
+
+def _seat(port: int) -> Seat:
+    return Seat(
+        node="beta", incarnation="b" * 16, index=1, rank_offset=2, workers=2, address="127.0.0.1", probe_port=port
+    )
 
 
 @pytest.fixture
