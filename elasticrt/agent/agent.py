@@ -22,6 +22,7 @@ from elasticrt.agent import vitals
 from elasticrt.agent.commit import Errand
 from elasticrt.agent.cycle import Cycle
 from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.agent.limits import allow_files
 from elasticrt.agent.meeting import own_address
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.node import Node
@@ -92,6 +93,7 @@ class Agent(Cycle):
 
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
+        allow_files(self.settings.workers, self.spec.max_nodes)
         for number in self.settings.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG

@@ -169,7 +169,8 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, argume
     try:
         etcd = server.launch(command, directory)
     except OSError as error:
-        raise StoreError(explain("etcd did not start", str(binary), got=str(error))) from error
+        got, remedy = server.in_our_words(str(error))
+        raise StoreError(explain("etcd did not start", str(binary), got=got, remedy=remedy)) from error
     received: list[int] = []
 
     def end(number: int, _: object) -> None:
@@ -190,7 +191,8 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, argume
     if received:
         return EXIT_OK if received[0] == signal.SIGINT else EXIT_TERMINATED
     what = "etcd ended by itself" if ready else "etcd did not start"
-    raise StoreError(explain(what, str(binary), got=server.last_lines(directory) or "no sign of life"))
+    got, remedy = server.why_it_ended(directory)
+    raise StoreError(explain(what, str(binary), got=got or "no sign of life", remedy=remedy))
 
 
 def how_to_join(address: Address, arguments: argparse.Namespace, version: tuple[int, ...]) -> list[str]:

@@ -123,6 +123,10 @@ def _start(run_id: str, lock: runtime.Lock, listen: Address | None, linger_s: fl
             import elasticrt.store.etcd  # noqa: F401
 
             answer = _answer(ready)
+    except OSError as error:
+        got, remedy = server.in_our_words(str(error))
+        what = "the embedded etcd could not be started"
+        raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from error
     finally:
         os.close(ready)
         if ready_fd >= 0:

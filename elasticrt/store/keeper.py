@@ -48,11 +48,12 @@ def start(run_id: str, binary: Path, listen: Address | None) -> tuple[subprocess
                 record |= {f"{name}_pid": pid, f"{name}_start": runtime.start_of(pid)}
             return etcd, record
         server.stop(etcd)
-        got = server.last_lines(data) or f"not ready within {server.READY_S_MAX:g} s"
+        got, remedy = server.why_it_ended(data)
+        got = got or f"not ready within {server.READY_S_MAX:g} s"
     except OSError as error:
-        got = str(error)
+        got, remedy = server.in_our_words(str(error))
     runtime.remove_data(data)
-    remedy = "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
+    remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
     raise StoreError(explain(f"etcd did not start for run {run_id}", str(binary), got=got, remedy=remedy))
 
 

@@ -7,8 +7,10 @@ Used by the keeper of the embedded server, which must be quick (so only light mo
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -36,6 +38,8 @@ SOCKET = "etcd:0"
 
 UNSAFE_VERSIONS = ((3, 5, 0), (3, 5, 1), (3, 5, 2))
 """They can lose acknowledged writes in a crash (etcd-io/etcd#13766)."""
+
+LOG_TAIL_BYTES = 64 * 1024
 
 _PR_SET_PDEATHSIG = 1
 
@@ -129,6 +133,8 @@ def launch(arguments: list[str], directory: Path, *, deaf_to_sigterm: bool = Fal
         if os.getppid() != parent:
             os._exit(1)
         os.setpgid(0, 0)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # `stop` sends it; a shell's background jobs ignore it.
         if deaf_to_sigterm:
             deaf.to_sigterm()
@@ -235,12 +241,70 @@ def claim(listen: Address, option: str) -> Address:
     return replace(listen, host=ip)
 
 
-def last_lines(directory: Path, bytes_max: int = 400) -> str:
-    """The end of the server's log, for an error message."""
+def why_it_ended(directory: Path) -> tuple[str, str]:
+    """What the server's log says about its end, in a few words, and the remedy when the reason is a usual one."""
     try:
-        return (directory / LOG).read_bytes()[-bytes_max:].decode(errors="replace").strip().rsplit("\n", 1)[-1]
+        log = directory / LOG
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+            return in_our_words(file.read().decode(errors="replace"))
     except OSError:
-        return ""
+        return "", ""
+
+
+def in_our_words(text: str) -> tuple[str, str]:
+    """The reason in what a server, or the attempt to start it, has said, and the remedy. Pure.
+
+    Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
+    """
+    lowered = text.lower()
+    for pieces, got, remedy in _LIMITS:
+        if any(piece in lowered for piece in pieces):
+            return got, remedy
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
+    return (_logged(told[0]), "") if told else ("", "")
+
+
+_LIMITS = (
+    (
+        ("file descriptor limit of etcd process is too low",),
+        "too few files may be open: etcd needs more than 150",
+        "Raise the limit of open files (ulimit -n)",
+    ),
+    (
+        ("too many open files", "pipe failed with 24"),
+        "too many open files",
+        "Raise the limit of open files (ulimit -n)",
+    ),
+    (
+        ("failed to create new os thread", "newosproc", "resource temporarily unavailable"),
+        "no further thread or process may be started",
+        "Raise the limit of processes (ulimit -u, or pids.max of the control group)",
+    ),
+    (
+        ("no space left on device",),
+        "no space left on the device of its data",
+        "Make room in the directory for temporary files, or set TMPDIR",
+    ),
+    (
+        ("cannot allocate memory", "out of memory", "failed to reserve"),
+        "not enough memory",
+        "Raise the limit of memory (ulimit -v, or memory.max of the control group)",
+    ),
+)
+"""Pieces of what etcd, Go or the kernel says, in lower case; what it means, and what helps."""
+
+
+def _logged(line: str) -> str:
+    """Message and error of one line of etcd's log; any other line as it is."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(fields, dict):
+        return line
+    return ": ".join(str(fields[name]) for name in ("msg", "error") if fields.get(name)) or line
 
 
 def _on_path() -> list[Path]:

@@ -1,0 +1,42 @@
+"""How many files an agent may have open: raised to what it needs, or said before anything has been started."""
+
+from __future__ import annotations
+
+import resource
+
+from elasticrt.agent.probe import CONNECTIONS_MAX
+from elasticrt.agent.prober import OPEN_AT_ONCE
+from elasticrt.errors import ConfigError, explain
+
+FILES_OF_AGENT = 64
+"""Of the agent itself: modules being loaded, etcd, the worker parent, logs, the copies in memory. About 30 in use."""
+
+FILES_OF_WORKER = 9
+"""Kept: two pipes, two logs, the channel; while it starts also its ends of these, and its status page."""
+
+
+def files_needed(workers: int, nodes: int) -> int:
+    """Open files of an agent with so many workers, in a run of up to so many nodes, which ask each other. Pure."""
+    return FILES_OF_AGENT + FILES_OF_WORKER * workers + min(nodes, OPEN_AT_ONCE) + min(nodes, CONNECTIONS_MAX)
+
+
+def allow_files(workers: int, nodes: int) -> None:
+    """Raise this process's soft limit to what is needed. Raises ConfigError where the hard limit is below that.
+
+    Workers inherit the limit.
+    """
+    needed = files_needed(workers, nodes)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            explain(
+                "too few files may be open on this machine",
+                "ulimit -n",
+                got=f"a hard limit of {hard:,}",
+                expected=f"{needed:,} for {workers:,} workers in a run of up to {nodes:,} nodes",
+                remedy="Raise the limit, or start fewer workers on this node",
+            )
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

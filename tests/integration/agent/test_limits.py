@@ -1,0 +1,52 @@
+"""An agent under small limits: it raises what it may, and says the rest before anything has been started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elasticrt.agent.limits import files_needed
+from tests.servers import wheel_binary
+
+
+def _run(tmp_path: Path, limit: str, workers: int, binary: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "elasticrt", "run", "--standalone", "--etcd-linger", "0", "--nproc-per-node"]
+    command += [str(workers), "--run-dir", str(tmp_path / "run"), "--no-python", "true"]
+    limited = ["bash", "-c", f'{limit}; ELASTICRT_ETCD_BIN={binary} exec "$@"', "bash", *command]
+    return subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+
+
+def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
+    """W17: more workers than the soft limit of open files has room for: it is raised, and all of them run."""
+    done = _run(tmp_path, "ulimit -Sn 64", 8, wheel_binary())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_150_workers_under_1024_files(tmp_path: Path) -> None:
+    """W17: a node with many workers and the usual soft limit."""
+    done = _run(tmp_path, "ulimit -Sn 1024", 150, wheel_binary())
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_hard_limit_is_too_low(tmp_path: Path) -> None:
+    """G17: where the hard limit is not enough the agent says how much is, starts nothing, and ends with 2."""
+    done = _run(tmp_path, "ulimit -n 256", 150, wheel_binary())
+    assert done.returncode == 2, done.stderr
+    assert f"expected {files_needed(150, 1):,} for 150 workers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run" / "generation-1").exists()
+
+
+def test_etcd_under_small_limits(tmp_path: Path) -> None:
+    """G17: an embedded etcd that may open too few files is told in our words, without a stack, with code 4."""
+    binary = tmp_path / "etcd"
+    binary.write_text(f'#!/bin/bash\nulimit -n 6\nexec {wheel_binary()} "$@"\n')
+    binary.chmod(0o755)
+    done = _run(tmp_path, "true", 1, binary)
+    assert done.returncode == 4, done.stderr
+    assert "too many open files. Raise the limit of open files (ulimit -n)" in done.stderr
+    assert "runtime" not in done.stderr
