@@ -123,7 +123,7 @@ for _epoch in loop.epochs(1000, max_steps=args.steps):
             optimizer.zero_grad()
             scheduler.step()
             loop.step(loss=loss)
-            step = loop.steps + 1
+            step = loop.steps_done + 1
             if ctx.is_first and step % 50 == 0:
                 print(f"step {step}  loss {loss.item():.3f}  world size {ctx.world_size}", flush=True)
 

@@ -87,4 +87,6 @@ for epoch in loop.epochs(args.epochs):
     with loop.pause("evaluate"):
         accuracy = evaluate()
     if ctx.is_first:
-        print(f"epoch {epoch}  step {loop.steps}  accuracy {accuracy:.4f}  world size {ctx.world_size}", flush=True)
+        print(
+            f"epoch {epoch}  step {loop.steps_done}  accuracy {accuracy:.4f}  world size {ctx.world_size}", flush=True
+        )

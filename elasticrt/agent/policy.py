@@ -12,6 +12,7 @@ from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
 from elasticrt.rendezvous.decision import Halt
 from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Report, Seat
+from elasticrt.rendezvous.view import View
 
 SUMMARY_MAX = 400
 TEXT_MAX = 5500
@@ -24,7 +25,7 @@ class Ends:
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
     newest copy taken meanwhile, or one of the step that the generation resumed from. `spare`: an older one, for when
-    nobody has the checkpoint that it resumes from.
+    nobody has the checkpoint that it resumes from. `ready`: workers that can go on in the next generation.
     """
 
     generation: int
@@ -37,6 +38,7 @@ class Ends:
     memory: Copy | None = None
     kept: Copy | None = None
     spare: Copy | None = None
+    ready: int = 0
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -51,6 +53,7 @@ class Ends:
                 status="failed",
                 failure=failure_record(self.failures),
                 memory=copy_record(self.kept or self.spare),
+                ready=self.ready,
             )
         if len(self.handed) == self.workers:
             return Report(
@@ -160,13 +163,15 @@ def halted(decision: Halt, run_id: str) -> ElasticError:
     return kind(explain("this node cannot go on", f"run {run_id}", got=decision.reason, remedy=remedy))
 
 
-def worker_env(settings: Settings, generation: Generation, seat: Seat, local_rank: int) -> WorkerEnv:
-    """What one worker of this seat is told."""
+def worker_env(
+    settings: Settings, generation: Generation, seat: Seat, local_rank: int, place: int | None = None
+) -> WorkerEnv:
+    """What one worker of this seat is told. `place`: its number among the seat's workers, where some are missing."""
     return WorkerEnv(
-        rank=seat.rank_offset + local_rank,
+        rank=seat.rank_offset + (local_rank if place is None else place),
         local_rank=local_rank,
         world_size=generation.world_size,
-        local_world_size=seat.workers,
+        local_world_size=settings.workers if generation.in_place else seat.workers,
         group_rank=seat.index,
         group_world_size=generation.nodes,
         master_addr=generation.master_address,
@@ -185,6 +190,41 @@ def worker_env(settings: Settings, generation: Generation, seat: Seat, local_ran
         signals=",".join(number.name for number in settings.signals),
         resume=generation.resume.commit() if generation.resume else None,
         copy=generation.memory.as_copy() if generation.memory else None,
+    )
+
+
+def others_go_on(view: View, node: str) -> bool:
+    """Whether workers of other nodes train on, so that what this node lacks is set up beside them."""
+    if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
+        return False
+    known = (entry.record for entry in view.members.values() if entry.record.node != node)
+    return view.generation.record.in_place or any(each.ready and each.generation == view.number for each in known)
+
+
+def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
+    """What a worker is told that sets up beside `generation`: where it would be if it were let in now."""
+    return WorkerEnv(
+        rank=generation.world_size + local_rank,
+        local_rank=local_rank,
+        world_size=generation.world_size + local_rank + 1,
+        local_world_size=settings.workers,
+        group_rank=index,
+        group_world_size=max(generation.nodes, index + 1),
+        master_addr=generation.master_address,
+        master_port=generation.master_port,
+        restart_count=generation.restarts_total,
+        max_restarts=settings.max_restarts,
+        run_id=settings.run_id,
+        attempt=generation.attempt,
+        generation=0,
+        nonce=generation.nonce,
+        node=settings.node,
+        run_dir=str(settings.run_dir),
+        role=settings.role,
+        as_srun=settings.as_srun,
+        gpu=settings.gpus[local_rank] if settings.gpus else "",
+        signals=",".join(number.name for number in settings.signals),
+        beside=True,
     )
 
 

@@ -45,6 +45,8 @@ class Page:
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
+        in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training and
+            waits to be let in; 0 when only a new process could take its place.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -69,6 +71,7 @@ class Page:
     beats = _Word(13)
     beat_at_ns = _Word(14)
     begun_at_ns = _Word(15)
+    in_place = _Word(16)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)

@@ -122,6 +122,6 @@ def test_an_intact_copy_is_resumed_from(tmp_path: Path, monkeypatch: pytest.Monk
         model, loop = _script(tmp_path / "after")
         begun = next(model.parameters()).clone()
         next(loop.epochs(2))
-        assert loop.steps == 3
+        assert loop.steps_done == 3
         assert torch.equal(next(model.parameters()), begun + 1.0 + 1.0 + 1.0)
         assert not agent.of(Damaged)
