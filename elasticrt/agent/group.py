@@ -194,7 +194,7 @@ class WorkerGroup:
             self._tell(worker, Dismiss())
 
     def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
-        """SIGKILL all workers of a generation (the newest, if not given), or these of it, with all they have started."""
+        """SIGKILL workers of a generation (default: the newest), all or these, with all that they have started."""
         self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
 
     def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:

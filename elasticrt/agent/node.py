@@ -210,7 +210,7 @@ class Node:
         self._ends = replace(self._ends, handover=0, entered=0)
         pages.release(self._pages())
 
-    def fold(self, event: Warm | Learnt | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
+    def fold(self, event: Warm | Learnt | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:  # noqa: PLR0912  One case per event.
         """Take note of an event, and do what follows from it on this node alone."""
         match event:
             case Warm():
@@ -364,12 +364,14 @@ class Node:
         step = generation.resume.step if generation.resume else 0
         self._events.write("generation", **told, nodes=self._names, resume_step=step, index=seat.index)
         gone = seat.workers - len(chosen)
+        pids = {**self._workers.pids(0), **self._workers.pids(before)}
         for place, (rank, was) in enumerate(sorted(chosen)):
             env = worker_env(self._settings, generation, seat, rank, place)
             first = env.rank == 0
             listen = self.ports.take(generation.master_port, shared=True) if first else None
             if self._workers.reseat(rank, was, env, listen):
                 self._beside.discard(rank)
+                self._pids[env.rank] = pids.get(rank, 0)
             else:
                 self._seated.discard(rank)
                 gone += 1
@@ -379,6 +381,12 @@ class Node:
         if others:  # They could not come along.
             self._workers.kill(before, others)
         self.watch.began(generation, seat)
+        self._events.write(
+            "workers_started",
+            generation=generation.number,
+            ranks=sorted(self._pids),
+            pids=[self._pids[rank] for rank in sorted(self._pids)],
+        )
         if gone:
             self._fail_in_place(seat, f"{gone} of {seat.workers} workers had ended before they could go on")
         self._start_beside(time.monotonic())
@@ -418,7 +426,7 @@ class Node:
                 and self._page_of(rank, self._running, "stepping")
             ]
             if late and self._started is not None:
-                text = f"no word from {len(late)} of {len(self._seated)} workers {SEATED_S_MAX:g} s after they got their seats"
+                text = f"{len(late)} of {len(self._seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
                 self._say(f"{text}: they are ended")
                 self._workers.kill(self._running, late)
                 self._seated -= set(late)

@@ -32,8 +32,8 @@ class Start:
     "page", "copy" (local rank 0: a memory file for its state), "state" (global rank 0: the copy to resume from, if the
     generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
     environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
-    parent's own is added. `generation` numbers starts, larger each time: a worker may go on in other generations later. `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty
-    for everything.
+    parent's own is added. `generation` numbers starts, larger each time: a worker may go on in other generations later.
+    `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty for everything.
     """
 
     generation: int
@@ -252,8 +252,8 @@ class Down:
 class Reseat:
     """The worker goes on in another generation: it leaves its group at once, wherever it is, and meets in the new one.
 
-    `env`: the variables that say who it is there (`WorkerEnv.to_env`); its descriptors stay. With it travels, for global
-    rank 0, the listening socket of the generation's store.
+    `env`: the variables that say who it is there (`WorkerEnv.to_env`); its descriptors stay. With it travels, for
+    global rank 0, the listening socket of the generation's store.
     """
 
     env: dict[str, str]

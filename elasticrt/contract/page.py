@@ -45,7 +45,8 @@ class Page:
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
-        in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training and
+        in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training
+        and
             waits to be let in; 0 when only a new process could take its place.
 
     Written by the agent:

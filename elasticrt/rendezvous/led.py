@@ -130,7 +130,7 @@ def publish(
 
 
 def survivors(view: View) -> list[Entry[Member]]:
-    """Members whose workers have this generation's state and can go on in the next; nobody once a worker has ended well."""
+    """Members whose workers have this generation's state and can go on; none once a worker has ended well."""
     if view.generation is None or any(entry.record.status in ("finishing", "ok") for entry in view.reports.values()):
         return []
     seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
@@ -241,7 +241,7 @@ def candidates(view: View) -> list[Entry[Member]]:
 
 
 def startable(view: View) -> list[Entry[Member]]:
-    """Members that can start workers: warm, not draining, in reach, not leaving (that is reported before the key goes)."""
+    """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes)."""
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
     ready = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None]
     away = {entry.record.incarnation for entry in out_of_reach(view)}

@@ -96,10 +96,10 @@ class Member(Record):
     """A node in one life.
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
-    `ready`: how many of its workers can go on in the next generation without being started for it: they take part in the
-    present one, or have set up beside it. `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
-    among newcomers; None: behind those that say.
+    `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
+    the present one, or have set up beside it. `seen`: the highest generation it knows of. `port`: a bound socket for
+    the next generation's store, should this member be rank 0 there. `probe_port`: answers whether this life still
+    lives. `node_rank`: where it would like to sit among newcomers; None: behind those that say.
     """
 
     node: Name
@@ -245,9 +245,9 @@ class Report(Record):
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
-    behind; with "failed", where `ready` workers live and can go on, it may be the newest copy of their state, or the one that the generation resumed from, if this node
-    keeps one: an older one where the checkpoint to resume from is away. `handover` is the create revision of the record
-    that asked for it.
+    behind; with "failed", where `ready` workers live and can go on, it may be the newest copy of their state, or the
+    one that the generation resumed from, if this node keeps one: an older one where the checkpoint to resume from is
+    away. `handover` is the create revision of the record that asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]

@@ -45,7 +45,7 @@ class Committer:
             self.resumed(resume)
 
     def move(self, worker: WorkerEnv) -> None:
-        """Another generation, whose record says what the head is. What was asked in the last one is answered by that."""
+        """Another generation, whose record says what the head is. That answers what was asked in the last one."""
         self._open = None
         if worker.resume is not None:
             self.descends_from(worker.resume)

@@ -35,7 +35,8 @@ _MEETING = datetime.timedelta(days=7)
 
 @dataclass(frozen=True)
 class Context:
-    """This process's place. It is live: after a change of the membership the same object says where this process is now.
+    """This process's place. It is live: after a change of the membership the same object says where this process is
+    now.
 
     Attributes:
         rank: 0 to world_size - 1 over all nodes.

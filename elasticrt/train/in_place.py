@@ -1,10 +1,10 @@
 """Going on in another generation without ending: a worker's part of losing a peer, and of letting one in.
 
-A worker whose group has lost somebody finds out by an error in a collective, or not at all: then it hangs. In both cases
-its agent sends it a seat in the next generation. A thread cuts the old group's sockets, the collective fails, and the
-step that it was in is undone: random numbers, buffers and gradients go back to where the step began. The group is made
-anew, DDP gets a new reducer, whoever is behind gets the state of one that is furthest, and the step is done again with
-the samples that are this rank's in the new world.
+A worker whose group has lost somebody finds out by an error in a collective, or not at all: then it hangs. In both
+cases its agent sends it a seat in the next generation. A thread cuts the old group's sockets, the collective fails, and
+the step that it was in is undone: random numbers, buffers and gradients go back to where the step began. The group is
+made anew, DDP gets a new reducer, whoever is behind gets the state of one that is furthest, and the step is done again
+with the samples that are this rank's in the new world.
 
 What is not swallowed: any error that does not say that a peer is gone, and such an error when no seat comes for it.
 """
@@ -32,15 +32,16 @@ _log = logging.getLogger(__name__)
 IN_PLACE, READY = 1, 2
 
 SEAT_S_MAX = 1800.0
-"""How long a worker without a group waits for its next seat. Its agent ends it long before, if there is to be none; when
-the agent itself is gone the wait ends at once."""
+"""How long a worker without a group waits for its next seat. Its agent ends it long before, if there is to be none;
+when the agent itself is gone the wait ends at once."""
 
 MEET_S_MAX = 60.0
 """How long a rank waits for the others of a new generation. Agents end those that do not come, long before that."""
 
 
 class Undo:
-    """What a step may have changed before its optimizer stepped: noted when it begins, put back when it is to be redone.
+    """What a step may have changed before its optimizer stepped: noted when it begins, put back when it is to be
+    redone.
 
     Parameters and optimizers are not among it: only an optimizer's step changes them, and a rank that has made one
     without ending its step gets the state of another.
@@ -56,7 +57,7 @@ class Undo:
         self._vars: dict[str, Any] = {}
 
     def note(self, variables: Mapping[str, Any], *, accumulates: bool) -> None:
-        """The step begins. `accumulates`: gradients of earlier steps are still needed, because no optimizer has stepped."""
+        """The step begins. `accumulates`: no optimizer has stepped since, so that older gradients still count."""
         buffers = [each for module in self._modules for each in module.buffers()]
         if [id(each) for each in buffers] != [id(each) for each in self._buffers]:
             self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
@@ -111,7 +112,7 @@ class InPlace:
         return self.possible and self._link is not None and self._link.has_seat
 
     def begin(self, loader: object) -> None:
-        """A step with a beginning and an end is there: from now on this process may go on in place, if nothing is against it."""
+        """The first step with a beginning and an end: from now on this process may go on in place, if it can."""
         if self._link is None or self._page is None or self.possible:
             return
         against = self._obstacle(loader)
@@ -138,7 +139,7 @@ class InPlace:
         return next((text for layer in self._layers if (text := regroup.obstacle(layer))), "")
 
     def lost(self, error: BaseException, step: int) -> bool:
-        """Whether `error` only says that this generation has lost somebody. Tells the agent, and has left the group then."""
+        """Whether `error` only says that this generation has lost somebody; then the agent is told."""
         if not self.possible or not isinstance(error, Exception):
             return False
         assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
@@ -169,7 +170,7 @@ class InPlace:
         self._link.say(Ready())
 
     def meet(self, step: int) -> bool:
-        """Leave the old group and meet in the seat's generation, with a new reducer everywhere. False: somebody did not come."""
+        """Leave the old group and meet in the seat's generation. False: somebody did not come."""
         assert self.worker is not None and self._page is not None, "who has a seat has an agent"
         self._page.init_at_ns = time.monotonic_ns()
         self._page.step_at_ns = 0

@@ -105,7 +105,7 @@ class Link:
                 self._send(message, fds)
 
     def follow(self, on_seat: Callable[[], object]) -> None:
-        """From now on listen to the agent all the time; `on_seat` is called, from another thread, with each new seat."""
+        """From now on listen to the agent all the time; a thread calls `on_seat` when a new seat has come."""
         with self._lock:
             self._on_seat = on_seat
             self._read_in_background()
@@ -121,9 +121,9 @@ class Link:
         with self._news:
             while self._seat is None and not self._dismissed and not self._closed:
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or not self._news.wait(min(left_s, 1.0)):
-                    if left_s <= 0:
-                        return None
+                if left_s <= 0:
+                    return None
+                self._news.wait(min(left_s, 1.0))
             seat, self._seat = self._seat, None
             return seat
 

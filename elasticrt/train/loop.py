@@ -285,12 +285,12 @@ class Loop:
         self._loader = loader
         return self._batches(loader, self._pass)
 
-    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
+    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:  # noqa: PLR0912  One loop.
         if self._position.drained or (self._sampler is not None and self._sampler.remaining == 0):
             return
         skip = self._position.batches if self._sampler is None else 0
         resumed = number == 1 and self._position.batches > 0
-        drawn = feed(loader, self._sampler, skip, self._numbers.beginning(self._position, resumed=resumed))
+        drawn: Any = feed(loader, self._sampler, skip, self._numbers.beginning(self._position, resumed=resumed))
         epoch, moves = self._position.epoch, self._moves
         batch, share = None, None
         while not self._position.limit_reached(self._steps_max):
@@ -328,7 +328,7 @@ class Loop:
         self._expect_steps(0)
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
-        """The batches of this rank's new place. What the loader draws to begin leaves no trace in the random numbers."""
+        """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
         if isinstance(self._sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
         return feed(loader, self._sampler, 0, torch.random.fork_rng(devices=[]))
@@ -336,8 +336,8 @@ class Loop:
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
 
-        Gives the number of steps that are done. The step itself is `with loop.step():` in the body, once; it comes again
-        with the same number when the world has changed meanwhile. Restores, saves and leaves as `epochs` does.
+        Gives the number of steps that are done. The step itself is `with loop.step():` in the body, once; it comes
+        again with the same number when the world has changed meanwhile. Restores, saves and leaves as `epochs` does.
         """
         for _ in self.epochs(1, max_steps=total):
             while not self._position.limit_reached(total):
@@ -350,7 +350,8 @@ class Loop:
             self._reporter.scalars.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
-        """Call this when the world has changed and this process lives on: to make subgroups again, or set a learning rate.
+        """Call this when the world has changed and this process lives on: to make subgroups again, or set a learning
+        rate.
 
         All ranks that live on call theirs at the same place, between two tries of a step. Newcomers do not.
         """
@@ -360,7 +361,8 @@ class Loop:
         """One step, or one micro-batch of it: `with loop.step(): ...`. This is what lets a process live on.
 
         When the membership changes in the middle of it, the block is left at the line that failed and the step is done
-        again in the new world, with the state that it began with. In a loop without `batches` its end is the step's end.
+        again in the new world, with the state that it began with. In a loop without `batches` its end is the step's
+        end.
         """
         self._check_running("step")
         return _Step(self)

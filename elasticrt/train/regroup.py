@@ -1,12 +1,12 @@
 """A process group that is left and made anew while its process lives on: sockets cut, group, DDP's reducer.
 
-A rank that waits in a gloo collective for a peer that is gone waits for ever, unless it is that peer's neighbour: no call
-of torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds, and leaves
+A rank that waits in a gloo collective for a peer that is gone waits for ever, unless it is that peer's neighbour: no
+call of torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds, and leaves
 nothing behind that a later group could hear. So the sockets of every group are noted while it is made, and `cut` shuts
 down just these. After that the group is only destroyed; the next one meets in a store of its own.
 
-DDP's reducer keeps buckets in an order that it has learnt from backward passes. Ranks with different orders would add up
-different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
+DDP's reducer keeps buckets in an order that it has learnt from backward passes. Ranks with different orders would add
+up different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
 """
 
 from __future__ import annotations
@@ -131,11 +131,14 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> No
 
     `meet_s` is how long to wait for the others now, `timeout_s` how long a collective may take later.
     """
+    from torch.distributed.distributed_c10d import PrefixStore
+
     timeout = datetime.timedelta(seconds=timeout_s)
     hook = sys.excepthook
     try:
         with SOCKETS.noted():
-            store = dist.PrefixStore(f"{worker.run_id}/{worker.generation}/{worker.nonce}", _store(worker, meet_s))
+            prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
+            store = PrefixStore(prefix, _store(worker, meet_s))
             dist.init_process_group(
                 backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
             )
@@ -147,7 +150,7 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> No
 def _store(worker: WorkerEnv, meet_s: float) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is public, but not in its __all__.
 
-    listens = {"is_master": worker.rank == 0}
+    listens: dict[str, Any] = {"is_master": worker.rank == 0}
     if worker.rank == 0 and worker.listen_fd >= 0:
         listens["master_listen_fd"] = worker.listen_fd
     return TCPStore(
@@ -178,25 +181,27 @@ def rebuild(layers: Iterable[DistributedDataParallel]) -> None:
 
     Everything below is private to torch and tested at each version that is supported; a public way does not exist.
     """
-    world = dist.group.WORLD
     for layer in layers:
-        old = layer.process_group
-        layer._remove_autograd_hooks()
-        _retired.append((time.monotonic(), [layer.reducer, layer.logger]))
-        layer.process_group = world
-        static, layer.static_graph = layer.static_graph, False
-        parameters, sparse = layer._build_params_for_reducer()
-        names = layer._build_debug_param_to_name_mapping(parameters)
-        layer._ddp_init_helper(parameters, sparse, names, static)
-        layer._has_rebuilt_buckets = False
-        layer._lazy_init_ran = False
-        if static:
-            layer._set_static_graph()
-        hooks, layer._comm_hooks = layer._comm_hooks, []
-        for hook, state in hooks:
-            if getattr(state, "process_group", None) is old:
-                state.process_group = world
-            layer.register_comm_hook(world if state is old else state, hook)
+        _rebuild(layer, dist.group.WORLD)
+
+
+def _rebuild(layer: Any, world: Any) -> None:
+    old, layer.process_group = layer.process_group, world
+    layer._remove_autograd_hooks()
+    _retired.append((time.monotonic(), [layer.reducer, layer.logger]))
+    static, layer.static_graph = layer.static_graph, False
+    parameters, sparse = layer._build_params_for_reducer()
+    names = layer._build_debug_param_to_name_mapping(parameters)
+    layer._ddp_init_helper(parameters, sparse, names, static)
+    layer._has_rebuilt_buckets = False
+    layer._lazy_init_ran = False
+    if static:
+        layer._set_static_graph()
+    hooks, layer._comm_hooks = layer._comm_hooks, []
+    for hook, state in hooks:
+        if getattr(state, "process_group", None) is old:
+            state.process_group = world
+        layer.register_comm_hook(world if state is old else state, hook)
 
 
 def drop_gradients(layers: Iterable[torch.nn.Module]) -> None:

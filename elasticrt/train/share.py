@@ -1,10 +1,10 @@
 """Training state from those who have it to those who have not, over the process group, tensors straight into place.
 
 Ranks of a world differ by at most one finished step when it loses somebody, and newcomers have nothing. So all say how
-far they are, and who is behind gets the state of the first of those that are furthest. Structure and plain values travel
-as one small message that is read with `weights_only`; tensors follow in chunks, to those alone that need them. The
-receiver's own tensors are written to where they fit. A checksum of each tensor comes last: state that has changed on its
-way is refused.
+far they are, and who is behind gets the state of the first of those that are furthest. Structure and plain values
+travel as one small message that is read with `weights_only`; tensors follow in chunks, to those alone that need them.
+The receiver's own tensors are written to where they fit. A checksum of each tensor comes last: state that has changed
+on its way is refused.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _send(state: dict[str, Any], ranks: Sequence[int]) -> None:
     sums = []
     for pack in _packs(tensors):
         flat = _bytes(pack[0]) if len(pack) == 1 else torch.cat([_bytes(each) for each in pack])
-        for chunk in flat.split(CHUNK_BYTES):
+        for chunk in torch.split(flat, CHUNK_BYTES):
             _to_all(chunk, ranks)
         sums.append(_checksum(flat))
     _to_all(torch.tensor([*sums, 0], dtype=torch.int64), ranks)
@@ -105,11 +105,11 @@ def _receive(own: dict[str, Any], source: int) -> dict[str, Any]:
     for pack in _packs(places):
         direct = len(pack) == 1 and pack[0].is_contiguous()
         flat = _bytes(pack[0]) if direct else torch.empty(sum(map(_size, pack)), dtype=torch.uint8)
-        for chunk in flat.split(CHUNK_BYTES):
+        for chunk in torch.split(flat, CHUNK_BYTES):
             _from(chunk, source)
         sums.append(_checksum(flat))
         if not direct or flat.data_ptr() != pack[0].data_ptr():
-            for place, part in zip(pack, flat.split([_size(each) for each in pack]), strict=True):
+            for place, part in zip(pack, torch.split(flat, [_size(each) for each in pack]), strict=True):
                 place.copy_(part.clone().view(place.dtype).reshape(place.shape))
     if _from(torch.empty(len(sums) + 1, dtype=torch.int64), source).tolist() != [*sums, 0]:
         raise RuntimeError(
@@ -123,7 +123,7 @@ def _receive(own: dict[str, Any], source: int) -> dict[str, Any]:
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, small ones together: each message costs as much as some hundred kilobytes. None is empty."""
+    """The tensors in order, small ones together: a message costs as much as some hundred kilobytes. None is empty."""
     pack: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -177,11 +177,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(flat: torch.Tensor) -> int:
-    """A sum over 8-byte words, pieces weighted by their place: what a wire or a memory changes by accident changes it."""
+    """A sum over 8-byte words, pieces weighted by their place: an accident of wire or memory changes it."""
     whole = flat.numel() // 8 * 8
     total = int(flat[whole:].to(torch.int64).sum().item()) if whole < flat.numel() else 0
     if whole:
-        for i, piece in enumerate(flat[:whole].view(torch.int64).split(1 << 16)):
+        for i, piece in enumerate(torch.split(flat[:whole].view(torch.int64), 1 << 16)):
             total = (total + (2 * i + 1) * int(piece.sum().item())) & 0x7FFFFFFFFFFFFFFF
     return total
 
