@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from elasticrt.agent import pages
+from elasticrt.agent.beside import Beside
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import (
     GroupEnded,
@@ -26,15 +27,15 @@ from elasticrt.agent.group import (
     worker_environment,
 )
 from elasticrt.agent.memory import Memory
-from elasticrt.agent.policy import Ends, beside_env, copy_record, network, worker_env
+from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
-from elasticrt.agent.report import describe, lost_peer
+from elasticrt.agent.report import lost_peer
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.agent.watch import Watch
-from elasticrt.contract.env import Copy
+from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.contract.messages import Copied, Damaged, Down, HandedOver, Learnt, Ready, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.rendezvous.decision import Me
@@ -42,19 +43,12 @@ from elasticrt.rendezvous.records import Generation, Seat
 
 log = logging.getLogger(__name__)
 
-READY = 2
-"""What a worker's page says when it has set up beside the training (see `contract.page`)."""
-
 EXIT_HOOKS_S = 0.1
 """What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
 
 SEATED_S_MAX = 10.0
 """A worker that has not come back from its old generation so long after it got its new seat is ended, if steps are to
 be expected of it: nobody waits for one that does not report."""
-
-BESIDE_AGAIN_S = 1.0
-BESIDE_AGAIN_S_MAX = 60.0
-"""Between two tries of a worker that sets up beside the training and fails: doubled each time, up to the second."""
 
 PARENT_END_S = 5.0
 PARENT_TRIES = 3
@@ -88,10 +82,13 @@ class Node:
         self._pids: dict[int, int] = {}
         self._kill_late: tuple[int, float] | None = None
         self._seated: set[int] = set()  # Local ranks of the running generation whose processes live.
-        self._beside: set[int] = set()  # Local ranks that set up beside it, or have.
-        self._current: tuple[Generation, int] | None = None  # What workers set up beside, and this node's place.
-        self._beside_tries = 0
-        self._beside_at: float | None = None
+        self._beside = Beside(
+            settings,
+            self._start_beside,
+            lambda: self._workers.kill(0),
+            lambda rank: self._page_of(rank, 0, "in_place"),
+            say,
+        )
         self._late_at: float | None = None  # When those that have not taken their new seat are ended.
         self._seated_ns = 0
         self._holding = self._going = 0
@@ -130,7 +127,7 @@ class Node:
             record = record.model_copy(update=wanted)
         now = time.monotonic()
         self._look_after_workers(now)
-        ready = self._ready_seated() + len(self._ready_beside())
+        ready = self._ready_seated() + len(self._beside.ready())
         if ready != record.ready:
             record = record.model_copy(update={"ready": ready})
         self._ends = replace(self._ends, ready=ready)
@@ -167,7 +164,7 @@ class Node:
             self.progress.remember()
             self._go_on(generation, seat)
             return
-        self._end_beside()
+        self._beside.stop()
         if self._running:
             self.progress.remember()
             if len(self._ends.handed) == self._ends.workers or pages.building(self._pages()):
@@ -235,7 +232,6 @@ class Node:
             case WorkerSaid(message=Down() as down):
                 self._lost_peer(event, down)
             case WorkerSaid(message=Ready()):
-                self._beside_tries = 0
                 self._events.write("ready", local_rank=event.local_rank)
             case WorkerEnded():
                 self._worker_ended(event)
@@ -255,7 +251,7 @@ class Node:
         """End the workers at once; nothing of theirs is reported, and what they left in memory is thrown away."""
         self._memory.close()
         self._wanted, self._started = None, None
-        self._end_beside()
+        self._beside.stop()
         if self._running:
             self.progress.remember()
             self._workers.kill(self._running)
@@ -263,7 +259,7 @@ class Node:
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
         """A signal, a grace time (cut short when `hurry` says so), SIGKILL. `hurry` also folds ends of workers."""
         self._wanted = None
-        self._end_beside()
+        self._beside.stop()
         if not self._running:
             return
         if self._seated and self._ends.handed >= self._seated:  # They wait for a seat, and get none.
@@ -283,7 +279,7 @@ class Node:
     def finish(self, grace_s: float, *, well: bool) -> None:
         """The run has ended, `well` or not: tell workers that still run, and wait for them a little while."""
         self._wanted = None
-        self._end_beside()
+        self._beside.stop()
         if self._running:
             if self._failed_at is not None or (not well and self._settings.restart_grace_s):
                 self._end_workers()
@@ -351,7 +347,7 @@ class Node:
         """Let workers that live go on in `generation`: those of the one before first, then those that have set up."""
         before = self._running
         lives = [(rank, before) for rank in sorted(self._seated) if self._page_of(rank, before, "in_place")]
-        chosen = [*lives, *((rank, 0) for rank in self._ready_beside())][: seat.workers]
+        chosen = [*lives, *((rank, 0) for rank in self._beside.ready())][: seat.workers]
         self._started, self._running = (generation, seat), generation.number
         self._seated = {rank for rank, _ in chosen}
         # What has been copied in the generation before is still of this history: its last step may be done again.
@@ -370,7 +366,7 @@ class Node:
             first = env.rank == 0
             listen = self.ports.take(generation.master_port, shared=True) if first else None
             if self._workers.reseat(rank, was, env, listen):
-                self._beside.discard(rank)
+                self._beside.let_in(rank)
                 self._pids[env.rank] = pids.get(rank, 0)
             else:
                 self._seated.discard(rank)
@@ -389,7 +385,7 @@ class Node:
         )
         if gone:
             self._fail_in_place(seat, f"{gone} of {seat.workers} workers had ended before they could go on")
-        self._start_beside(time.monotonic())
+        self._beside.attend(generation, seat.index)
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
         failure = lost_peer(
@@ -431,57 +427,20 @@ class Node:
                 self._workers.kill(self._running, late)
                 self._seated -= set(late)
                 self._fail_in_place(self._started[1], text)
-        if self._beside_at is None or now >= self._beside_at:
-            self._start_beside(now)
-
-    def _start_beside(self, now: float) -> None:
-        """Start workers for local ranks that have none, while others train on."""
-        self._beside_at = None
-        if self._wanted is not None or not self._warm or self._current is None or self._ends.well:
-            return
-        missing = [rank for rank in range(self._settings.workers) if rank not in self._seated | self._beside]
-        if not missing:
-            return
-        generation, index = self._current
-        envs = [beside_env(self._settings, generation, index, rank) for rank in missing]
-        self._beside |= set(missing)
-        self._workers.start(
-            0,
-            envs,
-            self._settings.command,
-            None,
-            {**self._env, **network(self.ports.address, self._env)},
-            Path.cwd(),
-            {},
-        )
+        if self._wanted is None and self._warm and not self._ends.well:
+            self._beside.start(self._seated, now)
 
     def attend(self, generation: Generation, index: int) -> None:
         """Workers go on in place in `generation`: what this node has no worker for sets up beside it."""
-        first, self._current = self._current is None, (generation, index)
-        if first:
-            self._start_beside(time.monotonic())
+        self._beside.attend(generation, index)
+
+    def _start_beside(self, envs: Sequence[WorkerEnv]) -> None:
+        env = {**self._env, **network(self.ports.address, self._env)}
+        self._workers.start(0, envs, self._settings.command, None, env, Path.cwd(), {})
 
     def alarms(self) -> list[float]:
         """When to look after the workers again."""
-        return [at for at in (self._late_at, self._beside_at) if at is not None]
-
-    def _end_beside(self) -> None:
-        self._current = None
-        self._beside_at = None
-        if self._beside:
-            self._beside = set()
-            self._workers.kill(0)
-
-    def _beside_ended(self, event: WorkerEnded) -> None:
-        """It failed while it set up, or was ended: the training has not noticed. Another try, after a while."""
-        self._beside.discard(event.local_rank)
-        if self._current is None:
-            return
-        wait_s = min(BESIDE_AGAIN_S * 2**self._beside_tries, BESIDE_AGAIN_S_MAX)
-        self._beside_tries += 1
-        what = describe(event.failure) if event.failure is not None else f"exit code {event.code}"
-        self._say(f"a worker that was to join failed while it set up: {what}; another try in {wait_s:g} s")
-        self._beside_at = time.monotonic() + wait_s
+        return [at for at in (self._late_at, self._beside.at) if at is not None]
 
     def _page_ranks(self, generation: int) -> list[int]:
         return sorted(self._workers.pids(generation))
@@ -497,9 +456,6 @@ class Node:
         if not self._running or self._wanted is not None:
             return 0
         return sum(self._page_of(rank, self._running, "in_place") != 0 for rank in self._seated)
-
-    def _ready_beside(self) -> list[int]:
-        return [rank for rank in sorted(self._beside) if self._page_of(rank, 0, "in_place") == READY]
 
     def _end_workers(self) -> None:
         """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
@@ -534,7 +490,7 @@ class Node:
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
         if event.generation == 0:
-            self._beside_ended(event)
+            self._beside.ended(event, time.monotonic())
             return
         if event.generation == self._running:
             self._seated.discard(event.local_rank)
