@@ -262,7 +262,7 @@ class Node:
         self._beside.stop()
         if not self._running:
             return
-        if self._seated and self._ends.handed >= self._seated:  # They wait for a seat, and get none.
+        if self._ends.handed >= self._seated and self._ready_seated():  # They wait for a seat, and get none.
             self._workers.dismiss(self._running)
             deadline = time.monotonic() + grace_s
             while self._running and time.monotonic() < deadline and not hurry():

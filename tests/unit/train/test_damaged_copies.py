@@ -40,9 +40,8 @@ def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
     model, loop = _script(directory)
     for _ in loop.epochs(1, max_steps=3):
         for _ in range(3):
-            with torch.no_grad():
+            with loop.step(), torch.no_grad():
                 next(model.parameters()).add_(1.0)
-            loop.step()
         state = plain_copy(loop._state(), "state")
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     try:

@@ -371,7 +371,8 @@ def test_compiled_and_parallel_modules_are_saved_bare(tmp_path):
     bare = nn.Linear(2, 2)
     loop = Loop(tmp_path, model=nn.DataParallel(torch.compile(bare)))
     for _ in loop.epochs(1):
-        loop.step()
+        with loop.step():
+            pass
     other = nn.Linear(2, 2)
     for _ in Loop(tmp_path, model=other).epochs(1):
         pass
@@ -394,13 +395,14 @@ def test_without_a_sampler_batches_that_were_done_are_skipped(tmp_path):
 
 
 def test_own_loop_with_step(tmp_path):
-    """Without `batches`, step() is the boundary."""
+    """Without `batches`, the end of the step's block is the boundary."""
 
     def start(count: int) -> int:
         loop = Loop(tmp_path)
         for _ in loop.epochs(1):
             for _ in range(count):
-                loop.step(loss=torch.tensor(0.5, requires_grad=True))
+                with loop.step():
+                    loop.report(loss=torch.tensor(0.5, requires_grad=True))
             return loop.steps_done
         return -1
 
@@ -559,7 +561,7 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
             for batch in run.loop.batches(run.loader):
                 entered.append((page.entered, page.step))
                 run.train(batch)
-                run.loop.step(loss=torch.tensor(0.25, requires_grad=True), rate=3)
+                run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=3)
         link.status_page().close()
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
@@ -621,4 +623,4 @@ def test_scalars_that_are_none(tmp_path):
     for _ in loop.epochs(1):
         for wrong in ("high", None, torch.zeros(2)):
             with pytest.raises(TypeError):
-                loop.step(loss=wrong)
+                loop.report(loss=wrong)
