@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticrt.agent.apart import Apart
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import WorkerGroup
-from elasticrt.agent.pace import LOOK_S, Limits, Pace, Sight
+from elasticrt.agent.pace import LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S, Limits, Pace, Sight
 from elasticrt.agent.report import Failure, stalled
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks, keep, take
@@ -79,7 +80,10 @@ class Watch:
         if in_loop or (own and all(page.beats for page in own)):
             if in_loop and not self._looped:
                 self._looped, self._pace = True, Pace(self._limits)  # Beats that came before are not its steps.
-            self._look_at = now + LOOK_S
+            in_place = all(page.in_place for page in own)
+            if in_place and self._pace.limits is self._limits:
+                self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
+            self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
             self._pace = self._pace.looked(_sight(own, held=held) if in_loop else _sight_of_beats(own, held=held), now)
         else:
             self._look_at = None
