@@ -116,16 +116,17 @@ loop = elasticrt.Loop(args.checkpoint_dir, sampler=sampler, model=model, optimiz
 
 for _epoch in loop.epochs(1000, max_steps=args.steps):
     for x, y in loop.batches(loader):
-        loss = F.cross_entropy(model(x.to(ctx.device)).flatten(0, 1), y.to(ctx.device).flatten())
-        loss.backward()
-        if loop.complete:
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            loop.step(loss=loss)
-            step = loop.steps + 1
-            if ctx.is_first and step % 50 == 0:
-                print(f"step {step}  loss {loss.item():.3f}  world size {ctx.world_size}", flush=True)
+        with loop.step():
+            loss = F.cross_entropy(model(x.to(ctx.device)).flatten(0, 1), y.to(ctx.device).flatten())
+            loss.backward()
+            if loop.complete:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                loop.report(loss=loss)
+                step = loop.steps_done + 1
+                if ctx.is_first and step % 50 == 0:
+                    print(f"step {step}  loss {loss.item():.3f}  world size {ctx.world_size}", flush=True)
 
 if ctx.is_first:
     print(write(model.module, "def ", 300))

@@ -77,14 +77,17 @@ loop = elasticrt.Loop(
 
 for epoch in loop.epochs(args.epochs):
     for x, y in loop.batches(loader):  # asking for the next batch is the boundary between two steps
-        loss = F.cross_entropy(model(x.to(ctx.device)), y.to(ctx.device))
-        loss.backward()  # weighted: the mean over the global batch, at any number of processes
-        if loop.complete:  # the last micro-batch (always, without --micro-batch-size)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            loop.step(loss=loss)
+        with loop.step():  # what lets this process live on when others are lost: the step is then done again
+            loss = F.cross_entropy(model(x.to(ctx.device)), y.to(ctx.device))
+            loss.backward()  # weighted: the mean over the global batch, at any number of processes
+            if loop.complete:  # the last micro-batch (always, without --micro-batch-size)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                loop.report(loss=loss)
     with loop.pause("evaluate"):
         accuracy = evaluate()
     if ctx.is_first:
-        print(f"epoch {epoch}  step {loop.steps}  accuracy {accuracy:.4f}  world size {ctx.world_size}", flush=True)
+        print(
+            f"epoch {epoch}  step {loop.steps_done}  accuracy {accuracy:.4f}  world size {ctx.world_size}", flush=True
+        )

@@ -26,7 +26,7 @@ from elasticrt.agent.limits import allow_files
 from elasticrt.agent.meeting import own_address
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.node import Node
-from elasticrt.agent.policy import halted
+from elasticrt.agent.policy import halted, others_go_on
 from elasticrt.agent.probe import ProbeServer
 from elasticrt.agent.settings import SIGNALS, Settings
 from elasticrt.agent.stacks import Stacks
@@ -141,6 +141,12 @@ class Agent(Cycle):
             self.membership.close()
 
     def _describe(self, me: Me, now: float) -> Me:
+        view = self.rendezvous.view
+        leaves = me.leaving or me.record.draining
+        if view.generation is not None and view.roster_known and not leaves and others_go_on(view, me.record.node):
+            seat = view.seat_of(me.record.node, me.record.incarnation)
+            if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
+                self.node.attend(view.generation.record, view.generation.record.nodes if seat is None else seat.index)
         me = self.node.describe(me)
         reports = self.rendezvous.view.reports.values()
         ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
@@ -161,7 +167,7 @@ class Agent(Cycle):
 
     def _alarms(self) -> Iterable[float]:
         alarms = [self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.node.laggards.at]
-        alarms += [self.drain_until, self.alone_at]
+        alarms += [self.drain_until, self.alone_at, *self.node.alarms()]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]

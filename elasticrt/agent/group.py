@@ -32,7 +32,7 @@ from elasticrt.agent.report import failure_of
 from elasticrt.agent.warm import ParentLost, WorkerParent
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import WorkerEnv, inherited
-from elasticrt.contract.messages import Message, Release, Reply, Signal, Start
+from elasticrt.contract.messages import Dismiss, Message, Release, Reply, Reseat, Signal, Start
 from elasticrt.contract.page import Page
 
 __all__ = [
@@ -100,7 +100,8 @@ class WorkerGroup:
         self._logs = logs or LogOptions()
         self._cpus = cpus
         self._console = console or Console()
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, Running] = {}  # By the number of their start.
+        self._starts = 0
         self._newest = 0
         self._listener = Listener(sink)
         self.use(parent)
@@ -127,11 +128,12 @@ class WorkerGroup:
         which stay the caller's. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
         failure of kind "start", and in the end `GroupEnded`. The error file and the logs go below `env.run_dir`.
         """
-        running = Running(generation, {}, oom_kills(), self._parent)
+        self._starts = max(generation, self._starts + 1)
+        running = Running(self._starts, {}, oom_kills(), self._parent)
         starts: list[tuple[Start, list[int]]] = []
         try:
             for env in envs:
-                worker, start, fds = self._prepare(env, command, base_env, directory)
+                worker, start, fds = self._prepare(self._starts, env, command, base_env, directory)
                 running.workers[env.local_rank] = worker
                 starts.append((start, fds))
                 for name, fd in (memory or {}).get(env.local_rank, {}).items():
@@ -148,8 +150,8 @@ class WorkerGroup:
             self._running = {
                 number: each for number, each in self._running.items() if not all(w.gone for w in each.workers.values())
             }
-            self._running[generation] = running
-            self._newest = generation
+            self._running[running.start] = running
+            self._newest = generation or self._newest
             self._listener.add(running)
             try:
                 for start, fds in starts:
@@ -164,9 +166,36 @@ class WorkerGroup:
             if listen is not None:
                 listen.close()
 
-    def kill(self, generation: int | None = None) -> None:
-        """SIGKILL all workers of a generation (the newest, if not given) with all they have started, at once."""
-        self._signal(generation, signal.SIGKILL, sessions=True)
+    def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
+        """Let a worker of `generation` go on in the one of `env`. False: it has ended meanwhile.
+
+        `listen` is as in `start`, for global rank 0; it is closed on this side.
+        """
+        try:
+            with self._listener.seating:
+                worker = self._worker(local_rank, generation)
+                if worker is None or worker.gone or worker.ended:
+                    return False
+                worker.env = replace(env, error_file=worker.env.error_file)
+                worker.step = None
+                page = worker.page
+                page.stop = page.go = page.save = 0
+            self._newest = env.generation
+            with worker.sending, contextlib.suppress(ChannelClosed, OSError):  # Its end will be told.
+                worker.channel.send(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
+            return True
+        finally:
+            if listen is not None:
+                listen.close()
+
+    def dismiss(self, generation: int) -> None:
+        """Let workers that have stopped after an agreed step leave their loops."""
+        for worker in self._workers_of(generation):
+            self._tell(worker, Dismiss())
+
+    def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
+        """SIGKILL workers of a generation (default: the newest), all or these, with all that they have started."""
+        self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
 
     def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
         """SIGTERM, or `number`, to the main processes; returns the time.monotonic() at which to `kill` them."""
@@ -176,8 +205,7 @@ class WorkerGroup:
 
     def signal(self, number: int, generation: int | None = None) -> None:
         """Pass any other signal on to the workers' main processes; they are not expected to end of it."""
-        with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
-            self._parent.send(Signal(generation or self._newest, number, sessions=False))
+        self._signal(generation, number, sessions=False, stops=False)
 
     def release(self, generation: int | None = None) -> None:
         """Let the worker that lingers for the sake of its store end: the whole group has."""
@@ -195,7 +223,7 @@ class WorkerGroup:
         """The status page of a worker of the newest (or the given) generation. KeyError when there is none."""
         worker = self._worker(local_rank, generation)
         if worker is None:
-            raise KeyError(f"no worker with local rank {local_rank} in generation {generation or self._newest}")
+            raise KeyError(f"no worker with local rank {local_rank} in generation {generation}")
         return worker.page
 
     def pids(self, generation: int | None = None) -> dict[int, int]:
@@ -207,7 +235,7 @@ class WorkerGroup:
         self._listener.close(timeout_s)
 
     def _prepare(
-        self, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
+        self, number: int, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
     ) -> tuple[WorkerState, Start, list[int]]:
         """The worker's state, the message that starts it, and the descriptors to go with it. OSError: none is left."""
         with contextlib.ExitStack() as undo:
@@ -232,7 +260,7 @@ class WorkerGroup:
         seat = Seat(env.node, env.rank, env.local_rank, env.generation, env.role)
         output = Output(seat, env.run_dir or None, self._logs, self._console)
         start = Start(
-            generation=env.generation,
+            generation=number,
             local_rank=env.local_rank,
             command=command.of_worker(env.local_rank),
             module=command.kind == "module",
@@ -255,28 +283,40 @@ class WorkerGroup:
                 rank=env.rank,
                 local_rank=env.local_rank,
                 node=env.node,
-                generation=running.generation,
+                generation=env.generation,
                 code=EXIT_CANNOT_START,
                 start_error=error,
             )
-            self._sink(WorkerEnded(running.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, now_ns, failure))
-        self._sink(GroupEnded(running.generation, now_ns))
+            self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, now_ns, failure))
+        self._sink(GroupEnded(envs[0].generation, now_ns))
 
-    def _signal(self, generation: int | None, number: int, *, sessions: bool) -> None:
-        wanted = generation or self._newest
-        running = self._running.get(wanted)
-        if running is None:
-            return
-        running.stopping = True
-        with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
-            self._parent.send(Signal(wanted, number, sessions))
+    def _signal(
+        self,
+        generation: int | None,
+        number: int,
+        *,
+        sessions: bool,
+        local_ranks: Sequence[int] = (),
+        stops: bool = True,
+    ) -> None:
+        wanted = self._workers_of(generation)
+        for running in list(self._running.values()):
+            ranks = [rank for rank, each in running.workers.items() if each in wanted and not each.gone]
+            ranks = [rank for rank in ranks if not local_ranks or rank in local_ranks]
+            for rank in ranks:
+                running.workers[rank].stopping |= stops
+            if ranks:
+                with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
+                    self._parent.send(Signal(running.start, number, sessions, ranks))
 
     def _workers_of(self, generation: int | None) -> list[WorkerState]:
-        running = self._running.get(generation or self._newest)
-        return list(running.workers.values()) if running is not None else []
+        wanted = self._newest if generation is None else generation
+        every = (each for running in self._running.values() for each in running.workers.values())
+        return [each for each in every if each.env.generation == wanted]
 
     def _worker(self, local_rank: int, generation: int | None) -> WorkerState | None:
-        return next((each for each in self._workers_of(generation) if each.env.local_rank == local_rank), None)
+        found = [each for each in self._workers_of(generation) if each.env.local_rank == local_rank]
+        return next((each for each in found if not each.gone), found[0] if found else None)
 
     @staticmethod
     def _tell(worker: WorkerState, message: Message) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from elasticrt.agent.report import Failure, stalled
 from elasticrt.agent.stacks import Stacks, take
 from elasticrt.contract.page import Page
-from elasticrt.rendezvous.records import Seat
 
 SAY_AFTER_S = 5.0
 LOOK_S = 1.0
@@ -86,9 +85,11 @@ class Laggards:
             age_s = now - (before.idle_since if over else before.since)
             take(left, signal, self._put, AtEnd(generation, 0, age_s, over, {}, " and ".join(ended)))
 
-    def told(self, stacks: AtEnd, seat: Seat) -> tuple[Failure, ...]:
-        """The stacks are here: tell people. The failures that they are when it was too long, else none."""
-        ranks = {local_rank: seat.rank_offset + local_rank for local_rank in stacks.lines}
+    def told(self, stacks: AtEnd, node: str, of: Mapping[int, int]) -> tuple[Failure, ...]:
+        """The stacks are here: tell people. The failures that they are when it was too long, else none. `of`: global
+        ranks by local rank.
+        """
+        ranks = {local_rank: of.get(local_rank, local_rank) for local_rank in stacks.lines}
         for local_rank, lines in stacks.lines.items():
             bound = f", until it has done nothing for {self._limit_s:g} s (--hang-timeout)" if self._limit_s else ""
             what = "has done nothing since" if stacks.final else f"is waited for{bound}"
@@ -98,7 +99,7 @@ class Laggards:
         return tuple(
             replace(
                 stalled(
-                    rank=ranks[local_rank], local_rank=local_rank, node=seat.node, generation=stacks.generation,
+                    rank=ranks[local_rank], local_rank=local_rank, node=node, generation=stacks.generation,
                     step=0, age_s=stacks.age_s, stacks=lines,
                 ),
                 message=f"rank {ranks[local_rank]} did not end, and did nothing for {stacks.age_s:.0f} s, "

@@ -30,10 +30,12 @@ from elasticrt.contract.messages import (
     Copied,
     Damaged,
     Done,
+    Down,
     Exited,
     HandedOver,
     Message,
     Published,
+    Ready,
     Release,
     Save,
     Started,
@@ -48,6 +50,7 @@ _LAST_READ_MAX_BYTES = 1 << 22
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_BYTES = 1 << 18
 _MESSAGES_PER_TURN = 64
+_FROM_WORKERS = (Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class WorkerSaid:
     generation: int
     rank: int
     local_rank: int
-    message: Step | Save | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Done
+    message: Step | Save | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Ready | Down | Done
     fd: int = -1
 
 
@@ -91,7 +94,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """No process of this generation's workers is left."""
+    """No process of this generation's workers is left (0: of those that set up beside the training)."""
 
     generation: int
     at_ns: int
@@ -115,7 +118,7 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-@dataclass
+@dataclass(eq=False)
 class WorkerState:
     """One worker, as the group and its listener share it."""
 
@@ -129,19 +132,19 @@ class WorkerState:
     gone: bool = False  # Its process is.
     lingers: bool = False
     deaf: bool = False  # Its channel is not read any more.
+    stopping: bool = False  # We have told it to end.
     step: int | None = None
     sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass
 class Running:
-    """The workers of one generation."""
+    """Workers that were started together, as number `start`. Each is in the generation that its `env` says."""
 
-    generation: int
+    start: int
     workers: dict[int, WorkerState]
     oom_kills: int
     parent: WorkerParent
-    stopping: bool = False
 
 
 class Listener:
@@ -152,6 +155,7 @@ class Listener:
         self._inbox: collections.deque[Running | tuple[WorkerParent, ParentEvent]] = collections.deque()
         self._groups: dict[int, Running] = {}
         self._closed = False
+        self.seating = threading.Lock()  # Held while a worker gets another generation, and while an end is told.
         self._bell = Bell()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ, None)
@@ -159,7 +163,7 @@ class Listener:
         self._thread.start()
 
     def add(self, running: Running) -> None:
-        """Listen to the workers of a generation, from before they are started."""
+        """Listen to workers from before they are started."""
         self._inbox.append(running)
         self._bell.ring()
 
@@ -202,7 +206,7 @@ class Listener:
 
     def _take(self, item: Running | tuple[WorkerParent, ParentEvent]) -> None:
         if isinstance(item, Running):
-            self._groups[item.generation] = item
+            self._groups[item.start] = item
             for worker in item.workers.values():
                 for stream, fd in worker.pipes.items():
                     self._selector.register(fd, selectors.EVENT_READ, (item, worker, stream))
@@ -215,7 +219,7 @@ class Listener:
                 running, worker = found
                 worker.pid = event.pid
                 env = worker.env
-                self._sink(WorkerStarted(running.generation, env.rank, env.local_rank, event.pid, event.at_ns))
+                self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
         elif isinstance(event, Exited):
             found = self._find(event.generation, event.local_rank)
             if found is not None:
@@ -226,8 +230,8 @@ class Listener:
                     if not worker.gone:
                         self._gone(running, worker, -signal.SIGKILL, time.monotonic_ns(), lost=event.reason)
 
-    def _find(self, generation: int, local_rank: int) -> tuple[Running, WorkerState] | None:
-        running = self._groups.get(generation)
+    def _find(self, start: int, local_rank: int) -> tuple[Running, WorkerState] | None:
+        running = self._groups.get(start)
         worker = running.workers.get(local_rank) if running is not None else None
         return (running, worker) if running is not None and worker is not None and not worker.gone else None
 
@@ -281,17 +285,17 @@ class Listener:
         wanted = 1 if isinstance(message, Copied) else 0
         for fd in fds[wanted:]:
             os.close(fd)
-        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Done)):
+        if not isinstance(message, _FROM_WORKERS):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         if isinstance(message, Step):
             worker.step = message.step
         env = worker.env
         fd = fds[0] if fds and wanted else -1
-        self._sink(WorkerSaid(running.generation, env.rank, env.local_rank, message, fd))
+        self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
         if isinstance(message, Done):
             worker.lingers = True
             self._ended(running, worker, message.code, time.monotonic_ns())
-            if running.stopping:  # The group is being ended: nobody needs its store any more.
+            if worker.stopping:  # The group is being ended: nobody needs its store any more.
                 with worker.sending, contextlib.suppress(ChannelClosed, OSError):
                     worker.channel.send(Release())
 
@@ -302,11 +306,14 @@ class Listener:
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
         self._read_channel(running, worker)
-        self._ended(running, worker, code, at_ns, start_error=start_error, lost=lost)
-        self._forget(worker)
+        with self.seating:
+            self._ended(running, worker, code, at_ns, start_error=start_error, lost=lost)
+            self._forget(worker)
+            generation = worker.env.generation
         if all(each.gone for each in running.workers.values()):
-            del self._groups[running.generation]
-            self._sink(GroupEnded(running.generation, at_ns))
+            del self._groups[running.start]
+        if all(each.env.generation != generation for each in self._alive()):
+            self._sink(GroupEnded(generation, at_ns))
 
     def _forget(self, worker: WorkerState) -> None:
         with worker.sending:
@@ -332,7 +339,7 @@ class Listener:
                 rank=env.rank,
                 local_rank=env.local_rank,
                 node=env.node,
-                generation=running.generation,
+                generation=env.generation,
                 code=code,
                 error_file=_read_text(env.error_file),
                 last_lines=worker.output.tail(),
@@ -341,13 +348,13 @@ class Listener:
                 stepped=_stepped(worker),
                 beats=0 if worker.page.entered else worker.page.beats,
                 start_error=start_error,
-                oom=code == -signal.SIGKILL and not running.stopping and oom_kills() > running.oom_kills,
+                oom=code == -signal.SIGKILL and not worker.stopping and oom_kills() > running.oom_kills,
             )
             if lost:
                 failure = replace(failure, message=lost)
-            if running.stopping and (code in (-signal.SIGTERM, -signal.SIGKILL) or not failure.exception):
+            if worker.stopping and (code in (-signal.SIGTERM, -signal.SIGKILL) or not failure.exception):
                 failure = None  # We have asked for it.
-        self._sink(WorkerEnded(running.generation, env.rank, env.local_rank, worker.pid, code, at_ns, failure))
+        self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, worker.pid, code, at_ns, failure))
 
 
 def _stepped(worker: WorkerState) -> bool | None:

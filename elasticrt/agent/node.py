@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt.agent import pages
+from elasticrt.agent.beside import Beside
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import (
     GroupEnded,
@@ -32,13 +33,13 @@ from elasticrt.agent.memory import Memory
 from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
-from elasticrt.agent.report import never_met
+from elasticrt.agent.report import lost_peer, never_met
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.agent.watch import Watch
-from elasticrt.contract.env import Copy
-from elasticrt.contract.messages import Copied, Damaged, HandedOver, Learnt, Reply, Step, Warm
+from elasticrt.contract.env import Copy, WorkerEnv
+from elasticrt.contract.messages import Copied, Damaged, Down, HandedOver, Learnt, Ready, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
@@ -47,6 +48,10 @@ log = logging.getLogger(__name__)
 
 EXIT_HOOKS_S = 0.1
 """What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
+
+SEATED_S_MAX = 10.0
+"""A worker that has not come back from its old generation so long after it got its new seat is ended, if steps are to
+be expected of it: nobody waits for one that does not report."""
 
 PARENT_END_S = 5.0
 PARENT_TRIES = 3
@@ -79,6 +84,17 @@ class Node:
         self._failed_at: float | None = None
         self._pids: dict[int, int] = {}
         self._kill_late: tuple[int, float] | None = None
+        self._ranks: dict[int, int] = {}  # Global ranks by local rank.
+        self._seated: set[int] = set()  # Local ranks of the running generation whose processes live.
+        self._beside = Beside(
+            settings,
+            self._start_beside,
+            lambda: self._workers.kill(0),
+            lambda rank: self._page_of(rank, 0, "in_place"),
+            say,
+        )
+        self._late_at: float | None = None  # When those that have not taken their new seat are ended.
+        self._seated_ns = 0
         self._holding = self._going = 0
         self._memory = Memory()
         self.progress = Progress(self._pages, events, say)
@@ -114,9 +130,14 @@ class Node:
         }
         if any(getattr(record, name) != value for name, value in wanted.items()):
             record = record.model_copy(update=wanted)
-        report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
         now = time.monotonic()
         self.progress.look(self._running)
+        self._look_after_workers(now)
+        ready = self._ready_seated() + len(self._beside.ready())
+        if ready != record.ready:
+            record = record.model_copy(update={"ready": ready})
+        self._ends = replace(self._ends, ready=ready)
+        report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
         self.watch.look(now, held=bool(self._holding))
         if self._failed_at is None:
             self.watch.ask_if_stalled(now, self._running)
@@ -144,6 +165,12 @@ class Node:
         self._failed_at = None
         self._holding = self._going = 0  # Whatever the old generation was asked for is over.
         self.progress.replaced()
+        if generation.in_place:
+            self._wanted = None
+            self.progress.remember()
+            self._go_on(generation, seat)
+            return
+        self._beside.stop()
         if self._running:
             self.progress.remember()
             if len(self._ends.handed) == self._ends.workers or pages.building(self._pages()):
@@ -186,7 +213,7 @@ class Node:
         self._ends = replace(self._ends, handover=0, entered=0)
         pages.release(self._pages())
 
-    def fold(self, event: Warm | Learnt | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
+    def fold(self, event: Warm | Learnt | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:  # noqa: PLR0912  One case per event.
         """Take note of an event, and do what follows from it on this node alone."""
         match event:
             case Warm():
@@ -208,11 +235,16 @@ class Node:
                 self._damaged(event, found)
             case WorkerSaid(message=HandedOver() as left):
                 self._handed_over(event, left)
+            case WorkerSaid(message=Down() as down):
+                self._lost_peer(event, down)
+            case WorkerSaid(message=Ready()):
+                self._events.write("ready", local_rank=event.local_rank)
             case WorkerEnded():
                 self._worker_ended(event)
             case GroupEnded(generation=generation):
-                if generation == self._running:
+                if generation and generation == self._running:
                     self._running = 0
+                    self._seated = set()
                     self._start_if_possible()
             case WorkerSaid():
                 log.debug("rank %d said %s", event.rank, event.message)
@@ -225,6 +257,7 @@ class Node:
         """End the workers at once; nothing of theirs is reported, and what they left in memory is thrown away."""
         self._memory.close()
         self._wanted, self._started = None, None
+        self._beside.stop()
         if self._running:
             self.progress.remember()
             self._workers.kill(self._running)
@@ -232,8 +265,16 @@ class Node:
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
         """A signal, a grace time (cut short when `hurry` says so), SIGKILL. `hurry` also folds ends of workers."""
         self._wanted = None
+        self._beside.stop()
         if not self._running:
             return
+        if self._ends.handed >= self._seated and self._ready_seated():  # They wait for a seat, and get none.
+            self._workers.dismiss(self._running)
+            deadline = time.monotonic() + grace_s
+            while self._running and time.monotonic() < deadline and not hurry():
+                time.sleep(0.005)
+            if not self._running:
+                return
         pages.end(self._pages())
         deadline = self._workers.terminate(grace_s, self._running, number)
         while self._running and time.monotonic() < deadline and not hurry():
@@ -244,6 +285,7 @@ class Node:
     def finish(self, grace_s: float, *, well: bool) -> None:
         """The run has ended, `well` or not: tell workers that still run, and wait for them a little while."""
         self._wanted = None
+        self._beside.stop()
         if self._running:
             if self._failed_at is not None or (not well and self._settings.restart_grace_s):
                 self._end_workers()
@@ -279,6 +321,9 @@ class Node:
         generation, seat = self._wanted
         self._wanted, self._started = None, (generation, seat)
         self._running = generation.number
+        self._seated = set(range(seat.workers))
+        self._ranks = {rank: seat.rank_offset + rank for rank in self._seated}
+        self._late_at = None
         self._ends = Ends(generation.number, seat.workers, unmet=self._ends.unmet)
         self.progress.began()
         self.watch.began(generation, seat)
@@ -306,6 +351,122 @@ class Node:
     def _network(self) -> dict[str, str]:
         return network(interface_of(self.ports.address), self._env, told=self._settings.address is not None)
 
+    # Going on in place.
+
+    def _go_on(self, generation: Generation, seat: Seat) -> None:
+        """Let workers that live go on in `generation`: those of the one before first, then those that have set up."""
+        before = self._running
+        lives = [(rank, before) for rank in sorted(self._seated) if self._page_of(rank, before, "in_place")]
+        chosen = [*lives, *((rank, 0) for rank in self._beside.ready())][: seat.workers]
+        self._started, self._running = (generation, seat), generation.number
+        self._seated = {rank for rank, _ in chosen}
+        # What has been copied in the generation before is still of this history: its last step may be done again.
+        self._ends = Ends(generation.number, seat.workers, kept=self._memory.newest)
+        self._pids, self._ranks = {}, {}
+        self._seated_ns = time.monotonic_ns()
+        self._late_at = time.monotonic() + SEATED_S_MAX
+        self.progress.began()
+        told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts", "in_place"})
+        step = generation.resume.step if generation.resume else 0
+        self._events.write("generation", **told, nodes=self._names, resume_step=step, index=seat.index)
+        gone = seat.workers - len(chosen)
+        pids = {**self._workers.pids(0), **self._workers.pids(before)}
+        for place, (rank, was) in enumerate(sorted(chosen)):
+            env = worker_env(self._settings, generation, seat, rank, place)
+            first = env.rank == 0
+            self._ranks[rank] = env.rank
+            listen = self.ports.take(generation.master_port, shared=True) if first else None
+            if self._workers.reseat(rank, was, env, listen):
+                self._beside.let_in(rank)
+                self._pids[env.rank] = pids.get(rank, 0)
+            else:
+                self._seated.discard(rank)
+                gone += 1
+            if first:
+                self.ports.bind(self.ports.address)
+        others = [rank for rank in self._page_ranks(before) if rank not in self._seated] if before else []
+        if others:  # They could not come along.
+            self._workers.kill(before, others)
+        self.watch.began(generation, seat)
+        self._events.write(
+            "workers_started",
+            generation=generation.number,
+            ranks=sorted(self._pids),
+            pids=[self._pids[rank] for rank in sorted(self._pids)],
+        )
+        if gone:
+            self._fail_in_place(seat, f"{gone} of {seat.workers} workers had ended before they could go on")
+        self._beside.attend(generation, seat.index)
+
+    def _fail_in_place(self, seat: Seat, message: str) -> None:
+        failure = lost_peer(
+            rank=seat.rank_offset, local_rank=0, node=seat.node, generation=self._running, step=0, message=message
+        )
+        self._ends = replace(self._ends, failures=(*self._ends.failures, failure))
+        self._failed_at = self._failed_at or time.monotonic()
+
+    def _lost_peer(self, event: WorkerSaid, down: Down) -> None:
+        """A worker that lives has lost its group: somebody is gone, here or elsewhere."""
+        if down.generation != self._running or self._started is None or self._failed_at is not None:
+            return
+        failure = lost_peer(
+            rank=event.rank,
+            local_rank=event.local_rank,
+            node=self._settings.node,
+            generation=self._running,
+            step=down.step,
+            message=down.error,
+        )
+        self._ends = replace(self._ends, failures=(*self._ends.failures, failure))
+        self._failed_at = time.monotonic()
+        self.progress.disturbed()
+        self.progress.remember()
+
+    def _look_after_workers(self, now: float) -> None:
+        """End those that do not come back, and start what is missing beside the training."""
+        if self._late_at is not None and now >= self._late_at:
+            self._late_at = None
+            late = [
+                rank
+                for rank in sorted(self._seated)
+                if self._page_of(rank, self._running, "init_at_ns") < self._seated_ns
+                and self._page_of(rank, self._running, "stepping")
+            ]
+            if late and self._started is not None:
+                text = f"{len(late)} of {len(self._seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
+                self._say(f"{text}: they are ended")
+                self._workers.kill(self._running, late)
+                self._seated -= set(late)
+                self._fail_in_place(self._started[1], text)
+        if self._wanted is None and self._warm and not self._ends.well:
+            self._beside.start(self._seated, now)
+
+    def attend(self, generation: Generation, index: int) -> None:
+        """Workers go on in place in `generation`: what this node has no worker for sets up beside it."""
+        self._beside.attend(generation, index)
+
+    def _start_beside(self, envs: Sequence[WorkerEnv]) -> None:
+        self._workers.start(0, envs, self._settings.command, None, {**self._env, **self._network()}, Path.cwd(), {})
+
+    def alarms(self) -> list[float]:
+        """When to look after the workers again."""
+        return [at for at in (self._late_at, self._beside.at) if at is not None]
+
+    def _page_ranks(self, generation: int) -> list[int]:
+        return sorted(self._workers.pids(generation))
+
+    def _page_of(self, local_rank: int, generation: int, word: str) -> int:
+        try:
+            value: int = getattr(self._workers.page(local_rank, generation), word)
+        except (KeyError, ValueError):
+            return 0
+        return value
+
+    def _ready_seated(self) -> int:
+        if not self._running or self._wanted is not None:
+            return 0
+        return sum(self._page_of(rank, self._running, "in_place") != 0 for rank in self._seated)
+
     def _end_workers(self) -> None:
         """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
         grace_s = self._settings.restart_grace_s
@@ -316,6 +477,8 @@ class Node:
             self._kill_late = (self._running, self._workers.terminate(grace_s, self._running))
 
     def _worker_started(self, event: WorkerStarted) -> None:
+        if event.generation == 0:
+            return
         self._pids[event.rank] = event.pid
         if event.generation == self._running and len(self._pids) == self._ends.workers:
             self.progress.started(event.generation, event.at_ns)
@@ -336,6 +499,11 @@ class Node:
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
+        if event.generation == 0:
+            self._beside.ended(event, time.monotonic())
+            return
+        if event.generation == self._running:
+            self._seated.discard(event.local_rank)
         if event.generation != self._running or event.local_rank in self._ends.handed:
             return
         if event.failure is not None:
@@ -347,8 +515,10 @@ class Node:
                 self._failed_at = time.monotonic() if self._wanted is None else None
                 self.progress.disturbed()
                 self.progress.remember()
-                # The others of this node can only fail as well, or hang.
-                self._end_workers()
+                if not self._ready_seated():
+                    self._end_workers()  # The others of this node can only fail as well, or hang.
+                elif self._wanted is None and self._started is not None:
+                    self.attend(self._started[0], self._started[1].index)
         elif event.code == 0:
             self._ends = replace(self._ends, well=(*self._ends.well, event.rank))
 
@@ -361,9 +531,9 @@ class Node:
         if not ended:
             self.laggards.at = None
             return
-        group, generation, offset = self._workers, self._running, self._started[1].rank_offset
+        group, generation, ranks = self._workers, self._running, self._ranks
         pids = group.pids(generation)
-        left = {n: (pid, group.page(n, generation)) for n, pid in pids.items() if offset + n not in self._ends.well}
+        left = {n: (pid, group.page(n, generation)) for n, pid in pids.items() if ranks.get(n) not in self._ends.well}
         signal = functools.partial(group.signal, generation=generation)
         self.laggards.look(now, generation, ended, left, signal)
 
@@ -374,7 +544,7 @@ class Node:
         """
         if event.generation == self._running and self._started is not None and self._failed_at is None:
             told = self.laggards.told if isinstance(event, AtEnd) else self.watch.told
-            found = told(event, self._started[1])  # type: ignore[arg-type]  # Each gets its own.
+            found = told(event, self._settings.node, self._ranks)  # type: ignore[arg-type]  # Each gets its own.
             if found:
                 self._ends = replace(self._ends, failures=found)
                 self._failed_at = time.monotonic()
@@ -412,9 +582,7 @@ class Node:
     def _pages(self) -> list[Page]:
         """The pages of all workers of the running generation; none when one has gone already."""
         try:
-            return [
-                self._workers.page(rank, self._running) for rank in range(self._ends.workers if self._running else 0)
-            ]
+            return [self._workers.page(rank, self._running) for rank in sorted(self._seated)] if self._running else []
         except KeyError:
             return []
 

@@ -23,6 +23,11 @@ from dataclasses import dataclass, replace
 LOOK_S = 0.25
 """Between two looks."""
 
+LOOK_IN_PLACE_S = 0.1
+STANDING_IN_PLACE_S = 0.25
+"""The same, and how long steps have to stand, where workers go on in place: taking a node out wrongly costs them no
+more than the time of a step."""
+
 AWAY_S = 2.0
 """Who has not looked for so long was away."""
 

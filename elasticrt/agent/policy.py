@@ -11,6 +11,7 @@ from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
 from elasticrt.rendezvous.decision import Halt
 from elasticrt.rendezvous.records import ENDED_EARLY, CopyRecord, FailureRecord, Generation, Report, Seat
+from elasticrt.rendezvous.view import View
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Ends:
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
     newest copy taken meanwhile, or one of the step that the generation resumed from. `spare`: an older one, for when
     nobody has the checkpoint that it resumes from. `unmet`: in so many generations in a row, up to this one, workers
-    here could not reach the others.
+    here could not reach the others. `ready`: workers that can go on in the next generation.
     """
 
     generation: int
@@ -35,6 +36,7 @@ class Ends:
     kept: Copy | None = None
     spare: Copy | None = None
     unmet: int = 0
+    ready: int = 0
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -49,6 +51,7 @@ class Ends:
                 status="failed",
                 failure=failure_record(self.failures, self.well, unmet=self.unmet),
                 memory=copy_record(self.kept or self.spare),
+                ready=self.ready,
             )
         if len(self.handed) == self.workers:
             return Report(
@@ -173,13 +176,15 @@ def halted(decision: Halt, run_id: str) -> ElasticError:
     return kind(explain("this node cannot go on", f"run {run_id}", got=decision.reason, remedy=remedy))
 
 
-def worker_env(settings: Settings, generation: Generation, seat: Seat, local_rank: int) -> WorkerEnv:
-    """What one worker of this seat is told."""
+def worker_env(
+    settings: Settings, generation: Generation, seat: Seat, local_rank: int, place: int | None = None
+) -> WorkerEnv:
+    """What one worker of this seat is told. `place`: its number among the seat's workers, where some are missing."""
     return WorkerEnv(
-        rank=seat.rank_offset + local_rank,
+        rank=seat.rank_offset + (local_rank if place is None else place),
         local_rank=local_rank,
         world_size=generation.world_size,
-        local_world_size=seat.workers,
+        local_world_size=settings.workers if generation.in_place else seat.workers,
         group_rank=seat.index,
         group_world_size=generation.nodes,
         master_addr=generation.master_address,
@@ -198,6 +203,41 @@ def worker_env(settings: Settings, generation: Generation, seat: Seat, local_ran
         signals=",".join(number.name for number in settings.signals),
         resume=generation.resume.commit() if generation.resume else None,
         copy=generation.memory.as_copy() if generation.memory else None,
+    )
+
+
+def others_go_on(view: View, node: str) -> bool:
+    """Whether workers of other nodes train on, so that what this node lacks is set up beside them."""
+    if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
+        return False
+    known = (entry.record for entry in view.members.values() if entry.record.node != node)
+    return view.generation.record.in_place or any(each.ready and each.generation == view.number for each in known)
+
+
+def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
+    """What a worker is told that sets up beside `generation`: where it would be if it were let in now."""
+    return WorkerEnv(
+        rank=generation.world_size + local_rank,
+        local_rank=local_rank,
+        world_size=generation.world_size + local_rank + 1,
+        local_world_size=settings.workers,
+        group_rank=index,
+        group_world_size=max(generation.nodes, index + 1),
+        master_addr=generation.master_address,
+        master_port=generation.master_port,
+        restart_count=generation.restarts_total,
+        max_restarts=settings.max_restarts,
+        run_id=settings.run_id,
+        attempt=generation.attempt,
+        generation=0,
+        nonce=generation.nonce,
+        node=settings.node,
+        run_dir=str(settings.run_dir),
+        role=settings.role,
+        as_srun=settings.as_srun,
+        gpu=settings.gpus[local_rank] if settings.gpus else "",
+        signals=",".join(number.name for number in settings.signals),
+        beside=True,
     )
 
 

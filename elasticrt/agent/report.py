@@ -131,6 +131,26 @@ def failure_of(
     )
 
 
+def lost_peer(*, rank: int, local_rank: int, node: str, generation: int, step: int, message: str) -> Failure:
+    """A worker that has lost its group and lives: a sign that another is gone, and no more."""
+    return Failure(
+        rank=rank,
+        local_rank=local_rank,
+        node=node,
+        generation=generation,
+        code=1,
+        signal="",
+        kind="exit",
+        exception="",
+        message=cut(message, _MESSAGE_MAX_BYTES),
+        last_lines=(),
+        log_path="",
+        collateral=True,
+        final_code=0,
+        step=step,
+    )
+
+
 def stalled(
     *, rank: int, local_rank: int, node: str, generation: int, step: int, age_s: float, stacks: Sequence[str]
 ) -> Failure:

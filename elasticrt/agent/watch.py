@@ -7,13 +7,14 @@ None.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elasticrt.agent.apart import Apart
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import WorkerGroup
-from elasticrt.agent.pace import LOOK_S, Limits, Pace, Sight
+from elasticrt.agent.pace import LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S, Limits, Pace, Sight
 from elasticrt.agent.report import Failure, stalled
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks, keep, take
@@ -79,7 +80,10 @@ class Watch:
         if in_loop or (own and all(page.beats for page in own)):
             if in_loop and not self._looped:
                 self._looped, self._pace = True, Pace(self._limits)  # Beats that came before are not its steps.
-            self._look_at = now + LOOK_S
+            in_place = all(page.in_place for page in own)
+            if in_place and self._pace.limits is self._limits:
+                self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
+            self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
             self._pace = self._pace.looked(_sight(own, held=held) if in_loop else _sight_of_beats(own, held=held), now)
         else:
             self._look_at = None
@@ -108,12 +112,14 @@ class Watch:
             take(workers, signal, self._put, Stacks(generation, self._pace.step, age_s, part == 1.0, {}))
             return
 
-    def told(self, stacks: Stacks, seat: Seat) -> tuple[Failure, ...]:
-        """The stacks are here: tell people. The failures that they are when it was too long, else none."""
+    def told(self, stacks: Stacks, node: str, of: Mapping[int, int]) -> tuple[Failure, ...]:
+        """The stacks are here: tell people. The failures that they are when it was too long, else none. `of`: global
+        ranks by local rank.
+        """
         if stacks.step != self._pace.step:
             return ()  # It has moved meanwhile.
-        ranks = {local_rank: seat.rank_offset + local_rank for local_rank in stacks.lines}
-        keep(stacks, ranks, seat.node, self._directory)
+        ranks = {local_rank: of.get(local_rank, local_rank) for local_rank in stacks.lines}
+        keep(stacks, ranks, node, self._directory)
         self._events.write(
             "stalled",
             generation=stacks.generation,
@@ -130,7 +136,7 @@ class Watch:
             stalled(
                 rank=ranks[local_rank],
                 local_rank=local_rank,
-                node=seat.node,
+                node=node,
                 generation=stacks.generation,
                 step=stacks.step,
                 age_s=stacks.age_s,

@@ -126,6 +126,9 @@ class WorkerEnv:
 
     `gpu`: the only one that it sees, in the words of CUDA_VISIBLE_DEVICES; the script is then told that its local rank
     is 0. "": it sees what its agent sees. `signals`: names of those that make its agent leave, with commas.
+
+    `beside`: it sets up while others train, in a world of its own, and waits to be let in; rank and world size are then
+    what they would be, and `generation` is 0 until it has a seat.
     """
 
     rank: int
@@ -148,6 +151,7 @@ class WorkerEnv:
     as_srun: bool = False
     gpu: str = ""
     signals: str = ""
+    beside: bool = False
     error_file: str = ""
     resume: Commit | None = None
     copy: Copy | None = None
@@ -184,6 +188,7 @@ class WorkerEnv:
             "TORCHELASTIC_SIGNALS_TO_HANDLE": self.signals,
             "ELASTICRT_LOCAL_RANK": self.local_rank,
             "ELASTICRT_GPU": self.gpu,
+            "ELASTICRT_BESIDE": int(self.beside),
             "ELASTICRT_ATTEMPT": self.attempt,
             "ELASTICRT_GENERATION": self.generation,
             "ELASTICRT_NONCE": self.nonce,
@@ -248,6 +253,7 @@ class WorkerEnv:
             role=env.get("ROLE_NAME", "default"),
             gpu=env.get("ELASTICRT_GPU", ""),
             signals=env.get("TORCHELASTIC_SIGNALS_TO_HANDLE", ""),
+            beside=env.get("ELASTICRT_BESIDE") == "1",
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             resume=Commit.from_json(resume) if resume else None,
             copy=Copy.from_json(copy) if copy else None,

@@ -7,8 +7,8 @@ Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Learnt, Started, Exited.
-* worker -> agent: Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Done.
-* agent -> worker: Reply, Release.
+* worker -> agent: Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done.
+* agent -> worker: Reply, Reseat, Dismiss, Release.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Start:
     "page", "copy" (local rank 0: a memory file for its state), "state" (global rank 0: the copy to resume from, if the
     generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
     environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
-    parent's own is added. `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty
-    for everything.
+    parent's own is added. `generation` numbers starts, larger each time: a worker may go on in other generations later.
+    `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty for everything.
     """
 
     generation: int
@@ -50,11 +50,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send `number` to the workers of `generation` (0: all): their main processes, or with `sessions` all of theirs."""
+    """Send `number` to workers that were started as `generation` (0: all): their main processes, or all of `sessions`.
+
+    `local_ranks`: only to these of them; empty: to all.
+    """
 
     generation: int
     number: int
     sessions: bool
+    local_ranks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class Done:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The worker has stopped after `step`, as agreed, and leaves its loop.
+    """The worker has stopped after `step`, as agreed, and leaves its loop, or waits in it to be seated again.
 
     Local rank 0 has written its state to the copy descriptor first: `size` bytes with SHA-256 `digest` (else 0 and "").
     """
@@ -232,6 +236,36 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """The worker has set up beside the training, and waits for a seat."""
+
+
+@dataclass(frozen=True)
+class Down:
+    """The worker has lost its generation's group in the step after `step`, lives, and waits for another seat."""
+
+    generation: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Reseat:
+    """The worker goes on in another generation: it leaves its group at once, wherever it is, and meets in the new one.
+
+    `env`: the variables that say who it is there (`WorkerEnv.to_env`); its descriptors stay. With it travels, for
+    global rank 0, the listening socket of the generation's store.
+    """
+
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """The worker has stopped after an agreed step, and there is no seat for it: it leaves its loop."""
+
+
+@dataclass(frozen=True)
 class Release:
     """A lingering worker may end: its group has."""
 
@@ -252,7 +286,11 @@ Message = (
     | Copied
     | Damaged
     | HandedOver
+    | Ready
+    | Down
     | Reply
+    | Reseat
+    | Dismiss
     | Release
 )
 
@@ -260,7 +298,7 @@ _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Copied, Damaged,
-        Done, HandedOver, Reply, Release,
+        Done, HandedOver, Ready, Down, Reply, Reseat, Dismiss, Release,
     )
 }  # fmt: skip
 

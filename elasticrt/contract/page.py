@@ -46,6 +46,9 @@ class Page:
         first_beat_at_ns: when the first one ended.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
+        in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training
+        and
+            waits to be let in; 0 when only a new process could take its place.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -71,6 +74,7 @@ class Page:
     beat_at_ns = _Word(14)
     first_beat_at_ns = _Word(17)
     begun_at_ns = _Word(15)
+    in_place = _Word(16)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)

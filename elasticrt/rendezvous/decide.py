@@ -104,7 +104,10 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     seat = view.seat_of(name, life)
     generation = view.generation.record if view.generation else None
     bound = max(me.running, me.seated)
-    if bound and generation is not None and generation.number > bound and seat is None:
+    here = view.members.get(name)
+    waits = generation is not None and generation.in_place and not me.running  # For its workers to be ready, or let in.
+    waits = waits and here is not None and here.record.incarnation == life
+    if bound and generation is not None and generation.number > bound and seat is None and not waits:
         return Rejoin(f"generation {generation.number} goes on without this node")
     if seat is not None and generation is not None and me.started < generation.number:
         return Run(generation, seat, f"generation {generation.number}: {generation.cause}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -81,6 +81,11 @@ class Led:
         """Whether the leader hears nothing from half of the seats' nodes: then it must suspect itself."""
         return 2 * self.unheard >= len(self.seats)
 
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether workers of this generation can go on in the next."""
+        return bool(survivors(self.view))
+
     def key_of(self, seat: Seat) -> Entry[Member] | None:
         """The member key of this seat's life, if it is there."""
         return self._keys.get(seat.incarnation)
@@ -109,11 +114,14 @@ def publish(
     `me`: the leader, which may hold a copy of the state.
     """
     assert view.spec is not None
-    chosen = seat_order(candidates(view) if members is None else members, view.order(), spec.max_nodes)
-    memory, holder = _newest_copy(view, chosen, me)
+    able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
+    ready = [entry for entry in able if entry.record.ready] if survivors(view) else []
+    in_place = len(ready) >= max(1, spec.min_nodes)
+    chosen = seat_order(ready if in_place else able, view.order(), spec.max_nodes)
+    memory, holder = (None, None) if in_place else _newest_copy(view, chosen, me)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
-    seats = seats_for(chosen)
+    seats = seats_for(chosen, in_place=in_place)
     draft = Draft(
         number=max([view.number, *(entry.record.seen for entry in chosen)]) + 1,
         attempt=view.spec.record.attempt,
@@ -125,8 +133,30 @@ def publish(
         restarts=restarts,
         resume=view.head.record if view.head else None,
         memory=memory,
+        in_place=in_place,
     )
     return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+
+
+def survivors(view: View) -> list[Entry[Member]]:
+    """Members whose workers have this generation's state and can go on; none once a worker has ended well."""
+    if view.generation is None or any(entry.record.status in ("finishing", "ok") for entry in view.reports.values()):
+        return []
+    seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
+    here = [as_reported(view, entry) for entry, life in seated if entry and entry.record.incarnation == life]
+    record = view.generation.record
+    # Of a generation that began in place a key may still say what it said before; in any other that is old.
+    return [
+        entry for entry in here if entry.record.ready and (record.in_place or entry.record.generation == view.number)
+    ]
+
+
+def as_reported(view: View, entry: Entry[Member]) -> Entry[Member]:
+    """A member with as many workers ready as its report of a failure says: that is newer than its key."""
+    report = view.reports.get(entry.record.node)
+    if report is None or report.record.status != "failed" or report.record.incarnation != entry.record.incarnation:
+        return entry
+    return replace(entry, record=entry.record.model_copy(update={"ready": report.record.ready}))
 
 
 def _newest_copy(
@@ -183,6 +213,12 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
     ready = len(candidates(view))
     if ready >= spec.min_nodes:
         return None
+    enough = len(startable(view)) >= spec.min_nodes
+    if enough and view.generation is not None:
+        # Their workers wait with the state that they have, for those that set up beside them; but not for ever.
+        troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
+        until = min(troubles, default=view.generation.since) + spec.join_timeout_s
+        return Wait(f"{ready} of {spec.min_nodes} nodes ready; others are setting up", until) if now < until else None
     if view.short_since is None:
         return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")
     deadline = view.short_since + spec.join_timeout_s
@@ -210,9 +246,15 @@ def settled_at(view: View, spec: RunSpec) -> float:
 
 
 def candidates(view: View) -> list[Entry[Member]]:
-    """Members that can be seated: warm, not draining, in reach, not leaving (that is reported before the key goes)."""
+    """Members that can be seated now: where workers go on in place, those that have workers ready for that."""
+    can = startable(view)
+    return [entry for entry in can if entry.record.ready] if survivors(view) else can
+
+
+def startable(view: View) -> list[Entry[Member]]:
+    """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes)."""
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
-    ready = [entry for entry in view.members.values() if entry.ready_since is not None]
+    ready = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None]
     away = {entry.record.incarnation for entry in out_of_reach(view)}
     barred = left | away
     return [entry for entry in ready if entry.record.incarnation not in barred] if barred else ready

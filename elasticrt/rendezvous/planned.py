@@ -21,9 +21,9 @@ from typing import Literal
 from elasticrt.contract.words import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, Release, Wait, Withdraw
 from elasticrt.rendezvous.led import Led, candidates, list_names, publish
-from elasticrt.rendezvous.records import HandoverRecord, Seat
+from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
 from elasticrt.rendezvous.seats import Restarts
-from elasticrt.rendezvous.view import View
+from elasticrt.rendezvous.view import Entry, View
 
 JOIN_COST_FACTOR = 20
 """A planned re-form is allowed when this many times the last one's cost has passed: at most 5 % of the time."""
@@ -149,9 +149,9 @@ def _newcomers(led: Led) -> Change | Wait:
     since = {
         entry.record.node: entry.ready_since
         for entry in candidates(led.view)
-        if entry.ready_since is not None and led.view.seat_of(entry.record.node, entry.record.incarnation) is None
+        if entry.ready_since is not None and _has_more(led, entry)
     }
-    room = spec.max_nodes - len(led.seats)
+    room = spec.max_nodes - len(led.seats) + sum(node in led.view.seats for node in since)
     if not since:
         return Wait("training")
     if room <= 0:
@@ -166,6 +166,12 @@ def _newcomers(led: Led) -> Change | Wait:
     if led.now < max(quiet, paid):
         return Wait(f"{list_names(since)} will join", max(quiet, paid))
     return Change("join", f"{list_names(since)} joined")
+
+
+def _has_more(led: Led, entry: Entry[Member]) -> bool:
+    """Whether a member has workers that could be let in: it has no seat, or has more ready than its seat has."""
+    seat = led.view.seat_of(entry.record.node, entry.record.incarnation)
+    return seat is None or (led.in_place and entry.record.ready > seat.workers)
 
 
 def _drains(led: Led, seat: Seat) -> bool:

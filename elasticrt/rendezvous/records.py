@@ -123,9 +123,10 @@ class Member(Record):
     """A node in one life.
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
-    `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
-    among newcomers; None: behind those that say.
+    `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
+    the present one, or have set up beside it. `seen`: the highest generation it knows of. `port`: a bound socket for
+    the next generation's store, should this member be rank 0 there. `probe_port`: answers whether this life still
+    lives. `node_rank`: where it would like to sit among newcomers; None: behind those that say.
     """
 
     node: Name
@@ -138,6 +139,7 @@ class Member(Record):
     warm: bool = False
     draining: bool = False
     generation: Count = 0
+    ready: Annotated[int, Field(ge=0, le=4096)] = 0
     seen: Count = 0
     node_rank: Count | None = None
 
@@ -216,6 +218,9 @@ class HandoverRecord(Record):
 class Generation(Record):
     """One agreed membership. Everything in it is decided by the leader that published it.
 
+    `in_place`: its workers run already: those of the generation before go on, and the others have set up beside it. All
+    state comes from the living. Else every worker is started anew.
+
     `restarts` counts failures since there was progress, `restarts_total` all of this attempt. `restart_step` is the
     head's step at the last counted failure; `restart_beats` the most optimizer steps that a generation of a script
     without a Loop had made by then; `early` that failure's, if it came before the first step.
@@ -233,6 +238,7 @@ class Generation(Record):
     master_port: Port
     cause: Annotated[str, words(400)]
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
+    in_place: bool = False
     restarts: Count = 0
     restarts_total: Count = 0
     restart_step: Count = 0
@@ -275,9 +281,9 @@ class Report(Record):
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
-    behind; with "failed" the newest copy of their state, or the one that the generation resumed from, if this node
-    keeps one: an older one where the checkpoint to resume from is away. `handover` is the create revision of the record
-    that asked for it.
+    behind; with "failed", where `ready` workers live and can go on, it may be the newest copy of their state, or the
+    one that the generation resumed from, if this node keeps one: an older one where the checkpoint to resume from is
+    away. `handover` is the create revision of the record that asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]
@@ -288,6 +294,7 @@ class Report(Record):
     handover: Count = 0
     entered: Count = 0
     memory: CopyRecord | None = None
+    ready: Annotated[int, Field(ge=0, le=4096)] = 0
 
 
 class Result(Record):

@@ -54,6 +54,7 @@ class Draft:
     restarts: Restarts
     resume: HeadRecord | None
     memory: CopyRecord | None = None
+    in_place: bool = False
 
     def seal(self, nonce: str) -> tuple[Generation, tuple[RosterChunk, ...]]:
         """The record to publish and its roster."""
@@ -68,6 +69,7 @@ class Draft:
             master_port=self.master_port,
             cause=self.cause,
             kind=self.kind,
+            in_place=self.in_place,
             restarts=self.restarts.spent,
             restarts_total=self.restarts.total,
             restart_step=self.restarts.step,
@@ -99,22 +101,26 @@ def seat_order(ready: Iterable[Entry[Member]], before: Iterable[Seat], most: int
     return sorted(sorted(ready, key=place)[:most], key=wish)
 
 
-def seats_for(members: Iterable[Entry[Member]]) -> tuple[Seat, ...]:
-    """Seats in the order given, ranks counted through: a permutation of 0 ... W - 1 by construction."""
+def seats_for(members: Iterable[Entry[Member]], *, in_place: bool = False) -> tuple[Seat, ...]:
+    """Seats in the order given, ranks counted through: a permutation of 0 ... W - 1 by construction.
+
+    With `in_place` for the workers that are ready, else for as many as each node has.
+    """
     seats: list[Seat] = []
     offset = 0
     for index, entry in enumerate(members):
         member = entry.record
+        workers = member.ready if in_place else member.workers
         seats.append(
             Seat(
                 node=member.node,
                 incarnation=member.incarnation,
                 index=index,
                 rank_offset=offset,
-                workers=member.workers,
+                workers=workers,
                 address=member.address,
                 probe_port=member.probe_port,
             )
         )
-        offset += member.workers
+        offset += workers
     return tuple(seats)

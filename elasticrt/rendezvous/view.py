@@ -45,7 +45,7 @@ class Entry(Generic[R]):
     """A record with its place in the store's history.
 
     `since`: when this observer first saw the key in this creation; `ready_since` (members only): since when it has been
-    warm and not draining.
+    warm and not draining, with as many workers ready as now.
     """
 
     record: R
@@ -338,7 +338,8 @@ def _member(view: View, key: str, node: str, value: KeyValue | None, now: float)
             vanished[node] = since
         return replace(view, oldest=None) if view.oldest == node else view
     ready = entry.record.warm and not entry.record.draining
-    was_ready = old.ready_since if old is not None and old.create_revision == entry.create_revision else None
+    same = old is not None and old.create_revision == entry.create_revision and old.record.ready == entry.record.ready
+    was_ready = old.ready_since if old is not None and same else None
     members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
     # A key that was created again between two looks has lost its seniority, although nobody saw it go.
     again = old is not None and old.create_revision != entry.create_revision

@@ -60,6 +60,12 @@ class Archive:
         self.serial = 0
         self.troubles: list[str] = []
 
+    def move(self, worker: WorkerEnv) -> None:
+        """This process belongs to another generation: the directory is read anew, and claimed at the next save."""
+        self._worker, self._generation = worker, worker.generation
+        self._directory = None
+        self._claimed = False
+
     @property
     def is_open(self) -> bool:
         """Whether there is a directory, as far as this process has looked."""

@@ -43,6 +43,13 @@ _written: list[str] = []
 _in_turns = 0
 
 
+def begin_anew() -> None:
+    """The ranks have met in another store: barriers are counted from there."""
+    global _numbers  # noqa: PLW0603  As below.
+    _numbers = itertools.count()
+    _written.clear()
+
+
 @contextlib.contextmanager
 def one_after_the_other() -> Iterator[None]:
     """In here ranks are not in the same place at the same time, so that they must not wait for each other."""

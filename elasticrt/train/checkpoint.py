@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elasticrt.contract.env import WorkerEnv
 from elasticrt.errors import CheckpointAwayError, CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
 from elasticrt.train.archive import Archive, parse
@@ -142,6 +143,12 @@ class Checkpointer:
         copied, deferred = self._snapshots.take(state)
         arguments = (copied, deferred, step, epoch, dict(about or {}), world_size)
         self._writer.start(partial(self._write_guarded, *arguments))
+
+    def move(self, worker: WorkerEnv) -> None:
+        """This process has another place in the run, and has the state that descends from the run's head."""
+        self._worker = worker
+        self._archive.move(worker)
+        self._committer.move(worker)
 
     def settle(self) -> None:
         """Before an optimizer steps: from here on, what was marked as `Steady` in the last save may change."""

@@ -44,6 +44,12 @@ class Committer:
         if resume is not None:
             self.resumed(resume)
 
+    def move(self, worker: WorkerEnv) -> None:
+        """Another generation, whose record says what the head is. That answers what was asked in the last one."""
+        self._open = None
+        if worker.resume is not None:
+            self.descends_from(worker.resume)
+
     def went_to(self, commit: Commit) -> None:
         """`commit` is what was restored: make it the head if it is not. Should that fail, the next save does it too."""
         self.parent = commit

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 
+from elasticrt.contract.env import WorkerEnv
 from elasticrt.errors import ConfigError, explain
-from elasticrt.train import collective, link
+from elasticrt.train import collective, link, regroup
 from elasticrt.train.barrier import Barrier, one_after_the_other
 
 _INT64 = 1 << 63
@@ -34,7 +35,8 @@ _MEETING = datetime.timedelta(days=7)
 
 @dataclass(frozen=True)
 class Context:
-    """This process's place.
+    """This process's place. It is live: after a change of the membership the same object says where this process is
+    now.
 
     Attributes:
         rank: 0 to world_size - 1 over all nodes.
@@ -57,6 +59,10 @@ class Context:
     restart_count: int
     device: torch.device
     run_dir: Path | None
+
+    def _move(self, **place: int) -> None:
+        for name, value in place.items():
+            object.__setattr__(self, name, value)  # Frozen for everybody else.
 
     @property
     def is_first(self) -> bool:
@@ -106,8 +112,34 @@ class Context:
 
 
 _context: Context | None = None
+_timeout_s = 1800.0
 _group_pid = 0
 """The process that made a group here, 0 for none."""
+_own_group = False
+"""Whether the process group is ours: then its connections are known, and it can be made anew."""
+
+
+def has_own_group() -> bool:
+    """Whether `init` has made the process group."""
+    return _own_group and _group_pid == os.getpid() and dist.is_initialized()
+
+
+def timeout_s() -> float:
+    """How long a collective may take, as `init` was told."""
+    return _timeout_s
+
+
+def renew(worker: WorkerEnv) -> None:
+    """This process has another place: everybody who has the Context sees it."""
+    if _context is not None:
+        _context._move(
+            rank=worker.rank,
+            world_size=worker.world_size,
+            local_world_size=worker.local_world_size,
+            group_rank=worker.group_rank,
+            generation=worker.generation,
+            restart_count=worker.restart_count,
+        )
 
 
 def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
@@ -122,7 +154,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
 
     Raises ConfigError when the environment names a place that cannot be.
     """
-    global _context  # noqa: PLW0603  There is one process group in a process, and this is our memory of it.
+    global _context, _timeout_s, _own_group  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
     if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
         raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
     if not (math.isfinite(timeout_s) and timeout_s > 0):
@@ -152,7 +184,10 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if not dist.is_initialized():
         own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
-        _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
+        with regroup.SOCKETS.noted():
+            _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
+        _timeout_s, _own_group = timeout_s, True
+        regroup.note_subgroups()
     if page is not None:
         page.joined_at_ns = time.monotonic_ns()
     _context = Context(
@@ -209,7 +244,11 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     # When everybody is on this machine the loopback interface is the answer.
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if launched and address and world_size > 1 and link.worker_env() is not None:
+    worker = link.worker_env()
+    if worker is not None and worker.beside:
+        # A world of one until it is let in: nobody waits for what is done here.
+        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+    elif launched and address and world_size > 1 and worker is not None:
         # Its agent ends this process when the others can't come; until then some may be preparing their data.
         store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)

@@ -65,6 +65,19 @@ def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int
     raise Handover(f"the membership changes: all workers stop after step {step}")
 
 
+def stay(step: int, epoch: int) -> None:
+    """Say that this process has stopped after `step`, as agreed, and waits for its seat in the next generation."""
+    agent = link.agent_link()
+    if agent is not None:
+        agent.say(HandedOver(step, epoch, 0, ""))
+
+
+def departure(step: int) -> Handover:
+    """What is raised where a process leaves its loop for good because there is no seat for it."""
+    _be_quiet_about_it()
+    return Handover(f"the membership changes: this process stops after step {step}")
+
+
 def write(fd: int, state: dict[str, Any]) -> tuple[int, str]:
     """Write a state to a memory file; its size in bytes and SHA-256. OSError when there is no memory."""
     os.ftruncate(fd, 0)

@@ -14,12 +14,14 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import WorkerEnv
-from elasticrt.contract.messages import Done, Message, Release, Reply
+from elasticrt.contract.messages import Dismiss, Done, Message, Release, Reply, Reseat
 from elasticrt.contract.page import PAGE_BYTES, STACKS_SIGNAL, Page
 from elasticrt.errors import ConfigError, explain
 
@@ -59,6 +61,10 @@ class Link:
         self._reader: threading.Thread | None = None
         self._closed = ""
         self._released = threading.Event()
+        self._news = threading.Condition()
+        self._seat: WorkerEnv | None = None
+        self._dismissed = False
+        self._on_seat: Callable[[], object] | None = None
 
     @property
     def usable(self) -> bool:
@@ -97,6 +103,29 @@ class Link:
         if self.usable:
             with self._lock:
                 self._send(message, fds)
+
+    def follow(self, on_seat: Callable[[], object]) -> None:
+        """From now on listen to the agent all the time; a thread calls `on_seat` when a new seat has come."""
+        with self._lock:
+            self._on_seat = on_seat
+            self._read_in_background()
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether another seat has come that nobody has taken yet."""
+        return self._seat is not None
+
+    def wait_for_seat(self, timeout_s: float) -> WorkerEnv | None:
+        """The newest seat that the agent has given this worker; None when there will be none, or none came in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._news:
+            while self._seat is None and not self._dismissed and not self._closed:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._news.wait(min(left_s, 1.0))
+            seat, self._seat = self._seat, None
+            return seat
 
     def close(self) -> None:
         """Let go of the channel. Requests that wait are refused."""
@@ -140,11 +169,20 @@ class Link:
         for number, pending in waiting.items():
             pending.answer(Reply(number, ok=False, reason=f"the agent is gone ({self._closed})"))
         self._released.set()
+        with self._news:
+            self._news.notify_all()
 
     def _deliver(self, message: Message, fds: list[int]) -> None:
+        if isinstance(message, Reseat):
+            self._seated(message, fds)
+            return
         for fd in fds:
             os.close(fd)
-        if isinstance(message, Reply):
+        if isinstance(message, Dismiss):
+            with self._news:
+                self._dismissed = True
+                self._news.notify_all()
+        elif isinstance(message, Reply):
             pending = self._pending.pop(message.request, None)
             if pending is not None:
                 pending.answer(message)
@@ -152,6 +190,34 @@ class Link:
             self._released.set()
         else:
             _log.warning("the agent sent a %s, which is not for a worker", type(message).__name__)
+
+    def _seated(self, message: Reseat, fds: list[int]) -> None:
+        """Take note of a seat, and cut the old group off first of all: the main thread may be waiting in it."""
+        here = worker_env()
+        told = WorkerEnv.from_env({**os.environ, **message.env})
+        assert here is not None and told is not None, "only an agent's worker has a link"
+        seat = replace(
+            told,
+            listen_fd=fds[0] if fds else -1,
+            channel_fd=here.channel_fd,
+            page_fd=here.page_fd,
+            copy_fd=-1,
+            state_fd=-1,
+            error_file=here.error_file,
+        )
+        if self._on_seat is not None:
+            self._on_seat()  # Before the seat can be taken: what is cut must not be the new group.
+        with self._news:
+            if self._seat is not None and self._seat.listen_fd >= 0:
+                os.close(self._seat.listen_fd)
+            self._seat = seat
+            self._news.notify_all()
+
+
+def take_seat(seat: WorkerEnv) -> None:
+    """From now on this process is who `seat` says, in its environment as well."""
+    os.environ.update(seat.to_env())
+    worker_env.cache_clear()
 
 
 @lru_cache(maxsize=1)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,17 +25,28 @@ from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
 from elasticrt.train.deferred import Later
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
+from elasticrt.train.in_place import InPlace, Undo
 from elasticrt.train.ledger import Ledger
 from elasticrt.train.order import Share
 from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.train.share import Standing, share
 from elasticrt.train.shield import Shield
 from elasticrt.train.weighting import Weighting
 
 _running: list[Loop] = []
 """The loop that is inside `epochs`; one at a time, because page, hooks and checkpoints are this process's."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The world has changed, and this process lives on. World sizes count processes; `generation` is the new one."""
+
+    generation: int
+    world_size: int
+    world_size_before: int
 
 
 class Loop:
@@ -101,6 +114,17 @@ class Loop:
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = self._pass = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
+        self._touched = False  # Whether one has begun to, in the present step.
+        self._loader: object = None
+        self._in_step = self._within_step = self._accumulates = False
+        self._whole = True  # Whether the state is that of just the steps that are done.
+        self._moves = 0  # How often this process has got another place.
+        self._redo = False
+        self._completes = True
+        self._in_place = InPlace(stateful_objects.values())
+        modules = [each for each in self._objects.values() if isinstance(each, torch.nn.Module)]
+        self._undo = Undo(modules, seed is not None)
+        self._changed: list[Callable[[Change], None]] = []
         self._stage = "new"
         self.vars: dict[str, Any] = {}
 
@@ -110,14 +134,14 @@ class Loop:
         return self._position.epoch
 
     @property
-    def steps(self) -> int:
+    def steps_done(self) -> int:
         """Steps that are done, over all epochs and restarts."""
         return self._position.steps
 
     @property
     def complete(self) -> bool:
         """Whether the present batch completes its global batch: the moment for `optimizer.step()`."""
-        return self._share is None or self._share.last
+        return self._completes if self._share is None else self._share.last
 
     # Epochs
 
@@ -140,8 +164,9 @@ class Loop:
                 self._position = self._position.opened()
                 if self._sampler is not None:
                     self._sampler.set_epoch(self._position.epoch)
+                entered = self._position.epoch
                 try:
-                    yield self._position.epoch
+                    yield entered
                 except GeneratorExit:
                     if leaving.on_purpose(sys._getframe(1)):
                         self._settle()
@@ -149,6 +174,8 @@ class Loop:
                     raise
                 self._check_running("epochs")
                 self._settle()
+                if self._position.epoch != entered:
+                    continue  # The others were further: this epoch was over for them.
                 cut_short = self._cut_short()
                 if not cut_short:
                     self._ledger.closed(self._position)
@@ -161,20 +188,14 @@ class Loop:
     def _enter(self) -> None:
         if _running:
             raise ConfigError(explain("another Loop is running", "epochs", remedy="Finish one before the next"))
-        self._numbers.compare()
-        state = self._checkpointer.begin(fresh=self._fresh)
-        self._rank, self._world_size = collective.rank_and_world()
-        self._resumed_world_size = self._world_size
-        if state is not None:
-            self._restore(state.data, state.world_size)
-        self._numbers.begin_step(self._position)
+        if self._in_place.beside:
+            self._whole = False
+            self._in_place.announce_ready()
+            self._go_on()
+        else:
+            self._begin_with_all()
         self._saved = self._position
         self._saved_at = time.monotonic()
-        self._ledger.open(self._checkpointer.start, self._position)
-        self._reporter = Reporter(self._position.steps)
-        if self._page is not None:
-            self._page.restored_at_ns = time.monotonic_ns()
-        self._reporter.entered(self._position.steps + 1)
         optimizers = [each for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
         self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
         self._hooks += [each.register_step_post_hook(self._after_optimizer) for each in optimizers]
@@ -183,7 +204,27 @@ class Loop:
         self._copies.begin(time.monotonic(), self._position.steps)
         _running.append(self)
 
+    def _begin_with_all(self) -> None:
+        """All ranks enter together: they restore the newest checkpoint, if there is one."""
+        self._numbers.compare()
+        state = self._checkpointer.begin(fresh=self._fresh)
+        self._rank, self._world_size = collective.rank_and_world()
+        self._resumed_world_size = self._world_size
+        if state is not None:
+            self._restore(state.data, state.world_size)
+        self._has_state(self._checkpointer.start)
+
+    def _has_state(self, start: str) -> None:
+        """The state is that of the generation that begins: tell who watches. `start`: its name in the ledger."""
+        self._numbers.begin_step(self._position)
+        self._ledger.open(start, self._position)
+        self._reporter = Reporter(self._position.steps)
+        if self._page is not None:
+            self._page.restored_at_ns = time.monotonic_ns()
+        self._reporter.entered(self._position.steps + 1)
+
     def _leave(self) -> None:
+        self._in_place.end()
         self._checkpointer.settle()
         self._copies.settle()
         while self._hooks:
@@ -241,16 +282,29 @@ class Loop:
         self._weighting.renew()
         self._ledger.renew()
         self._pass += 1
+        self._loader = loader
         return self._batches(loader, self._pass)
 
-    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
+    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:  # noqa: PLR0912  One loop.
         if self._position.drained or (self._sampler is not None and self._sampler.remaining == 0):
             return
         skip = self._position.batches if self._sampler is None else 0
         resumed = number == 1 and self._position.batches > 0
-        drawn = feed(loader, self._sampler, skip, self._numbers.beginning(self._position, resumed=resumed))
+        drawn: Any = feed(loader, self._sampler, skip, self._numbers.beginning(self._position, resumed=resumed))
+        epoch, moves = self._position.epoch, self._moves
+        batch, share = None, None
         while not self._position.limit_reached(self._steps_max):
-            batch, share = next(drawn, (None, None))
+            if moves != self._moves:
+                moves = self._moves
+                if self._position.epoch != epoch:
+                    self._redo = False
+                    break
+                if self._sampler is not None:
+                    drawn.close()
+                    drawn = self._drawn_anew(loader)
+            if self._sampler is not None or not self._redo:
+                batch, share = next(drawn, (None, None))
+            self._redo = False
             if share is None:
                 self._position = self._position._replace(drained=True)
                 break
@@ -266,22 +320,153 @@ class Loop:
                 raise
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
+            if self._redo:
+                continue
             self._settle(passed=True)
-            if share.last:  # Between two parts of a step the state is that of neither side.
+            if share.last and moves == self._moves:  # Between two parts of a step the state is that of neither side.
                 self._boundary()
         self._expect_steps(0)
 
-    def step(self, **scalars: float | torch.Tensor) -> None:
-        """Numbers of this step for who watches the run (a tensor is read at most once a second, and kept detached).
+    def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
+        """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
+        if isinstance(self._sampler, ElasticDistributedSampler):
+            self._step_samples = samples_per_step(loader, self._world_size)
+        return feed(loader, self._sampler, 0, torch.random.fork_rng(devices=[]))
 
-        In a loop of one's own, without `batches`, this is the boundary: the step is done.
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
+
+        Gives the number of steps that are done. The step itself is `with loop.step():` in the body, once; it comes
+        again with the same number when the world has changed meanwhile. Restores, saves and leaves as `epochs` does.
         """
-        self._check_running("step")
+        for _ in self.epochs(1, max_steps=total):
+            while not self._position.limit_reached(total):
+                yield self._position.steps
+
+    def report(self, **scalars: float | torch.Tensor) -> None:
+        """Numbers of this step for who watches the run (a tensor is read at most once a second, and kept detached)."""
+        self._check_running("report")
         if self._reporter is not None:
             self._reporter.scalars.keep(scalars)
+
+    def on_change(self, call: Callable[[Change], None]) -> None:
+        """Call this when the world has changed and this process lives on: to make subgroups again, or set a learning
+        rate.
+
+        All ranks that live on call theirs at the same place, between two tries of a step. Newcomers do not.
+        """
+        self._changed.append(call)
+
+    def step(self) -> AbstractContextManager[None]:
+        """One step, or one micro-batch of it: `with loop.step(): ...`. This is what lets a process live on.
+
+        When the membership changes in the middle of it, the block is left at the line that failed and the step is done
+        again in the new world, with the state that it began with. In a loop without `batches` its end is the step's
+        end.
+        """
+        self._check_running("step")
+        return _Step(self)
+
+    def _step_begins(self) -> None:
+        self._check_running("step")
+        if self._in_step:
+            raise ConfigError(explain("a step inside a step", "step", expected="one `with loop.step():` at a time"))
+        self._in_place.begin(self._loader if self._share is not None else None)
+        self._in_step, self._redo = True, False
         if self._share is None:
-            self._count()
-            self._boundary()
+            self._stepped = False
+        if not self._within_step:
+            self._touched = False
+            self._undo.note(self.vars, accumulates=self._accumulates)
+
+    def _step_ends(self, error: BaseException | None) -> bool:
+        """Whether `error` is dealt with: the step will be done again."""
+        self._in_step = False
+        share = self._share
+        if error is None:
+            self._within_step = share is not None and not share.last
+            if not self._within_step:
+                self._accumulates = not self._stepped
+            if share is None:
+                self._count()
+                self._boundary()
+            else:
+                self._settle(passed=True)
+            return False
+        if self._stage != "running" or not self._in_place.lost(error, self._position.steps):
+            return False
+        self._weighting.end()
+        self._share = None
+        self._within_step = False
+        self._whole = self._whole and not self._touched
+        self._undo.put_back(self.vars)
+        self._redo = True
+        error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
+        self._go_on()
+        return True
+
+    def _go_on(self) -> None:
+        """Take the seat in the next generation, and be as far as all the others there."""
+        self._expect_steps(0)
+        before = self._world_size
+        while True:
+            if not self._in_place.wait_for_seat():
+                raise handover.departure(self._position.steps)
+            if not self._in_place.meet(self._position.steps):
+                continue
+            self._rank, self._world_size = collective.rank_and_world()
+            self._numbers.moved(self._rank)
+            try:
+                standing = Standing(self._position.steps if self._whole else -1, self._whole)
+                told = share(standing, self._given, self._overwritten)
+                break
+            except RuntimeError as error:
+                if not self._in_place.lost(error, self._position.steps):
+                    raise
+        worker = self._in_place.worker
+        assert worker is not None, "who has a seat has an agent"
+        history = self._ledger.history(self._position.steps)
+        self._ledger.close()
+        if told is None:
+            self._ledger.restored(history)
+        else:
+            self._take_over(told)
+        self._whole, self._touched, self._stepped = True, False, False
+        self._worker = worker
+        self._moves += 1
+        self._resumed_world_size = self._world_size
+        if self._checkpointer.busy:
+            self._saved = Position()  # It will be refused: it is of a generation that is over.
+        self._checkpointer.move(worker)
+        self._has_state(worker.nonce)
+        self._ledger.renew()
+        change = Change(worker.generation, self._world_size, before)
+        for call in self._changed if before else ():
+            call(change)
+
+    def _overwritten(self) -> None:
+        self._whole = False
+
+    def _given(self) -> dict[str, Any]:
+        """The state as other ranks take it over."""
+        ledger = self._ledger.history(self._position.steps)
+        numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
+        return {
+            **stateful.collect(self._objects),
+            stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger},
+        }
+
+    def _take_over(self, data: dict[str, Any]) -> None:
+        """Be where the rank is that has sent this."""
+        ours = data[stateful.OURS]
+        stateful.put_back(self._objects, data, "the state of another rank")
+        if self._sampler is not None and ours["sampler"] is not None:
+            self._sampler.load_state_dict(ours["sampler"])
+        self._position = Position.from_dict(ours["position"])
+        self._ledger.restored(ours["ledger"])
+        self.vars.clear()
+        self.vars.update(ours["vars"])
+        self._numbers.take_over(ours["rng"], ours["alike"], self._position.steps)
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -319,6 +504,7 @@ class Loop:
         if share is None:
             return
         self._weighting.end()
+        self._completes = share.last
         if share.last and (passed or self._stepped):
             self._count()
 
@@ -340,10 +526,16 @@ class Loop:
             self._copies.take(self._state(), self._position.steps, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()
-        if self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
+        if self._in_place.has_seat:
+            self._go_on()
+        elif self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
             assert self._worker is not None, "who has a page has an agent"
             if self._page.save:
                 self._save_last()
+            if self._in_place.possible:
+                handover.stay(self._position.steps, self._position.epoch)
+                self._go_on()
+                return
             self._copies.wait()
             state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
             handover.leave(self._worker, state, self._position.steps, self._position.epoch)
@@ -359,6 +551,7 @@ class Loop:
     def _before_optimizer(self, *_: Any) -> None:
         self._checkpointer.settle()
         self._copies.settle()
+        self._touched = True
         if self._share is not None and not self._share.last:
             raise RuntimeError(misuse.unfinished_batch(self._position.steps + 1))
 
@@ -398,3 +591,18 @@ class Loop:
 
     def _check_running(self, where: str) -> None:
         misuse.check_stage(self._stage, where)
+
+
+class _Step:
+    """The block of one step."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> None:
+        self._loop._step_begins()
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        return self._loop._step_ends(error)

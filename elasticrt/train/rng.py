@@ -51,6 +51,22 @@ class Numbers:
         everyones = gather_numbers(_fingerprints())
         self._alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
 
+    @property
+    def alike(self) -> list[str]:
+        """The generators that stand at the same place on all ranks."""
+        return self._alike
+
+    def moved(self, rank: int) -> None:
+        """This process has another rank."""
+        self._rank = rank
+
+    def take_over(self, state: dict[str, Any], alike: list[str], step: int) -> None:
+        """Go on beside ranks that are after `step`, from the state of one of them."""
+        self._alike = list(alike)
+        restore(state, self._alike)
+        derive(state["seed"], self._rank, step, kinds=set(KINDS) - set(self._alike))
+        self._restored = capture()
+
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Go on from a state that was captured after `step`."""
         taken = KINDS if self._rank == 0 else self._alike

@@ -69,9 +69,17 @@ def become(
     is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
     if not is_fork:
         tell()
-    hosts = worker is not None and worker.rank == 0 and worker.world_size > 1 and not is_fork
     names = ["__main__", *learn.imported_since(last)]
-    ending.leave(code, names, host_fd=worker.channel_fd if worker is not None and hosts else -1)
+    ending.leave(code, names, host_fd=-1 if worker is None or is_fork else _host_fd(worker))
+
+
+def _host_fd(worker: WorkerEnv) -> int:
+    """The channel of a worker that holds its group's store: of rank 0 of the generation it is in by now; else -1."""
+    try:
+        now = WorkerEnv.from_env({**worker.to_env(), **os.environ}) or worker
+    except ValueError:  # The script has written to the agent's variables.
+        now = worker
+    return worker.channel_fd if now.rank == 0 and now.world_size > 1 else -1
 
 
 def _take_environment(env: Mapping[str, str]) -> None:

@@ -142,7 +142,9 @@ class Parent:
             alive = [
                 worker.pid
                 for worker in self._workers.values()
-                if worker.code is None and message.generation in (0, worker.start.generation)
+                if worker.code is None
+                and message.generation in (0, worker.start.generation)
+                and (not message.local_ranks or worker.start.local_rank in message.local_ranks)
             ]
             if message.sessions:
                 sessions.kill_sessions(alive, message.number)

@@ -113,7 +113,7 @@ def boundaries(method: str, job: Job, directory: Path, steps: int, every: int) -
         save_in_loop = loop._save
 
         def noted() -> None:
-            _saves.append(loop.steps)
+            _saves.append(loop.steps_done)
             save_in_loop()
 
         settle = loop._checkpointer.settle
@@ -211,7 +211,7 @@ def kills(job: Job, times: int, directory: Path) -> None:
     loop = elasticrt.Loop(directory / "ckpt", every="1 h", model=job.model, optimizer=job.optimizer)
     notes = directory / "kills"
     for _ in loop.epochs(1):
-        resumed = loop.steps
+        resumed = loop.steps_done
         with notes.open("a") as file:
             file.write(f"resumed {resumed}\n")
         end = time.monotonic() + 4.0 + 0.77 * ctx.restart_count
@@ -219,7 +219,7 @@ def kills(job: Job, times: int, directory: Path) -> None:
             job.step()
             if ctx.restart_count < times and time.monotonic() > end:
                 with notes.open("a") as file:
-                    file.write(f"killed {loop.steps}\n")
+                    file.write(f"killed {loop.steps_done}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
             if ctx.restart_count >= times:
                 os._exit(0)

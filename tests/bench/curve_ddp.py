@@ -125,7 +125,7 @@ def train(
     record = os.open(f"{directory}/losses.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     first = True
     for _epoch in loop.epochs(epochs, max_steps=until):
-        if first and kind == "shifted" and loop.steps and sampler.remaining:
+        if first and kind == "shifted" and loop.steps_done and sampler.remaining:
             sampler.advance()
         first = False
         for x, y in loop.batches(loader):
@@ -137,9 +137,14 @@ def train(
             optimizer.zero_grad()
             total = ctx.sum(loss.item() * loop._share.weight / ctx.world_size)
             if ctx.is_first:
-                line = {"step": loop.steps + 1, "loss": total, "world": ctx.world_size, "generation": ctx.generation}
+                line = {
+                    "step": loop.steps_done + 1,
+                    "loss": total,
+                    "world": ctx.world_size,
+                    "generation": ctx.generation,
+                }
                 os.write(record, (json.dumps(line) + "\n").encode())
-            if loop.steps + 1 == crash:
+            if loop.steps_done + 1 == crash:
                 loop._checkpointer.wait()  # A save under way ends, so that it is known how many steps are done again.
                 raise CrashError
             time.sleep(SLOW_S if Path(directory, "slow").exists() else pause_s)

@@ -54,7 +54,7 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            mark(world, ctx.rank, ctx.world_size, loop.steps + 1)
+            mark(world, ctx.rank, ctx.world_size, loop.steps_done + 1)
             time.sleep(PAUSE_S)
 
 

@@ -133,10 +133,10 @@ loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer,
 for epoch in loop.epochs(1):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
         loop._checkpointer.wait()
-        if loop.steps == 12 and not Path("go").exists():
+        if loop.steps_done == 12 and not Path("go").exists():
             with loop.pause("the test looks around"):
                 loop._copies.wait()
-                loop._copies.take(loop._state(), loop.steps, epoch)
+                loop._copies.take(loop._state(), loop.steps_done, epoch)
                 loop._copies.wait()
                 while not Path("go").exists():
                     time.sleep(0.01)

@@ -120,11 +120,11 @@ share = float(os.environ["SHARE"])
 loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=share)
 for epoch in loop.epochs(1, max_steps=40):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-        if loop.steps == 12 and share:
+        if loop.steps_done == 12 and share:
             loop._copies.wait()
-            loop._copies.take(loop._state(), loop.steps, epoch)
+            loop._copies.take(loop._state(), loop.steps_done, epoch)
             loop._copies.wait()
-        if loop.steps == 16:
+        if loop.steps_done == 16:
             loop._checkpointer.wait()
             with loop.pause("the test looks around"):
                 while not Path("go").exists():

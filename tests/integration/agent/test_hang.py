@@ -49,7 +49,7 @@ for epoch in loop.epochs(2):
         F.mse_loss(model(x), y).backward()
         optimizer.step(); optimizer.zero_grad()
         time.sleep(0.02)
-        if loop.steps == 25 and ctx.rank == 1 and way in WAYS and (ctx.generation == 1 or always == "always"):
+        if loop.steps_done == 25 and ctx.rank == 1 and way in WAYS and (ctx.generation == 1 or always == "always"):
             WAYS[way]()
     if way == "pauses":
         with loop.pause("evaluate"):

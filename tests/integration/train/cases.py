@@ -96,10 +96,10 @@ def train(directory: Path, *, steps: int | None, epochs: int, name: str, batch_s
     ends: list[int] = []
     began = None
     for epoch in loop.epochs(epochs, max_steps=steps):
-        began = loop.steps if began is None else began
+        began = loop.steps_done if began is None else began
         for i, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
             ids = i.tolist() if loop._share is not None and loop._share.weight else []
-            seen.append((epoch, loop.steps + 1, ids))
+            seen.append((epoch, loop.steps_done + 1, ids))
             (model(x)["more"][0] - y).square().mean().backward()
             if loop.complete:
                 optimizer.step()
@@ -110,7 +110,7 @@ def train(directory: Path, *, steps: int | None, epochs: int, name: str, batch_s
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     return {
         "parameters": parameters,
-        "steps": loop.steps,
+        "steps": loop.steps_done,
         "began": began,
         "seen": seen,
         "ends": loop.vars["epochs ended"],

@@ -119,15 +119,15 @@ def train(directory: Path, *, form: str, batch_size: int, micro: int | None) -> 
     for epoch in loop.epochs(EPOCHS):
         for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
             waits = form == "no_sync" and not loop.complete
-            waits = waits or (form == "accumulate" and loop.steps % 2 == 0)
+            waits = waits or (form == "accumulate" and loop.steps_done % 2 == 0)
             with ddp.no_sync() if waits else contextlib.nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
                     output = model(x.float() if form == "autocast" else x)
                 loss = _loss(output, y.float() if form == "autocast" else y)
-                if form == "overflow" and loop.steps == 1 and epoch == 0 and dist.get_rank() == 0:
+                if form == "overflow" and loop.steps_done == 1 and epoch == 0 and dist.get_rank() == 0:
                     loss = loss * torch.inf
                 scaler.scale(loss).backward()
-            if loop.complete and (form != "accumulate" or loop.steps % 2 == 1):
+            if loop.complete and (form != "accumulate" or loop.steps_done % 2 == 1):
                 if scaler.is_enabled():
                     scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -136,7 +136,7 @@ def train(directory: Path, *, form: str, batch_size: int, micro: int | None) -> 
                 optimizer.zero_grad()
     return {
         "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
-        "steps": loop.steps,
+        "steps": loop.steps_done,
         "buckets": hook.buckets,
         "scale": scaler.get_scale(),
     }

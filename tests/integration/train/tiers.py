@@ -131,7 +131,7 @@ def _found(script: Script, damaged: int) -> dict[str, Any]:
         _arrives_damaged()
     try:
         for batch in script.batches():
-            found = {"prints": script.prints(), "steps": script.loop.steps, "scale": script.scaler.get_scale()}
+            found = {"prints": script.prints(), "steps": script.loop.steps_done, "scale": script.scaler.get_scale()}
             if damaged < 0:  # It can be trained on, by all together.
                 script.train(batch)
             raise Enough  # noqa: TRY301  The way out of a loop without its last save.

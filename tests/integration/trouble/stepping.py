@@ -43,7 +43,7 @@ for epoch in loop.epochs(10**6):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
         F.mse_loss(model(x), y).backward()
         optimizer.step(); optimizer.zero_grad()
-        marks.write(json.dumps({"step": loop.steps + 1, "at": time.monotonic()}) + "\\n")
+        marks.write(json.dumps({"step": loop.steps_done + 1, "at": time.monotonic()}) + "\\n")
         if os.path.exists(fail):
             raise RuntimeError("told to fail")
         time.sleep(pace_s)

@@ -40,9 +40,8 @@ def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
     model, loop = _script(directory)
     for _ in loop.epochs(1, max_steps=3):
         for _ in range(3):
-            with torch.no_grad():
+            with loop.step(), torch.no_grad():
                 next(model.parameters()).add_(1.0)
-            loop.step()
         state = plain_copy(loop._state(), "state")
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     try:
@@ -122,6 +121,6 @@ def test_an_intact_copy_is_resumed_from(tmp_path: Path, monkeypatch: pytest.Monk
         model, loop = _script(tmp_path / "after")
         begun = next(model.parameters()).clone()
         next(loop.epochs(2))
-        assert loop.steps == 3
+        assert loop.steps_done == 3
         assert torch.equal(next(model.parameters()), begun + 1.0 + 1.0 + 1.0)
         assert not agent.of(Damaged)

@@ -204,7 +204,7 @@ def test_a_state_that_was_changed_between_two_steps_is_saved_again(
     with caplog.at_level(logging.WARNING):
         for _ in loop.epochs(1, max_steps=9):
             for _ in loop.batches(repeat(None)):
-                if loop.steps == 4:
+                if loop.steps_done == 4:
                     optimizer.state[next(model.parameters())]["exp_avg"].zero_()
                 train(model, optimizer)
                 loop._checkpointer._writer.wait(10)
@@ -221,7 +221,7 @@ def test_a_learning_rate_may_be_set_before_each_step(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING):
         for _ in loop.epochs(1, max_steps=6):
             for _ in loop.batches(repeat(None)):
-                optimizer.param_groups[0]["lr"].fill_(0.001 * (loop.steps + 1))
+                optimizer.param_groups[0]["lr"].fill_(0.001 * (loop.steps_done + 1))
                 train(model, optimizer)
                 loop._checkpointer._writer.wait(10)
     rates = {step: state["optimizer"]["param_groups"][0]["lr"].item() for step, state in checkpoints(tmp_path).items()}
@@ -237,7 +237,7 @@ def test_after_the_loop_an_optimizer_may_step_at_once(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         for _ in loop.epochs(1):
             for _ in loop.batches(repeat(None)):
-                if loop.steps == 3:
+                if loop.steps_done == 3:
                     before = [tensor.clone() for tensor in moments(collect({"optimizer": optimizer}))]
                     raise ZeroDivisionError
                 train(model, optimizer)
@@ -254,7 +254,7 @@ def test_a_save_does_not_wait_for_a_step_that_is_far(tmp_path: Path) -> None:
     loop = elasticrt.Loop(tmp_path, every="2 steps", model=model, optimizer=optimizer)
     for _ in loop.epochs(1, max_steps=3):
         for _ in loop.batches(repeat(None)):
-            if loop.steps == 2:
+            if loop.steps_done == 2:
                 with loop.pause("evaluate"):
                     assert loop._checkpointer._writer.wait(30)
                     assert 2 in checkpoints(tmp_path)

@@ -235,13 +235,13 @@ class Training:
         for _ in self.loop.epochs(epochs):
             for ids, x in self.loop.batches(self._loader):
                 self.loop._checkpointer.wait()  # So that each second step is saved, and not those in between.
-                self.fed.setdefault(self.loop.steps + 1, []).extend(ids.tolist())
+                self.fed.setdefault(self.loop.steps_done + 1, []).extend(ids.tolist())
                 self._model(x).sum().backward()
-                if self.loop.steps + 1 == fail_at:
+                if self.loop.steps_done + 1 == fail_at:
                     raise KeyError(fail_at)
                 if self.loop.complete:
                     self._optimizer.step()
-                    if self.loop.steps + 1 == leave_at:
+                    if self.loop.steps_done + 1 == leave_at:
                         break
 
 
@@ -305,7 +305,7 @@ def test_a_ledger_that_cannot_be_written_on_costs_the_ledger_only(tmp_path: Path
     monkeypatch.setattr(os, "write", full)
     training.run(1)
     monkeypatch.undo()
-    assert training.loop.steps == 5
+    assert training.loop.steps_done == 5
     assert "is not continued: [Errno 28] No space left on device" in caplog.text
     verdict = check(books_in(tmp_path / "ledger"))
     assert verdict.steps == 1

@@ -86,7 +86,7 @@ def _break_untrained(run: Run, stop: int) -> None:
     """`return` with a batch in hand that was drawn and not trained."""
     for _ in run.loop.epochs(EPOCHS):
         for batch in run.loop.batches(run.loader):
-            if run.loop.steps == stop:
+            if run.loop.steps_done == stop:
                 return
             run.train(batch)
 
@@ -111,7 +111,7 @@ def _after_an_exception(run: Run, stop: int) -> None:
         while True:
             try:
                 for batch in run.loop.batches(run.loader):
-                    if not failed and run.loop.steps % 4 == 3:
+                    if not failed and run.loop.steps_done % 4 == 3:
                         failed = True
                         raise KeyError  # noqa: TRY301  In the body of the loop is where users' errors are.
                     run.train(batch)
@@ -130,7 +130,7 @@ def test_what_was_trained_counts_not_what_was_drawn(tmp_path: Path, kind: str, w
     _straight(straight, EPOCHS * PER_EPOCH)
     first, second = Run(tmp_path / "a", kind), Run(tmp_path / "a", kind)
     way(first, 8)
-    assert (first.loop.steps, len(first.trained)) == (8, SAMPLES + 2 * BATCH)
+    assert (first.loop.steps_done, len(first.trained)) == (8, SAMPLES + 2 * BATCH)
     way(second, EPOCHS * PER_EPOCH)
     assert first.trained + second.trained == straight.trained
     assert second.weights() == straight.weights()
@@ -203,7 +203,7 @@ def test_evaluation_in_pause_leaves_no_trace(tmp_path: Path) -> None:
         run = Run(tmp_path / name)
         for _ in run.loop.epochs(EPOCHS):
             for batch in run.loop.batches(run.loader):
-                if look and run.loop.steps % 3 == 0:
+                if look and run.loop.steps_done % 3 == 0:
                     with run.loop.pause("look"), torch.no_grad():
                         run.model(batch[1] * 2)
                 run.train(batch)

@@ -73,7 +73,7 @@ def test_trains_every_sample_once_per_epoch(tmp_path):
     """The plain case: all epochs, all samples, all steps, one checkpoint at the end."""
     run = Run(tmp_path)
     assert run.to_the_end(3) == [0, 1, 2]
-    assert (run.loop.steps, run.loop.epoch) == (3 * PER_EPOCH, 3)
+    assert (run.loop.steps_done, run.loop.epoch) == (3 * PER_EPOCH, 3)
     for epoch in range(3):
         ids = itertools.chain(*run.ids[epoch * PER_EPOCH : (epoch + 1) * PER_EPOCH])
         assert sorted(ids) == list(range(SAMPLES))
@@ -88,7 +88,7 @@ def test_micro_batches_equal_whole_ones(tmp_path, micro):
     whole.to_the_end(2)
     cut.to_the_end(2)
     assert cut.weights() == pytest.approx(whole.weights(), rel=0, abs=1e-13)
-    assert cut.loop.steps == whole.loop.steps
+    assert cut.loop.steps_done == whole.loop.steps_done
 
 
 @pytest.mark.parametrize("stop", range(2 * PER_EPOCH + 1))
@@ -97,7 +97,7 @@ def test_restart_after_any_step(tmp_path, stop):
     straight, first, second = Run(tmp_path / "a"), Run(tmp_path / "b"), Run(tmp_path / "b")
     straight.to_the_end(2)
     first.to_the_end(2, max_steps=stop)
-    assert first.loop.steps == stop
+    assert first.loop.steps_done == stop
     second.to_the_end(2)
     assert first.ids + second.ids == straight.ids
     assert second.weights() == straight.weights()
@@ -147,7 +147,7 @@ def test_break_and_continue(tmp_path, act, steps, again):
                     break
                 continue
             run.train(batch)
-        assert (run.loop.steps, run.sampler.remaining) == (steps, again)
+        assert (run.loop.steps_done, run.sampler.remaining) == (steps, again)
         rest = [ids.tolist() for ids, _ in run.loop.batches(run.loader)]
         assert len(rest) == again
 
@@ -169,7 +169,7 @@ def test_leaving_both_loops_by_return_saves(tmp_path, act, wrap):
     run = Run(tmp_path)
     script(run)
     expected = 2 + (act is _with_step)
-    assert run.loop.steps == expected
+    assert run.loop.steps_done == expected
     again = Run(tmp_path)
     again.to_the_end(1)
     assert len(again.ids) == PER_EPOCH - expected
@@ -185,9 +185,9 @@ def test_an_exception_never_counts_and_never_saves(tmp_path, stepped):
                 if len(run.ids) < 2 or stepped:
                     run.train(batch)
                 run.loop._checkpointer.wait()
-                if run.loop.steps == 2:
+                if run.loop.steps_done == 2:
                     raise KeyError
-    assert run.loop.steps == 2
+    assert run.loop.steps_done == 2
     again = Run(tmp_path)
     again.to_the_end(1)
     assert len(again.ids) == PER_EPOCH - 2
@@ -200,10 +200,10 @@ def test_going_on_after_an_exception(tmp_path):
         with pytest.raises(KeyError):
             for _batch in run.loop.batches(run.loader):
                 raise KeyError
-        assert run.loop.steps == 0
+        assert run.loop.steps_done == 0
         for batch in run.loop.batches(run.loader):
             run.train(batch)
-    assert run.loop.steps == PER_EPOCH
+    assert run.loop.steps_done == PER_EPOCH
     run = Run(tmp_path / "b")
     with pytest.raises(ConfigError, match="left by an exception"):
         for _ in run.loop.epochs(2):
@@ -211,7 +211,7 @@ def test_going_on_after_an_exception(tmp_path):
                 for batch in run.loop.batches(run.loader):
                     run.train(batch)
                     raise KeyError
-    assert run.loop.steps == 0
+    assert run.loop.steps_done == 0
 
 
 def test_stepping_inside_an_unfinished_global_batch(tmp_path):
@@ -287,7 +287,7 @@ def test_nothing_is_saved_between_two_parts_of_a_step(tmp_path):
                     raise ZeroDivisionError
     again = Run(tmp_path, micro=2)
     for _ in again.loop.epochs(1):
-        assert again.loop.steps == 3
+        assert again.loop.steps_done == 3
         assert again.loop.vars["parts"] == 3 * parts
         next(again.loop.batches(again.loader))
         assert torch.rand(1).item() == drawn[3 * parts]
@@ -300,7 +300,7 @@ def test_with_a_seed_each_step_has_numbers_of_its_own(tmp_path):
     def drawn(run: Run, max_steps: int | None = None) -> list[float]:
         numbers = []
         for _ in run.loop.epochs(2, max_steps=max_steps):
-            torch.rand(1 + run.loop.steps)  # Once more where the epoch is entered again.
+            torch.rand(1 + run.loop.steps_done)  # Once more where the epoch is entered again.
             for batch in run.loop.batches(run.loader):
                 run.train(batch)
                 numbers.append(torch.rand(1).item())
@@ -371,7 +371,8 @@ def test_compiled_and_parallel_modules_are_saved_bare(tmp_path):
     bare = nn.Linear(2, 2)
     loop = Loop(tmp_path, model=nn.DataParallel(torch.compile(bare)))
     for _ in loop.epochs(1):
-        loop.step()
+        with loop.step():
+            pass
     other = nn.Linear(2, 2)
     for _ in Loop(tmp_path, model=other).epochs(1):
         pass
@@ -394,14 +395,15 @@ def test_without_a_sampler_batches_that_were_done_are_skipped(tmp_path):
 
 
 def test_own_loop_with_step(tmp_path):
-    """Without `batches`, step() is the boundary."""
+    """Without `batches`, the end of the step's block is the boundary."""
 
     def start(count: int) -> int:
         loop = Loop(tmp_path)
         for _ in loop.epochs(1):
             for _ in range(count):
-                loop.step(loss=torch.tensor(0.5, requires_grad=True))
-            return loop.steps
+                with loop.step():
+                    loop.report(loss=torch.tensor(0.5, requires_grad=True))
+            return loop.steps_done
         return -1
 
     assert (start(3), start(4)) == (3, 7)
@@ -559,7 +561,7 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
             for batch in run.loop.batches(run.loader):
                 entered.append((page.entered, page.step))
                 run.train(batch)
-                run.loop.step(loss=torch.tensor(0.25, requires_grad=True), rate=3)
+                run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=3)
         link.status_page().close()
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
@@ -586,7 +588,7 @@ def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
                     paused.append(page.stepping)
                 inside.append(page.stepping)
                 run.train(batch)
-                if run.loop.epoch and run.loop.steps % PER_EPOCH == 2:
+                if run.loop.epoch and run.loop.steps_done % PER_EPOCH == 2:
                     break
             between.append(page.stepping)
         between.append(page.stepping)
@@ -621,4 +623,4 @@ def test_scalars_that_are_none(tmp_path):
     for _ in loop.epochs(1):
         for wrong in ("high", None, torch.zeros(2)):
             with pytest.raises(TypeError):
-                loop.step(loss=wrong)
+                loop.report(loss=wrong)

@@ -1,0 +1,189 @@
+"""Going on in another generation without ending: a worker's part of losing a peer, and of letting one in.
+
+A worker whose group has lost somebody finds out by an error in a collective, or not at all: then it hangs. In both
+cases its agent sends it a seat in the next generation. A thread cuts the old group's sockets, the collective fails, and
+the step that it was in is undone: random numbers, buffers and gradients go back to where the step began. The group is
+made anew, DDP gets a new reducer, whoever is behind gets the state of one that is furthest, and the step is done again
+with the samples that are this rank's in the new world.
+
+What is not swallowed: any error that does not say that a peer is gone, and such an error when no seat comes for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from elasticrt.contract.collateral import is_collateral
+from elasticrt.contract.messages import Down, Ready
+from elasticrt.train import barrier, context, link, regroup, rng
+from elasticrt.train.context import wrappers
+
+_log = logging.getLogger(__name__)
+
+IN_PLACE, READY = 1, 2
+
+SEAT_S_MAX = 1800.0
+"""How long a worker without a group waits for its next seat. Its agent ends it long before, if there is to be none;
+when the agent itself is gone the wait ends at once."""
+
+MEET_S_MAX = 60.0
+"""How long a rank waits for the others of a new generation. Agents end those that do not come, long before that."""
+
+
+class Undo:
+    """What a step may have changed before its optimizer stepped: noted when it begins, put back when it is to be
+    redone.
+
+    Parameters and optimizers are not among it: only an optimizer's step changes them, and a rank that has made one
+    without ending its step gets the state of another.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], seeded: bool) -> None:
+        self._modules = list(modules)
+        self._seeded = seeded
+        self._buffers: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        self._numbers: Callable[[], dict[str, Any]] | None = None
+        self._vars: dict[str, Any] = {}
+
+    def note(self, variables: Mapping[str, Any], *, accumulates: bool) -> None:
+        """The step begins. `accumulates`: no optimizer has stepped since, so that older gradients still count."""
+        buffers = [each for module in self._modules for each in module.buffers()]
+        if [id(each) for each in buffers] != [id(each) for each in self._buffers]:
+            self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
+        elif buffers:
+            torch._foreach_copy_(self._kept, buffers)
+        self._numbers = None if self._seeded else rng.note()
+        self._vars = dict(variables)
+        self._gradients = None
+        if accumulates:
+            owners = [each for module in self._modules for each in module.parameters()]
+            if any(each.grad is not None for each in owners):
+                self._gradients = [(each, None if each.grad is None else each.grad.detach().clone()) for each in owners]
+
+    def put_back(self, variables: dict[str, Any]) -> None:
+        """The step is to be done again."""
+        with torch.no_grad():
+            if self._buffers:
+                torch._foreach_copy_(self._buffers, self._kept)
+        regroup.drop_gradients(self._modules)
+        for owner, gradient in self._gradients or ():
+            owner.grad = gradient
+        if self._numbers is not None:
+            rng.restore(self._numbers())
+        variables.clear()
+        variables.update(self._vars)
+
+
+class InPlace:
+    """One Loop's.
+
+    Attributes:
+        worker: who this process is now; None without an agent.
+        possible: whether this process can go on in place.
+    """
+
+    def __init__(self, modules: Iterable[object]) -> None:
+        found = [layer for each in modules if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
+        self._layers = [layer for layer in found if isinstance(layer, DistributedDataParallel)]
+        self.worker = link.worker_env()
+        self._page = link.status_page()
+        self._link = link.agent_link()
+        self.possible = False
+
+    @property
+    def beside(self) -> bool:
+        """Whether this process sets up while others train, and has no seat yet."""
+        return self.worker is not None and self.worker.beside
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether this process has another seat, and may not know it yet."""
+        return self.possible and self._link is not None and self._link.has_seat
+
+    def begin(self, loader: object) -> None:
+        """The first step with a beginning and an end: from now on this process may go on in place, if it can."""
+        if self._link is None or self._page is None or self.possible:
+            return
+        against = self._obstacle(loader)
+        if against:
+            _log.info("workers are started anew when the membership changes: %s", against)
+            return
+        self._link.follow(regroup.SOCKETS.cut)
+        self.possible = True
+        self._page.in_place = IN_PLACE
+
+    def end(self) -> None:
+        """The Loop is over: what comes now cannot be done in another group."""
+        self.possible = False
+        if self._page is not None:
+            self._page.in_place = 0
+
+    def _obstacle(self, loader: object) -> str:
+        if not context.has_own_group():
+            return "the process group is not elasticrt.init()'s"
+        if dist.get_backend() != "gloo":
+            return f"the process group's backend is {dist.get_backend()}"
+        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            return "the loader has a sampler of this world size"
+        return next((text for layer in self._layers if (text := regroup.obstacle(layer))), "")
+
+    def lost(self, error: BaseException, step: int) -> bool:
+        """Whether `error` only says that this generation has lost somebody; then the agent is told."""
+        if not self.possible or not isinstance(error, Exception):
+            return False
+        assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
+        text = f"{type(error).__name__}: {error}"
+        callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if not is_collateral(type(error).__name__, str(error), callstack):
+            return False
+        if not self._link.has_seat:
+            self._link.say(Down(self.worker.generation, step, text[:400]))
+        return True
+
+    def wait_for_seat(self) -> bool:
+        """Wait for the seat in the next generation, and take it. False: there is none, and this process is to leave."""
+        assert self._link is not None, "who can go on in place has an agent"
+        seat = self._link.wait_for_seat(SEAT_S_MAX)
+        if seat is None:
+            return False
+        link.take_seat(seat)
+        self.worker = seat
+        return True
+
+    def announce_ready(self) -> None:
+        """This process has set up beside the training: let it in."""
+        assert self._link is not None and self._page is not None, "who sets up beside others has an agent"
+        self._link.follow(regroup.SOCKETS.cut)
+        self.possible = True
+        self._page.in_place = READY
+        self._link.say(Ready())
+
+    def meet(self, step: int) -> bool:
+        """Leave the old group and meet in the seat's generation. False: somebody did not come."""
+        assert self.worker is not None and self._page is not None, "who has a seat has an agent"
+        self._page.init_at_ns = time.monotonic_ns()
+        self._page.step_at_ns = 0
+        try:
+            regroup.leave()
+            regroup.meet(self.worker, "gloo", context.timeout_s(), MEET_S_MAX)
+            regroup.rebuild(self._layers)
+        except (RuntimeError, ValueError, OSError) as error:
+            if not self.lost(error, step):
+                raise
+            return False
+        barrier.begin_anew()
+        context.renew(self.worker)
+        self._page.in_place = IN_PLACE
+        self._page.joined_at_ns = time.monotonic_ns()
+        return True

@@ -1,0 +1,211 @@
+"""A process group that is left and made anew while its process lives on: sockets cut, group, DDP's reducer.
+
+A rank that waits in a gloo collective for a peer that is gone waits for ever, unless it is that peer's neighbour: no
+call of torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds, and leaves
+nothing behind that a later group could hear. So the sockets of every group are noted while it is made, and `cut` shuts
+down just these. After that the group is only destroyed; the next one meets in a store of its own.
+
+DDP's reducer keeps buckets in an order that it has learnt from backward passes. Ranks with different orders would add
+up different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticrt.contract.env import WorkerEnv
+
+RETIRED_S = 2.0
+"""How long a group that was left is kept. Its threads may still be finishing works that failed, and take the
+interpreter's lock for that: whoever destroys the group holds that lock and waits for these threads (torch 2.13)."""
+
+
+class Sockets:
+    """The TCP connections of the present groups, noted while they are made. `cut` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, str] = {}
+        self._before: dict[int, str] | None = None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Connections that are made in this block, in whichever thread, belong to the groups."""
+        with self._lock:
+            self._before = _sockets()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._known |= self._new()
+                self._before = None
+
+    def cut(self) -> int:
+        """Shut all of them down, also those of a group that is just being made. How many there were."""
+        with self._lock:
+            now = _sockets()
+            doomed = {fd for fd, name in {**self._known, **self._new()}.items() if now.get(fd) == name}
+            self._known = {}
+            return sum(_shut(fd) for fd in doomed)
+
+    def _new(self) -> dict[int, str]:
+        before = self._before
+        return {} if before is None else {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
+
+
+def _sockets() -> dict[int, str]:
+    """This process's sockets: descriptor and name, which has the inode in it. Numbers of descriptors are used again."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
+        with contextlib.suppress(OSError):  # It was closed meanwhile.
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115  As above.
+            if target.startswith("socket:"):
+                found[int(name)] = target
+    return found
+
+
+def _shut(fd: int) -> bool:
+    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as each:
+            tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+            if not tcp or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False
+            each.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False  # Closed meanwhile, or not connected any more.
+    return True
+
+
+SOCKETS = Sockets()
+_subgroups: list[Any] = []
+_retired: list[tuple[float, list[Any]]] = []
+
+
+def note_subgroups() -> None:
+    """From now on connections of the script's own `dist.new_group` are noted as well."""
+    made = dist.new_group
+    if getattr(made, "noted", False):
+        return
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        with SOCKETS.noted():
+            group = made(*args, **options)
+        _subgroups.append(group)
+        return group
+
+    new_group.noted = True  # type: ignore[attr-defined]
+    new_group.__doc__ = made.__doc__
+    dist.new_group = new_group
+
+
+def leave() -> None:
+    """Leave the default group and all others. Their sockets have been cut, or nobody waits in them."""
+    SOCKETS.cut()
+    if dist.is_initialized():
+        _retired.append((time.monotonic(), [dist.group.WORLD, *_subgroups]))
+        dist.destroy_process_group()
+    _subgroups.clear()
+
+
+def tidy(now: float) -> None:
+    """Let go of what was left long ago."""
+    while _retired and now - _retired[0][0] > RETIRED_S:
+        del _retired[0]
+
+
+def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> None:
+    """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
+
+    `meet_s` is how long to wait for the others now, `timeout_s` how long a collective may take later.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    hook = sys.excepthook
+    try:
+        with SOCKETS.noted():
+            prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
+            store = PrefixStore(prefix, _store(worker, meet_s))
+            dist.init_process_group(
+                backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
+            )
+            store.set_timeout(timeout)
+    finally:
+        sys.excepthook = hook  # Each init wraps it once more.
+
+
+def _store(worker: WorkerEnv, meet_s: float) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is public, but not in its __all__.
+
+    listens: dict[str, Any] = {"is_master": worker.rank == 0}
+    if worker.rank == 0 and worker.listen_fd >= 0:
+        listens["master_listen_fd"] = worker.listen_fd
+    return TCPStore(
+        host_name=worker.master_addr,
+        port=worker.master_port,
+        world_size=worker.world_size,
+        timeout=datetime.timedelta(seconds=meet_s),
+        wait_for_workers=False,
+        **listens,
+    )
+
+
+def obstacle(layer: DistributedDataParallel) -> str:
+    """Why a DDP module cannot be given another group, "" if it can."""
+    if layer.process_group is not dist.group.WORLD:
+        return "DDP has a process group of its own"
+    if layer.mixed_precision is not None:
+        return "DDP's own mixed precision"
+    if getattr(layer, "_use_python_reducer", False):
+        return "DDP's python reducer"
+    if getattr(layer, "device_mesh", None) is not None:
+        return "DDP has a device mesh"
+    return ""
+
+
+def rebuild(layers: Iterable[DistributedDataParallel]) -> None:
+    """Give DDP modules the present default group, with a new reducer each.
+
+    Everything below is private to torch and tested at each version that is supported; a public way does not exist.
+    """
+    for layer in layers:
+        _rebuild(layer, dist.group.WORLD)
+
+
+def _rebuild(layer: Any, world: Any) -> None:
+    old, layer.process_group = layer.process_group, world
+    layer._remove_autograd_hooks()
+    _retired.append((time.monotonic(), [layer.reducer, layer.logger]))
+    static, layer.static_graph = layer.static_graph, False
+    parameters, sparse = layer._build_params_for_reducer()
+    names = layer._build_debug_param_to_name_mapping(parameters)
+    layer._ddp_init_helper(parameters, sparse, names, static)
+    layer._has_rebuilt_buckets = False
+    layer._lazy_init_ran = False
+    if static:
+        layer._set_static_graph()
+    hooks, layer._comm_hooks = layer._comm_hooks, []
+    for hook, state in hooks:
+        if getattr(state, "process_group", None) is old:
+            state.process_group = world
+        layer.register_comm_hook(world if state is old else state, hook)
+
+
+def drop_gradients(layers: Iterable[torch.nn.Module]) -> None:
+    """Forget gradients: they may be views of a bucket that a work of the old group still writes into."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.grad = None
