@@ -15,6 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import BinaryIO
 
+from elasticrt.contract.modes import make_directory, opener
+
 _LOG = logging.getLogger(__name__)
 
 OUT, ERR = "out", "err"
@@ -131,8 +133,8 @@ class _File:
         if self._closed:
             return
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            make_directory(self.path.parent)
+            self._file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115  Kept; no opener there.
             self.used = True
         self._file.write(data[: self._left])
         self._left -= len(data)

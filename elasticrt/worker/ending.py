@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.collateral import is_collateral
 from elasticrt.contract.messages import Done, Release
+from elasticrt.contract.modes import make_directory, write_text
 from elasticrt.errors import CheckpointError, ConfigError, PreparationError
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
@@ -51,7 +52,7 @@ def write_error_file(error: BaseException) -> None:
     try:
         # `@record` has written it where the script uses that; only the hint is worth writing it anew.
         if final or not os.path.getsize(path):  # noqa: PTH202  One call.
-            Path(path).write_text(json.dumps(content))
+            write_text(Path(path), json.dumps(content))
     except FileNotFoundError:
         _write_new(path, content)
     except OSError as problem:
@@ -68,8 +69,8 @@ def text_of(value: object) -> str:
 
 def _write_new(path: str, content: dict[str, object]) -> None:
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content))
+        make_directory(Path(path).parent)
+        write_text(Path(path), json.dumps(content))
     except OSError as problem:
         print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
 
