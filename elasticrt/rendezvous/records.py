@@ -257,7 +257,7 @@ class FailureRecord(BaseModel):
     rank: Count
     code: int
     collateral: bool
-    final_code: Literal[0, 1, 5, 6] = 0
+    final_code: Literal[0, 1, 5, 6, 7] = 0
     summary: Annotated[str, words(400)]
     text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
     stalled: bool = False

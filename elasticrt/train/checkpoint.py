@@ -13,10 +13,12 @@ need no shared directory for that, and can't disagree.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elasticrt.contract.error_file import write_error_file
 from elasticrt.errors import CheckpointAwayError, CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
 from elasticrt.train.archive import Archive, parse
@@ -162,6 +165,35 @@ class Checkpointer:
             failure, self._failure = self._failure, None
             raise failure
         return True
+
+    @property
+    def missed(self) -> bool:
+        """Whether the last save has come to nothing."""
+        return (os.getpid(), self._archive.path) in _unsaved
+
+    def finish(self) -> None:
+        """Wait for the last save. One that has come to nothing is no end of a training.
+
+        Raises CheckpointError where the directory cannot be written to, RuntimeError where the commit was refused:
+        another generation may do better.
+        """
+        if not self.wait():
+            self._missed(CheckpointError, self._asked_step, f"not written within {SAVE_TIMEOUT_S:.0f} s")
+        error = _unsaved.pop((os.getpid(), self._archive.path), None)
+        if error is not None:
+            raise error
+
+    def _missed(self, kind: type[Exception], step: int, why: str) -> None:
+        head = self._committer.parent
+        goes_on = "from the beginning" if head is None else f"from step {head.step:,}"
+        _unsaved[os.getpid(), self._archive.path] = kind(
+            explain(
+                f"the last checkpoint, of step {step:,}, could not be saved",
+                self._shown,
+                got=why,
+                remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
+            )
+        )
 
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
@@ -327,11 +359,14 @@ class Checkpointer:
             )
         except (OSError, Unfit) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
+            self._missed(CheckpointError, step, str(error))
             return
         refusal = self._committer.commit(manifest.commit)
         if refusal:
             _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
+            self._missed(RuntimeError, step, refusal)
             return
+        _unsaved.pop((os.getpid(), self._archive.path), None)
         try:
             self._archive.mark(manifest.commit)
         except OSError as error:
@@ -362,12 +397,28 @@ def _start_over(fresh: bool) -> bool:
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
+_unsaved: dict[tuple[int, Path], Exception] = {}
+"""Directories whose last save by a process has come to nothing, and why: at the end of a script that is a failure."""
+
 
 @atexit.register
 def _finish_saves() -> None:
-    """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody."""
+    """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody.
+
+    A script that ends well although its last state is not saved has failed: what it has trained is lost.
+    """
     for checkpointer in list(_live):
         try:
             checkpointer.wait(60.0)
         except Exception as error:  # noqa: BLE001  At exit there is nobody left to raise it to.
             _log.warning("the last save failed: %s: %s", type(error).__name__, error)
+    missed = next((missed for (pid, _), missed in _unsaved.items() if pid == os.getpid()), None)
+    if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
+        return
+    say(f"error: {missed}")
+    code = missed.exit_code if isinstance(missed, ElasticError) else 1
+    write_error_file(missed, code if code != 1 else 0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # There is no other way to another exit code from here.

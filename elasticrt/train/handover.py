@@ -28,6 +28,9 @@ from elasticrt.train import link
 
 _log = logging.getLogger(__name__)
 
+left = False
+"""Whether this process has left its loop to hand over: it ends, and what it has not saved it has handed over."""
+
 POLL_S = 0.0005
 HOLD_S_MAX = 120.0
 """An agent that asks to hold and then says nothing for so long has forgotten us: go on. It ends us if that is wrong."""
@@ -62,6 +65,8 @@ def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int
     if agent is not None:
         agent.say(HandedOver(step, epoch, size, digest))
     _be_quiet_about_it()
+    global left  # noqa: PLW0603  A process hands over once.
+    left = True
     raise Handover(f"the membership changes: all workers stop after step {step}")
 
 

@@ -155,6 +155,7 @@ class Loop:
                 self._position = self._position.closed(cut_short=cut_short)
                 self._boundary()
             self._save_last()
+            self._checkpointer.finish()
         finally:
             self._leave()
 
@@ -376,7 +377,8 @@ class Loop:
     def _save_last(self) -> None:
         self._ledger.end(self._position.steps)
         if self._rank == 0:
-            if self._position != self._saved:
+            self._checkpointer.wait()
+            if self._position != self._saved or self._checkpointer.missed:
                 self._save()
             self._checkpointer.wait()
 
