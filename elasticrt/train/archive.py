@@ -57,6 +57,7 @@ class Archive:
         self._generation = 0 if worker is None else worker.generation
         self._directory: Directory | None = None
         self._claimed = False
+        self._before: frozenset[str] = frozenset()  # Nonces of what others had left here when it was claimed.
         self.serial = 0
         self.troubles: list[str] = []
 
@@ -91,6 +92,7 @@ class Archive:
         if self._claimed:
             return
         self._claim()
+        self._before = frozenset(map(_nonce_of, self._opened().names())) - {""}
         self._claimed = True
 
     def _claim(self) -> None:
@@ -242,7 +244,7 @@ class Archive:
         texts = directory.names()
         names = [name for name in map(Name.parse, texts) if name is not None]
         temporaries = [text for text in texts if text.startswith(TEMPORARY)]
-        stems = doomed(self.history(), names, head, self._keep, self._generation)
+        stems = doomed(self.history(), names, head, self._keep, self._before)
         for stem in stems:
             directory.remove(stem + MARK)
         if stems:
@@ -253,8 +255,7 @@ class Archive:
             directory.remove(stem + MANIFEST)
             directory.remove(stem + PAYLOAD)
         for text in temporaries:
-            name = Name.parse(text.removeprefix(TEMPORARY).partition(".")[0] + PAYLOAD)
-            if name is not None and (name.generation < self._generation or self._worker is None):
+            if _nonce_of(text) in self._before:
                 directory.remove(text)
 
     def _opened(self) -> Directory:
@@ -266,6 +267,14 @@ class Archive:
             return self._worker.run_id
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return "" if run == "none" else run
+
+
+def _nonce_of(text: str) -> str:
+    """Of a checkpoint's file, or of a temporary that would have become one; "" of any other."""
+    name = Name.parse(text)
+    if name is None and text.startswith(TEMPORARY):
+        name = Name.parse(text.removeprefix(TEMPORARY).partition(".")[0] + PAYLOAD)
+    return "" if name is None else name.nonce
 
 
 def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:

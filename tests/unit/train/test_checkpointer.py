@@ -528,14 +528,43 @@ def test_no_ancestor_left_is_final(tmp_path, monkeypatch):
 
 
 def test_a_stale_process_tidies_nothing_up(tmp_path, monkeypatch):
-    """Whoever sees files of a later generation deletes nothing (F09, S11)."""
+    """Whoever sees a checkpoint that somebody newer has written deletes nothing (F09, S11)."""
     save(tmp_path, 1, 2, 3)
-    (tmp_path / "step-9-g7-0123456789abcdef.pt").write_text("")
     head = commit_of(tmp_path, 3)
     agent = Agent(head=head.nonce)
     with under(agent, monkeypatch, resume=head, generation=6):
-        save(tmp_path, 4, keep=1)
-    assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 9]
+        saver = save(tmp_path, keep=1)
+        newer = Checkpointer(tmp_path, keep=10)
+        newer.restore()
+        newer._archive.write(state(4), step=4, epoch=0, nonce="f" * 16, parent=head.nonce, world_size=1, about={})
+        newer._archive.write(state(5), step=5, epoch=0, nonce="e" * 16, parent="f" * 16, world_size=1, about={})
+        saver.save(state(4), step=4)
+        assert saver.wait()
+    assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 4, 5]
+
+
+@pytest.mark.parametrize("planted", ["step-1-g999999999-0123456789abcdef", "step-999-g999999999-0123456789abcdef"])
+@pytest.mark.parametrize("suffix", [".pt", ".json", ".committed"])
+def test_a_planted_name_does_not_end_the_tidying(tmp_path, monkeypatch, planted, suffix):
+    """Only a whole manifest tells that somebody newer has been here (S11)."""
+    save(tmp_path, 1, 2)
+    (tmp_path / (planted + suffix)).write_text("")
+    head = commit_of(tmp_path, 2)
+    with under(Agent(head=head.nonce), monkeypatch, resume=head, generation=3):
+        save(tmp_path, 3, 4, keep=2)
+    assert {3, 4} <= set(steps_on_disk(tmp_path)) <= {3, 4, 999}
+
+
+def test_generations_of_another_store_do_not_matter(tmp_path, monkeypatch):
+    """A run that has reached generation 7, then another one in the same directory: `keep` holds, orphans go (S11)."""
+    with under(Agent(), monkeypatch, generation=7):
+        save(tmp_path, 1, 2, keep=2)
+    (tmp_path / "step-2-g7-0123456789abcdef.pt").write_text("")
+    (tmp_path / ".saving-step-2-g8-1123456789abcdef").write_text("")
+    with under(Agent(), monkeypatch, generation=1, run_id="another"):
+        save(tmp_path, *range(3, 9), keep=2)
+    assert steps_on_disk(tmp_path) == [7, 8]
+    assert not list(tmp_path.glob(".saving-*"))
 
 
 def test_orphans_of_earlier_generations_are_tidied_up(tmp_path, monkeypatch):
