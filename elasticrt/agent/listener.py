@@ -33,6 +33,7 @@ from elasticrt.contract.messages import (
     Exited,
     HandedOver,
     Message,
+    Own,
     Published,
     Release,
     Save,
@@ -68,7 +69,7 @@ class WorkerSaid:
     generation: int
     rank: int
     local_rank: int
-    message: Step | Save | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Done
+    message: Step | Save | Own | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Done
     fd: int = -1
 
 
@@ -281,7 +282,7 @@ class Listener:
         wanted = 1 if isinstance(message, Copied) else 0
         for fd in fds[wanted:]:
             os.close(fd)
-        if not isinstance(message, (Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Done)):
+        if not isinstance(message, (Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Done)):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         if isinstance(message, Step):
             worker.step = message.step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,19 @@ class Seat:
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
     """The file of one worker in one generation: its logs ("out", "err"), its error file, its stacks."""
     return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
+
+
+def newest_generation(directory: str | Path) -> int:
+    """The highest generation that has logs in a run's directory, 0 for none: an embedded etcd does not outlive its run.
+
+    Its number is not given to another one, whose logs would be mixed with these.
+    """
+    try:
+        names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
+    except OSError:
+        return 0
+    found = (re.fullmatch(r"generation-([1-9]\d{0,7})", name) for name in names)
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 class Console:

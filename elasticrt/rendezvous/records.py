@@ -9,6 +9,7 @@ are read: a value of another shape is refused by name, never guessed at, and nev
     roster/<nonce>/<k>    the seats of that generation, 16 or so a chunk        no lease
     reports/<g>/<node>    how this node's workers ended                         no lease
     checkpoint            the head: the newest committed checkpoint             no lease
+    places/<place>        the newest committed checkpoint of one directory      no lease
     control/handover      that all workers stop together, and after which step  no lease
     prepare/<name>        who builds a data set, or that it is done             while building: the builder's lease
     result/<attempt>      the one final result                                  no lease
@@ -175,6 +176,13 @@ class HeadRecord(Record):
     size: Count
     serial: Count = 0
     node: Name | Literal[""] = ""
+    place: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    total: Count = 0
+
+    @property
+    def reached(self) -> int:
+        """As `Commit.reached`."""
+        return self.total or self.step
 
     @classmethod
     def of(cls, commit: Commit) -> HeadRecord:
@@ -194,6 +202,7 @@ class CopyRecord(Record):
     size: Annotated[int, Field(ge=1)]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     world_size: Annotated[int, Field(ge=1)]
+    place: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
 
     def as_copy(self) -> Copy:
         """The same as the value that workers know."""
@@ -379,6 +388,10 @@ class Keys:
     def checkpoint(self) -> str:
         """See the module."""
         return self.prefix + "checkpoint"
+
+    def place(self, place: str) -> str:
+        """The head of one checkpoint directory."""
+        return f"{self.prefix}places/{place}"
 
     @cached_property
     def preparations(self) -> str:

@@ -4,21 +4,23 @@ written durably, old ones deleted late. `manifest` says what the files mean; `ch
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import os
 import pickle
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
 from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, explain
+from elasticrt.contract.owner import Holding, Owner
+from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.train.files import Directory, Sink, Unfit, open_plain, sha256
-from elasticrt.train.lock import FileLock
 from elasticrt.train.manifest import (
     MANIFEST,
     MANIFEST_BYTES_MAX,
@@ -34,11 +36,33 @@ from elasticrt.train.manifest import (
 
 _log = logging.getLogger(__name__)
 
-_locks: dict[str, FileLock] = {}
+_locks: dict[str, Holding] = {}
 """Directories this process saves to without an agent; held until it ends."""
 
-_run_directory: dict[str, Path] = {}
-"""Under an agent: the one directory whose commits are the run's, by the generation's nonce."""
+
+def take_alone(directory: Path) -> Owner | None:
+    """Take a directory without an agent; who has it instead, if that is somebody who lives. Raises OSError."""
+    key = os.path.realpath(directory)
+    if key in _locks:
+        return None
+    holding = Holding(directory, Owner.here("", "", socket.gethostname()), lambda _: None)
+    other = holding.take()
+    if other is None:
+        _locks[key] = holding
+        atexit.register(holding.release)
+    return other
+
+
+def duplicate(directory: Path, other: str) -> DuplicateError:
+    """Somebody else who lives saves there."""
+    return DuplicateError(
+        explain(
+            "another live run saves checkpoints here",
+            str(directory),
+            got=other,
+            remedy="Use another directory, or stop the other one",
+        )
+    )
 
 
 class Archive:
@@ -84,50 +108,33 @@ class Archive:
             ) from error
         return True
 
-    def claim(self) -> None:
-        """Before saving: refuse a directory that somebody else saves to. Under an agent the fenced commit sees to it.
+    def check(self) -> None:
+        """Whether it can be read, if there is one. Raises CheckpointError."""
+        try:
+            if self._directory is not None:
+                self._directory.names()
+        except OSError as error:
+            raise CheckpointError(
+                explain("the checkpoint directory can't be read", str(self.path), got=str(error))
+            ) from error
 
-        Raises DuplicateError when another live process saves here, ConfigError when this run saves elsewhere.
+    def claim(self, take: Callable[[], Owner | None]) -> None:
+        """Before saving: refuse a directory that another live run saves to. `take` says who that is.
+
+        Raises DuplicateError, CheckpointError.
         """
         if self._claimed:
             return
-        self._claim()
+        try:
+            other = take()
+        except OSError as error:
+            raise CheckpointError(
+                explain("the checkpoint directory can't be used", str(self.path), got=str(error))
+            ) from error
+        if other is not None:
+            raise duplicate(self.path, str(other))
         self._before = frozenset(map(_nonce_of, self._opened().names())) - {""}
         self._claimed = True
-
-    def _claim(self) -> None:
-        if self._worker is not None:
-            first = _run_directory.setdefault(self._worker.nonce, self.path)
-            if first != self.path:
-                raise ConfigError(
-                    explain(
-                        "a run has one checkpoint directory",
-                        str(self.path),
-                        got=f"a second one beside {first}",
-                        remedy="Save other things with torch.save",
-                    )
-                )
-            return
-        key = os.path.realpath(self.path)
-        if key in _locks:
-            return
-        lock = FileLock(self.path / ".lock")
-        try:
-            taken = lock.acquire(f"process {os.getpid()} on {socket.gethostname()}")
-        except OSError as error:
-            # A file system without locks can still be saved to.
-            _log.info("no lock in %s: %s", self.path, error)
-            return
-        if not taken:
-            raise DuplicateError(
-                explain(
-                    "another live process saves checkpoints here",
-                    str(self.path),
-                    got=lock.holder() or "an unknown process",
-                    remedy="Use another directory, or stop the other one",
-                )
-            )
-        _locks[key] = lock
 
     def history(self) -> History:
         """What the directory tells, read anew. Files that are not what they should be are left out; see `troubles`.
@@ -196,6 +203,8 @@ class Archive:
         parent: str,
         world_size: int,
         about: dict[str, Any],
+        place: str = "",
+        total: int = 0,
     ) -> Manifest:
         """Make payload and manifest durable. Raises OSError; then neither is left."""
         directory = self._opened()
@@ -218,6 +227,8 @@ class Archive:
             size=size,
             serial=self.serial + 1,
             node="" if self._worker is None else self._worker.node,
+            place=place,
+            total=0 if total == step else total,
         )
         manifest = Manifest(commit, self._run(), world_size, {"torch": torch.__version__, **about})
         try:

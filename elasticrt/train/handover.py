@@ -53,7 +53,7 @@ def must_leave(page: Page, step: int) -> bool:
     return False
 
 
-def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int) -> None:
+def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int, place: str = "") -> None:
     """Hand over after `step` and leave the loop: raises `Handover`. `state` is None where no copy is to be taken."""
     size, digest = 0, ""
     if state is not None and worker.copy_fd >= 0:
@@ -63,7 +63,7 @@ def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int
             _log.warning("no copy of the state was taken (%s); training resumes from the last checkpoint", error)
     agent = link.agent_link()
     if agent is not None:
-        agent.say(HandedOver(step, epoch, size, digest))
+        agent.say(HandedOver(step, epoch, size, digest, place))
     _be_quiet_about_it()
     global left  # noqa: PLW0603  A process hands over once.
     left = True

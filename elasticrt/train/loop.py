@@ -25,6 +25,7 @@ from elasticrt.train.deferred import Later
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.ledger import Ledger
 from elasticrt.train.order import Share
+from elasticrt.train.places import run_of
 from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
@@ -33,7 +34,7 @@ from elasticrt.train.shield import Shield
 from elasticrt.train.weighting import Weighting
 
 _running: list[Loop] = []
-"""The loop that is inside `epochs`; one at a time, because page, hooks and checkpoints are this process's."""
+"""The loops that are inside `epochs`, the outermost first; each has a checkpoint directory of its own."""
 
 
 class Loop:
@@ -96,7 +97,8 @@ class Loop:
         self._reporter: Reporter | None = None
         self._worker, self._page = link.worker_env(), link.status_page()
         self._shield = Shield(self._page)
-        self._copies = Copies(self._worker, memory)
+        self._run = run_of(self._worker)
+        self._copies = Copies(self._worker, memory, self._checkpointer.place)
         self._ledger = Ledger(ledger, sampler)
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = self._pass = 0
@@ -160,8 +162,10 @@ class Loop:
             self._leave()
 
     def _enter(self) -> None:
-        if _running:
-            raise ConfigError(explain("another Loop is running", "epochs", remedy="Finish one before the next"))
+        if any(other._checkpointer.place == self._checkpointer.place for other in _running):
+            raise ConfigError(
+                explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
+            )
         self._numbers.compare()
         state = self._checkpointer.begin(fresh=self._fresh)
         self._rank, self._world_size = collective.rank_and_world()
@@ -172,16 +176,16 @@ class Loop:
         self._saved = self._position
         self._saved_at = time.monotonic()
         self._ledger.open(self._checkpointer.start, self._position)
-        self._reporter = Reporter(self._position.steps)
+        self._reporter = Reporter(self._run.total)
         if self._page is not None:
             self._page.restored_at_ns = time.monotonic_ns()
-        self._reporter.entered(self._position.steps + 1)
+        self._reporter.entered(self._run.total + 1)
         optimizers = [each for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
         self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
         self._hooks += [each.register_step_post_hook(self._after_optimizer) for each in optimizers]
         self._stage = "running"
         self._shield.raise_()
-        self._copies.begin(time.monotonic(), self._position.steps)
+        self._copies.begin(time.monotonic(), self._run.total)
         _running.append(self)
 
     def _leave(self) -> None:
@@ -330,24 +334,26 @@ class Loop:
         elif self._sampler is not None:
             self._sampler.advance(self._step_samples)
         self._position = self._position.stepped()
+        self._run.total += 1
         if self._reporter is not None:
-            self._reporter.finished(self._position.steps, self._position.epoch)
+            self._reporter.finished(self._run.total, self._position.epoch)
 
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         now = time.monotonic()
         self._save_if_due(now)
-        if self._copies.due(now, self._position.steps):
-            self._copies.take(self._state(), self._position.steps, self._position.epoch)
+        total = self._run.total
+        if self._copies.due(now, total):
+            self._copies.take(self._state(), total, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()
-        if self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
+        if self._page is not None and self._page.stop and handover.must_leave(self._page, total):
             assert self._worker is not None, "who has a page has an agent"
             if self._page.save:
                 self._save_last()
             self._copies.wait()
             state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
-            handover.leave(self._worker, state, self._position.steps, self._position.epoch)
+            handover.leave(self._worker, state, total, self._position.epoch, self._checkpointer.place)
         self._numbers.begin_step(self._position)
 
     def _interrupted(self) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,19 @@ import torch
 from fake_worker import Agent, under
 
 from elasticrt import CheckpointError, Loop
-from elasticrt.train import checkpoint
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file can be longer than 100 bytes."""
+    """No file can become longer than 100 bytes in here."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
-    checkpoint._unsaved.clear()
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def train(directory: Path, every: str = "1000 steps") -> None:
@@ -39,9 +40,12 @@ def train(directory: Path, every: str = "1000 steps") -> None:
 
 
 @pytest.mark.parametrize("every", ["1000 steps", "1 epoch", "1 steps"])
-def test_a_disk_that_is_full_at_the_end(tmp_path: Path, full_disk: None, every: str) -> None:
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, every: str) -> None:
     """F01, F02: whichever save is the last, the loop ends with an error that says what to do; the next one goes on."""
-    with pytest.raises(CheckpointError, match=r"of step 3, could not be saved .*goes on from the beginning"):
+    with (
+        full_disk(),
+        pytest.raises(CheckpointError, match=r"of step 3, could not be saved .*goes on from the beginning"),
+    ):
         train(tmp_path / "ckpt", every)
 
 
