@@ -32,7 +32,7 @@ from elasticrt.agent.settings import SIGNALS, Settings
 from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
-from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Published, Save, Warm
+from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Own, Published, Save, Warm
 from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
@@ -190,7 +190,7 @@ class Agent(Cycle):
         match event:
             case signal.Signals():
                 self._signalled(event)
-            case WorkerSaid(message=Save() | Claim() | Published() | BuildFailed()):
+            case WorkerSaid(message=Save() | Own() | Claim() | Published() | BuildFailed()):
                 self._send_errand(event)
             case HeadRecord():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
@@ -320,9 +320,11 @@ class Agent(Cycle):
 
     def _send_errand(self, said: WorkerSaid) -> None:
         view, request = self.rendezvous.view, said.message
-        assert isinstance(request, Save | Claim | Published | BuildFailed)
+        assert isinstance(request, Save | Own | Claim | Published | BuildFailed)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
         current = view.generation is not None and view.number == said.generation
+        if isinstance(request, Save):  # One that was under way while its worker went on in another generation.
+            current = current and request.commit.get("generation") == said.generation
         self.membership.courier.send(
             Errand(
                 request=request,

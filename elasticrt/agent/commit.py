@@ -10,13 +10,16 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
 from elasticrt.contract.env import Commit
-from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.contract.messages import BuildFailed, Claim, Own, Published, Reply, Save
+from elasticrt.contract.owner import NAME, Holding, Owner
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous import fence
 from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode, version_of
@@ -24,7 +27,7 @@ from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
-Request = Save | Claim | Published | BuildFailed
+Request = Save | Own | Claim | Published | BuildFailed
 
 ASK_AGAIN_S = 0.5
 """Between two questions about a commit whose outcome is unknown. They go on until the outcome is known: a worker that
@@ -64,6 +67,7 @@ class Courier:
         self._closing.set()
         self._waiting.put(None)
         self._thread.join(timeout_s)
+        self._errands.release()
 
     def _work(self) -> None:
         while True:
@@ -86,6 +90,12 @@ class Errands:
         self._store = store
         self._keys = keys
         self._committed = committed
+        self._holdings: dict[str, Holding] = {}
+
+    def release(self) -> None:
+        """Let go of the checkpoint directories."""
+        for holding in self._holdings.values():
+            holding.release()
 
     def carry_out(self, errand: Errand) -> Reply:
         """Carry out one errand; the answer, whatever happens."""
@@ -93,6 +103,8 @@ class Errands:
         try:
             if isinstance(request, Save):
                 return self._save(errand, request)
+            if isinstance(request, Own):
+                return self._own(errand, request)
             if isinstance(request, Claim):
                 return self._claim(errand, request)
             return self._settle(errand, request)
@@ -107,6 +119,10 @@ class Errands:
             head = HeadRecord.of(Commit.from_fields(request.commit))
         except (ValueError, ValidationError) as error:
             return Reply(request.request, False, f"not a commit: {error}")
+        holding = self._holdings.get(head.directory)
+        other = None if holding is None else holding.lost()
+        if other is not None:
+            return Reply(request.request, False, f"taken: {other}")
         sent = False
         while True:
             try:
@@ -140,6 +156,38 @@ class Errands:
     def _accepted(self, request: Save, head: HeadRecord) -> Reply:
         self._committed(head)
         return Reply(request.request, True)
+
+    def _own(self, errand: Errand, request: Own) -> Reply:
+        """The head of a directory, and that no other live run saves to it."""
+        key = self._keys.place(request.place)
+        found = self._store.read(key, exact=True)
+        if request.take:
+            owner = Owner.here(self._keys.run_id, found.store_id, errand.node)
+            holding = Holding(Path(request.directory), owner, partial(self._lives, found.store_id))
+            try:
+                other = holding.take()
+            except OSError as error:
+                return Reply(request.request, False, f"the record {NAME} in it can't be written: {error}")
+            if other is not None:
+                return Reply(request.request, False, f"taken: {other}")
+            if request.directory in self._holdings:
+                self._holdings[request.directory].release()
+            self._holdings[request.directory] = holding
+        value = found.get(key)
+        head = None if value is None else decode(HeadRecord, key, value.value)
+        return Reply(request.request, True, "", {} if head is None else {"head": asdict(head.commit())})
+
+    def _lives(self, store_id: str, other: Owner) -> bool | None:
+        """Whether the run of another owner has members, if it is in this store and may be looked at."""
+        if other.store != store_id or not other.run:
+            return None
+        try:
+            return bool(self._store.read(Keys(other.run).members, limit=1).keys)
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            log.info("the members of run %s cannot be read: %s", other.run, error)
+            return None
 
     def _claim(self, errand: Errand, request: Claim) -> Reply:
         current, record = self._preparation(request.name)

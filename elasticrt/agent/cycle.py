@@ -80,6 +80,9 @@ class Cycle(ABC):
         now = time.monotonic()
         if self.outage.since is not None and now >= self.outage.retry_at:
             self._read_again(now)
+        # Also a generation that this member has no part in: another store must not publish it a second time.
+        if self.rendezvous.view.number > self.me.known:
+            self.me = replace(self.me, known=self.rendezvous.view.number)
         self.me = self._describe(self.me, now)
         if self.outage.since is not None and self.me.running:
             others = [seat for seat in self.rendezvous.view.order() if seat.node != self.me.record.node]
@@ -117,7 +120,6 @@ class Cycle(ABC):
             case Wait(until=until):
                 return self.outage.retry_at if self.outage.since is not None else until
             case Run(generation, seat, _):
-                self.me = replace(self.me, known=generation.number)
                 self._run(generation, seat)
             case Rejoin():
                 return self._left_out(decision.reason)

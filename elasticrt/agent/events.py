@@ -14,6 +14,8 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from elasticrt.contract.modes import make_directory
+
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +56,7 @@ class EventLog:
         self._opened = True
         path = self._directory / f"events-{self._node}.jsonl"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             log.warning("no events are kept: %s: %s", path, error.strerror)

@@ -33,6 +33,7 @@ from elasticrt.agent.warm import ParentLost, WorkerParent
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import WorkerEnv, inherited
 from elasticrt.contract.messages import Dismiss, Message, Release, Reply, Reseat, Signal, Start
+from elasticrt.contract.modes import make_directory
 from elasticrt.contract.page import Page
 
 __all__ = [
@@ -332,7 +333,7 @@ def _with_error_file(env: WorkerEnv) -> WorkerEnv:
     if path == Path():
         return env
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         path.unlink(missing_ok=True)
     except OSError:
         return replace(env, error_file="")  # The logs have the same problem, and say so.

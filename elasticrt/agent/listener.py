@@ -34,6 +34,7 @@ from elasticrt.contract.messages import (
     Exited,
     HandedOver,
     Message,
+    Own,
     Published,
     Ready,
     Release,
@@ -50,7 +51,7 @@ _LAST_READ_MAX_BYTES = 1 << 22
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_BYTES = 1 << 18
 _MESSAGES_PER_TURN = 64
-_FROM_WORKERS = (Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done)
+_FROM_WORKERS = (Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class WorkerSaid:
     generation: int
     rank: int
     local_rank: int
-    message: Step | Save | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Ready | Down | Done
+    message: Step | Save | Own | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Ready | Down | Done
     fd: int = -1
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import BinaryIO
+
+from elasticrt.contract.modes import make_directory, opener
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,6 +83,19 @@ def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: 
     return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
 
 
+def newest_generation(directory: str | Path) -> int:
+    """The highest generation that has logs in a run's directory, 0 for none: an embedded etcd does not outlive its run.
+
+    Its number is not given to another one, whose logs would be mixed with these.
+    """
+    try:
+        names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
+    except OSError:
+        return 0
+    found = (re.fullmatch(r"generation-([1-9]\d{0,7})", name) for name in names)
+    return max((int(match[1]) for match in found if match), default=0)
+
+
 class Console:
     """This process's own stdout and stderr, shared by all workers: whole lines, a prefix at the start of each."""
 
@@ -131,8 +147,8 @@ class _File:
         if self._closed:
             return
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            make_directory(self.path.parent)
+            self._file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115  Kept; no opener there.
             self.used = True
         self._file.write(data[: self._left])
         self._left -= len(data)

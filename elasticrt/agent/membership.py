@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elasticrt.agent.commit import Courier
+from elasticrt.agent.logs import newest_generation
 from elasticrt.agent.meeting import Meeting, meet, ride_out
 from elasticrt.agent.probe import ask
 from elasticrt.agent.settings import Settings
@@ -61,7 +62,8 @@ class Membership:
             return answer
         self.ride_out(self.rendezvous.refresh)
         number = self.rendezvous.view.number
-        record = me.record.model_copy(update={"seen": max(me.record.seen, number)})
+        seen = max(me.record.seen, number, newest_generation(self._settings.run_dir))
+        record = me.record.model_copy(update={"seen": seen})
         return replace(me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
 
     def ride_out(self, ask: Callable[[], R]) -> R:

@@ -83,9 +83,9 @@ class Memory:
         if self._generation != head.generation:
             if self._spare_of != head.generation:
                 return None, -1
-            gone_back = self.kept is not None and self.kept.step <= head.step
+            gone_back = self.kept is not None and self.kept.step <= head.reached
             return (self.kept, self._kept_fd) if gone_back else (self.spare, self._spare_fd)
-        older = [(copy, fd) for copy, fd in reversed(self._copies) if copy.step <= head.step]
+        older = [(copy, fd) for copy, fd in reversed(self._copies) if copy.step <= head.reached]
         return older[0] if older else (self.kept, self._kept_fd)
 
     def forget(self) -> None:

@@ -558,7 +558,9 @@ class Node:
             os.close(event.fd)
             return
         world_size = self._started[0].world_size
-        self._memory.put(Copy(copied.step, copied.epoch, copied.size, copied.digest, world_size), event.fd)
+        self._memory.put(
+            Copy(copied.step, copied.epoch, copied.size, copied.digest, world_size, copied.place), event.fd
+        )
         self._ends = replace(self._ends, kept=self._memory.newest)
         self._events.write("copied", generation=event.generation, step=copied.step, bytes=copied.size)
 
@@ -575,7 +577,8 @@ class Node:
         self.progress.remember()
         memory = self._ends.memory
         if event.local_rank == 0 and left.size:
-            memory = Copy(left.step, left.epoch, left.size, left.digest, self._started[0].world_size)
+            size = self._started[0].world_size
+            memory = Copy(left.step, left.epoch, left.size, left.digest, size, left.place)
         self._ends = replace(self._ends, handed=self._ends.handed | {event.local_rank}, memory=memory)
         self._memory.left = memory
 

@@ -21,7 +21,6 @@ from elasticrt.contract.collateral import (
     exceptions_in,
     is_collateral,
 )
-from elasticrt.errors import EXIT_CHECKPOINT, EXIT_PREPARATION
 from elasticrt.text import cut, size
 
 _NAME_MAX_BYTES = 200
@@ -36,6 +35,13 @@ WHO_KILLED = (
 )
 AWAY = "CheckpointAwayError"
 """Name of the exception that says so of the checkpoint to resume from."""
+_FINAL: dict[str, Literal[5, 6, 7]] = {
+    "CheckpointError": 5,
+    AWAY: 5,
+    "PreparationError": 6,
+    "DuplicateError": 7,
+}
+"""Errors that no restart can cure, by name, with the exit code of the run."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Failure:
         last_lines: the end of its error output; of one that stalled, what its threads were doing.
         log_path: where the whole of it is, "" when it is not kept.
         collateral: it failed only because another worker had.
-        final_code: the exit code the run ends with, because no restart can cure this (1, 5 or 6); 0 otherwise.
+        final_code: the exit code the run ends with, because no restart can cure this (1, 5, 6 or 7); 0 otherwise.
         step: the last global step that it is known to have finished.
         beats: optimizer steps that it made, in a script without a Loop.
         early: what it raised before its first step, and where, as a digest: the same twice is certain to come again.
@@ -72,7 +78,7 @@ class Failure:
     last_lines: tuple[str, ...]
     log_path: str
     collateral: bool
-    final_code: Literal[0, 1, 5, 6]
+    final_code: Literal[0, 1, 5, 6, 7]
     step: int | None
     beats: int = 0
     early: str = ""
@@ -188,14 +194,11 @@ def _digest(exception: str, message: str, callstack: str) -> str:
     return hashlib.sha256("\n".join((exception, message, *places[-1:])).encode(errors="replace")).hexdigest()[:16]
 
 
-def _final_code(exception: str, hint: int, *, stepped: bool | None = None) -> Literal[0, 1, 5, 6]:
+def _final_code(exception: str, hint: int, *, stepped: bool | None = None) -> Literal[0, 1, 5, 6, 7]:
     if exception in _CERTAIN and not stepped:
         return 1
-    if hint == EXIT_CHECKPOINT or exception.rpartition(".")[2] in ("CheckpointError", AWAY):
-        return 5
-    if hint == EXIT_PREPARATION or exception.rpartition(".")[2] == "PreparationError":
-        return 6
-    return 0
+    hinted: Literal[0, 5, 6, 7] = next((code for code in _FINAL.values() if code == hint), 0)
+    return _FINAL.get(exception.rpartition(".")[2], hinted)
 
 
 def signal_name(number: int) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elasticrt.agent.logs import file_of
+from elasticrt.contract.modes import make_directory, opener
 from elasticrt.contract.page import STACKS_SIGNAL, Page
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ def keep(stacks: Stacks, ranks: Mapping[int, int], node: str, directory: Path) -
     for local_rank, lines in stacks.lines.items():
         path = file_of(directory, stacks.generation, ranks[local_rank], node, "stacks")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            make_directory(path.parent)
+            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=opener) as file:
                 file.write("\n".join([f"after {stacks.age_s:.1f} s without a step:", *lines, "", ""]))
         except OSError as error:
             log.warning("stacks are not kept: %s: %s", path, error.strerror)

@@ -87,10 +87,10 @@ class Voice:
 
     def left(self, decision: Leave, head: HeadRecord | None) -> None:
         """This node has gone: what is saved by now, and how to go on."""
-        if decision.saving and (head is None or head.step < decision.saving):
+        if decision.saving and (head is None or head.reached < decision.saving):
             saved = f"the node of rank 0 is saving step {decision.saving:,}; "
         else:
-            saved = f"step {head.step:,} is saved; " if head is not None else ""
+            saved = f"step {head.reached:,} is saved; " if head is not None else ""
         self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
     def ended(self, result: Result, *, leads: bool) -> None:

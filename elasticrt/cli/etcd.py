@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from elasticrt.cli.options import Options
+from elasticrt.contract.modes import make_directory
 from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
 from elasticrt.store import runtime, server
@@ -87,7 +88,8 @@ def main(arguments: argparse.Namespace, options: Options) -> int:
 def _held(directory: Path) -> Iterator[None]:
     """Make the directory, and keep others from serving out of it as well. Raises ConfigError."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
         lock = (directory / "lock").open("wb")
     except OSError as error:
         raise ConfigError(explain("the data directory can't be made or used", "--data-dir", got=str(error))) from error

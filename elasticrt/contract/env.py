@@ -44,6 +44,8 @@ class Commit:
         size: bytes of the payload.
         serial: larger than that of every checkpoint that its writer knew of; 0 where that was not written down.
         node: whose rank 0 wrote it: where the file is, if the directory is not shared; "" without an agent.
+        place: 16 hex digits that tell the run's directories apart, the same on all nodes; "" where it has only one.
+        total: steps that the run had trained by then, in all of its directories; 0 where that is `step`.
     """
 
     step: int
@@ -57,6 +59,13 @@ class Commit:
     size: int
     serial: int = 0
     node: str = ""
+    place: str = ""
+    total: int = 0
+
+    @property
+    def reached(self) -> int:
+        """How far the run had come: the steps of all its loops."""
+        return self.total or self.step
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -69,12 +78,12 @@ class Commit:
 
     @classmethod
     def from_fields(cls, fields: object) -> Commit:
-        """Build from a parsed JSON object; ValueError says which field is wrong. Old ones lack the last two fields."""
-        fields = {"serial": 0, "node": "", **fields} if isinstance(fields, dict) else {}
+        """Build from a parsed JSON object; ValueError says which field is wrong. Old ones lack the last fields."""
+        fields = {"serial": 0, "node": "", "place": "", "total": 0, **fields} if isinstance(fields, dict) else {}
         if set(fields) != set(cls.__dataclass_fields__):
             raise ValueError(f"a commit needs exactly the fields {sorted(cls.__dataclass_fields__)}")
         for name, value in fields.items():
-            whole = name in ("step", "epoch", "generation", "size", "serial")
+            whole = name in ("step", "epoch", "generation", "size", "serial", "total")
             if type(value) is not (int if whole else str):
                 raise ValueError(f"field {name!r} of a commit: got {value!r}; expected {'int' if whole else 'str'}")
             if isinstance(value, int) and value < 0:
@@ -88,7 +97,8 @@ class Commit:
 class Copy:
     """A copy of the training state in a node's memory, taken at a handover: what a generation can resume from.
 
-    `step`, `epoch`: as in Commit; `size`, `digest`: of its bytes; `world_size`: of the generation that took it.
+    `step`: steps of the run, as `Commit.total`; `epoch`, `place`: as in Commit; `size`, `digest`: of its bytes;
+    `world_size`: of the generation that took it.
     """
 
     step: int
@@ -96,6 +106,7 @@ class Copy:
     size: int
     digest: str
     world_size: int
+    place: str = ""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -164,7 +175,7 @@ class WorkerEnv:
     @property
     def resume_step(self) -> int:
         """The step that this generation's first step follows."""
-        return self.copy.step if self.copy else self.resume.step if self.resume else 0
+        return self.copy.step if self.copy else self.resume.reached if self.resume else 0
 
     def to_env(self) -> dict[str, str]:
         """The variables to set, on top of the user's own environment."""

@@ -7,7 +7,7 @@ Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Learnt, Started, Exited.
-* worker -> agent: Step, Save, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done.
+* worker -> agent: Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done.
 * agent -> worker: Reply, Reseat, Dismiss, Release.
 """
 
@@ -149,6 +149,20 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Own:
+    """Ask for the newest commit of a checkpoint directory, and with `take` for the right to save there.
+
+    Answered by Reply: `data["head"]` holds the commit, if there is one. A refusal says "taken: <by whom>" where a live
+    run saves there; any other reason may go away. `place` is the directory's, as in Commit.
+    """
+
+    request: int
+    directory: str
+    place: str
+    take: bool
+
+
+@dataclass(frozen=True)
 class Claim:
     """Ask to build `name` for all nodes that share the directory. Answered by Reply.
 
@@ -193,25 +207,28 @@ class HandedOver:
     """The worker has stopped after `step`, as agreed, and leaves its loop, or waits in it to be seated again.
 
     Local rank 0 has written its state to the copy descriptor first: `size` bytes with SHA-256 `digest` (else 0 and "").
+    Steps are the run's; `place` is the loop's directory, as in Commit.
     """
 
     step: int
     epoch: int
     size: int
     digest: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class Copied:
     """Local rank 0 has a copy of its state as of `step`, and trains on. With it travels the memory file that holds it.
 
-    `size` bytes with SHA-256 `digest`.
+    `size` bytes with SHA-256 `digest`; `place` is the loop's directory, as in Commit.
     """
 
     step: int
     epoch: int
     size: int
     digest: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -279,6 +296,7 @@ Message = (
     | Exited
     | Step
     | Save
+    | Own
     | Claim
     | Published
     | BuildFailed
@@ -297,7 +315,7 @@ Message = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Claim, Published, BuildFailed, Copied, Damaged,
+        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged,
         Done, HandedOver, Ready, Down, Reply, Reseat, Dismiss, Release,
     )
 }  # fmt: skip

@@ -269,7 +269,7 @@ def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float
     if now < settled:
         return Wait(f"{counted(len(candidates(view)), 'node')} ready; waiting for quiet", settled)
     cause = "start" if view.number == 0 else "start again with new nodes"
-    return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.step if view.head else 0))
+    return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.reached if view.head else 0))
 
 
 def _after_loss(led: Led, gone: list[Seat]) -> Decision:

@@ -227,14 +227,18 @@ def finish(keys: Keys, guard: Guard, leader: str, result: Result) -> Txn:
 
 
 def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: HeadRecord) -> Txn:
-    """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew."""
+    """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew.
+
+    It is the head of its directory as well, of which a run may have several.
+    """
+    places = (Put(keys.place(head.place), head.encode()),) if head.place else ()
     return Txn(
         compares=(
             _unchanged(keys.generation, generation_mod),
             _unchanged(keys.checkpoint, head_mod),
             _absent(keys.result(attempt)),
         ),
-        operations=(Put(keys.checkpoint, head.encode()),),
+        operations=(Put(keys.checkpoint, head.encode()), *places),
         why=f"commit step {head.step} of generation {head.generation}",
     )
 

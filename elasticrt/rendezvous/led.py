@@ -123,7 +123,7 @@ def publish(
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
     seats = seats_for(chosen, in_place=in_place)
     draft = Draft(
-        number=max([view.number, *(entry.record.seen for entry in chosen)]) + 1,
+        number=max([view.number, *(entry.record.seen for entry in view.members.values())]) + 1,
         attempt=view.spec.record.attempt,
         kind=kind,
         cause=cause,
@@ -200,12 +200,12 @@ def _least_step(view: View, chosen: list[Entry[Member]]) -> int:
         return -1
     before, head = view.generation.record, view.head.record
     same = before.resume is not None and before.resume.nonce == head.nonce
-    if same and before.memory is not None and before.memory.step <= head.step:
+    if same and before.memory is not None and before.memory.step <= head.reached:
         return -1
     failures = [report.record.failure for report in view.reports.values()]
     looked_for = any(failure is not None and failure.away for failure in failures)
     here = head.node in {entry.record.node for entry in chosen}
-    return -1 if looked_for and not here else head.step
+    return -1 if looked_for and not here else head.reached
 
 
 def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
@@ -287,7 +287,7 @@ def counting(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Res
     That is a new committed step. A script without a Loop commits none: there it is a generation that has made more
     optimizer steps than any before, or has lasted for LONG_S.
     """
-    before, step = led.generation, led.view.head.record.step if led.view.head else 0
+    before, step = led.generation, led.view.head.record.reached if led.view.head else 0
     beats = max(entry.record.failure.beats if entry.record.failure else 0 for entry in failed)
     further = beats > before.restart_beats or (beats > 0 and led.now - led.since >= LONG_S)
     progress = led.spec.restarts_reset and (step > before.restart_step or further)

@@ -9,6 +9,7 @@ are read: a value of another shape is refused by name, never guessed at, and nev
     roster/<nonce>/<k>    the seats of that generation, 16 or so a chunk        no lease
     reports/<g>/<node>    how this node's workers ended                         no lease
     checkpoint            the head: the newest committed checkpoint             no lease
+    places/<place>        the newest committed checkpoint of one directory      no lease
     control/handover      that all workers stop together, and after which step  no lease
     prepare/<name>        who builds a data set, or that it is done             while building: the builder's lease
     result/<attempt>      the one final result                                  no lease
@@ -177,6 +178,13 @@ class HeadRecord(Record):
     size: Count
     serial: Count = 0
     node: Name | Literal[""] = ""
+    place: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    total: Count = 0
+
+    @property
+    def reached(self) -> int:
+        """As `Commit.reached`."""
+        return self.total or self.step
 
     @classmethod
     def of(cls, commit: Commit) -> HeadRecord:
@@ -196,6 +204,7 @@ class CopyRecord(Record):
     size: Annotated[int, Field(ge=1)]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     world_size: Annotated[int, Field(ge=1)]
+    place: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
 
     def as_copy(self) -> Copy:
         """The same as the value that workers know."""
@@ -263,7 +272,7 @@ class FailureRecord(BaseModel):
     rank: Count
     code: int
     collateral: bool
-    final_code: Literal[0, 1, 5, 6] = 0
+    final_code: Literal[0, 1, 5, 6, 7] = 0
     summary: Annotated[str, words(400)]
     text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
     stalled: bool = False
@@ -386,6 +395,10 @@ class Keys:
     def checkpoint(self) -> str:
         """See the module."""
         return self.prefix + "checkpoint"
+
+    def place(self, place: str) -> str:
+        """The head of one checkpoint directory."""
+        return f"{self.prefix}places/{place}"
 
     @cached_property
     def preparations(self) -> str:

@@ -4,21 +4,23 @@ written durably, old ones deleted late. `manifest` says what the files mean; `ch
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import os
 import pickle
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
 from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, explain
+from elasticrt.contract.owner import Holding, Owner
+from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.train.files import Directory, Sink, Unfit, open_plain, sha256
-from elasticrt.train.lock import FileLock
 from elasticrt.train.manifest import (
     MANIFEST,
     MANIFEST_BYTES_MAX,
@@ -34,11 +36,33 @@ from elasticrt.train.manifest import (
 
 _log = logging.getLogger(__name__)
 
-_locks: dict[str, FileLock] = {}
+_locks: dict[str, Holding] = {}
 """Directories this process saves to without an agent; held until it ends."""
 
-_run_directory: dict[str, Path] = {}
-"""Under an agent: the one directory whose commits are the run's, by the generation's nonce."""
+
+def take_alone(directory: Path) -> Owner | None:
+    """Take a directory without an agent; who has it instead, if that is somebody who lives. Raises OSError."""
+    key = os.path.realpath(directory)
+    if key in _locks:
+        return None
+    holding = Holding(directory, Owner.here("", "", socket.gethostname()), lambda _: None)
+    other = holding.take()
+    if other is None:
+        _locks[key] = holding
+        atexit.register(holding.release)
+    return other
+
+
+def duplicate(directory: Path, other: str) -> DuplicateError:
+    """Somebody else who lives saves there."""
+    return DuplicateError(
+        explain(
+            "another live run saves checkpoints here",
+            str(directory),
+            got=other,
+            remedy="Use another directory, or stop the other one",
+        )
+    )
 
 
 class Archive:
@@ -57,13 +81,13 @@ class Archive:
         self._generation = 0 if worker is None else worker.generation
         self._directory: Directory | None = None
         self._claimed = False
+        self._before: frozenset[str] = frozenset()  # Nonces of what others had left here when it was claimed.
         self.serial = 0
         self.troubles: list[str] = []
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process belongs to another generation: the directory is read anew, and claimed at the next save."""
+        """This process belongs to another generation: the directory is claimed anew at the next save."""
         self._worker, self._generation = worker, worker.generation
-        self._directory = None
         self._claimed = False
 
     @property
@@ -89,49 +113,34 @@ class Archive:
             ) from error
         return True
 
-    def claim(self) -> None:
-        """Before saving: refuse a directory that somebody else saves to. Under an agent the fenced commit sees to it.
+    def check(self) -> None:
+        """Whether it can be read, if there is one. Raises CheckpointError."""
+        try:
+            if self._directory is not None:
+                self._directory.names()
+        except OSError as error:
+            raise CheckpointError(
+                explain("the checkpoint directory can't be read", str(self.path), got=str(error))
+            ) from error
 
-        Raises DuplicateError when another live process saves here, ConfigError when this run saves elsewhere.
+    def claim(self, take: Callable[[], Owner | None]) -> None:
+        """Before saving: refuse a directory that another live run saves to. `take` says who that is.
+
+        Raises DuplicateError, CheckpointError.
         """
         if self._claimed:
             return
-        self._claim()
-        self._claimed = True
-
-    def _claim(self) -> None:
-        if self._worker is not None:
-            first = _run_directory.setdefault(self._worker.nonce, self.path)
-            if first != self.path:
-                raise ConfigError(
-                    explain(
-                        "a run has one checkpoint directory",
-                        str(self.path),
-                        got=f"a second one beside {first}",
-                        remedy="Save other things with torch.save",
-                    )
-                )
-            return
-        key = os.path.realpath(self.path)
-        if key in _locks:
-            return
-        lock = FileLock(self.path / ".lock")
         try:
-            taken = lock.acquire(f"process {os.getpid()} on {socket.gethostname()}")
+            other = take()
         except OSError as error:
-            # A file system without locks can still be saved to.
-            _log.info("no lock in %s: %s", self.path, error)
-            return
-        if not taken:
-            raise DuplicateError(
-                explain(
-                    "another live process saves checkpoints here",
-                    str(self.path),
-                    got=lock.holder() or "an unknown process",
-                    remedy="Use another directory, or stop the other one",
-                )
-            )
-        _locks[key] = lock
+            raise CheckpointError(
+                explain("the checkpoint directory can't be used", str(self.path), got=str(error))
+            ) from error
+        if other is not None:
+            raise duplicate(self.path, str(other))
+        self.serial = max(self.serial, self.history().serial)  # Another rank 0 may have saved here.
+        self._before = frozenset(map(_nonce_of, self._opened().names())) - {""}
+        self._claimed = True
 
     def history(self) -> History:
         """What the directory tells, read anew. Files that are not what they should be are left out; see `troubles`.
@@ -200,6 +209,8 @@ class Archive:
         parent: str,
         world_size: int,
         about: dict[str, Any],
+        place: str = "",
+        total: int = 0,
     ) -> Manifest:
         """Make payload and manifest durable. Raises OSError; then neither is left."""
         directory = self._opened()
@@ -222,6 +233,8 @@ class Archive:
             size=size,
             serial=self.serial + 1,
             node="" if self._worker is None else self._worker.node,
+            place=place,
+            total=0 if total == step else total,
         )
         manifest = Manifest(commit, self._run(), world_size, {"torch": torch.__version__, **about})
         try:
@@ -248,7 +261,7 @@ class Archive:
         texts = directory.names()
         names = [name for name in map(Name.parse, texts) if name is not None]
         temporaries = [text for text in texts if text.startswith(TEMPORARY)]
-        stems = doomed(self.history(), names, head, self._keep, self._generation)
+        stems = doomed(self.history(), names, head, self._keep, self._before)
         for stem in stems:
             directory.remove(stem + MARK)
         if stems:
@@ -259,8 +272,7 @@ class Archive:
             directory.remove(stem + MANIFEST)
             directory.remove(stem + PAYLOAD)
         for text in temporaries:
-            name = Name.parse(text.removeprefix(TEMPORARY).partition(".")[0] + PAYLOAD)
-            if name is not None and (name.generation < self._generation or self._worker is None):
+            if _nonce_of(text) in self._before:
                 directory.remove(text)
 
     def _opened(self) -> Directory:
@@ -272,6 +284,14 @@ class Archive:
             return self._worker.run_id
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return "" if run == "none" else run
+
+
+def _nonce_of(text: str) -> str:
+    """Of a checkpoint's file, or of a temporary that would have become one; "" of any other."""
+    name = Name.parse(text)
+    if name is None and text.startswith(TEMPORARY):
+        name = Name.parse(text.removeprefix(TEMPORARY).partition(".")[0] + PAYLOAD)
+    return "" if name is None else name.nonce
 
 
 def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:

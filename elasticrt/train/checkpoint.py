@@ -13,10 +13,12 @@ need no shared directory for that, and can't disagree.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -25,22 +27,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.env import Commit, WorkerEnv
+from elasticrt.contract.error_file import write_error_file
+from elasticrt.contract.messages import Own, Reply
+from elasticrt.contract.owner import Owner
 from elasticrt.errors import CheckpointAwayError, CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
-from elasticrt.train.archive import Archive, parse
+from elasticrt.train.archive import Archive, duplicate, parse, take_alone
 from elasticrt.train.background import Background
 from elasticrt.train.commit import Committer
 from elasticrt.train.deferred import Deferred
 from elasticrt.train.files import Unfit
 from elasticrt.train.notice import say
+from elasticrt.train.places import go_on, place_of, run_of
 from elasticrt.train.search import Found, Outcome, Search
 from elasticrt.train.snapshots import Snapshots
+from elasticrt.train.stateful import OURS
 
 _log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 600.0
 """A save that takes longer than this is stuck in the file system; whoever waits for it goes on with a warning."""
+
+
+OWN_TIMEOUT_S = 90.0
+TAKEN = "taken: "
+"""How an agent's refusal begins where another live run saves to the directory."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class State:
         world_size: of the generation that saved it.
         run: the run that saved it, "" when it had no name.
         data: what was saved, tensors on the host. `state[name]` reads from it.
+        total: steps that the run had trained by then, in all its directories.
     """
 
     step: int
@@ -60,6 +73,7 @@ class State:
     world_size: int
     run: str
     data: dict[str, Any]
+    total: int = 0
 
     def __getitem__(self, name: str) -> Any:
         return self.data[name]
@@ -78,6 +92,7 @@ class Checkpointer:
     `Loop` has one of its own; use this class in loops that are not a `Loop`.
 
     Attributes:
+        place: what tells this directory from others of the run.
         start: a name for this start of the training, the same on all ranks; "" before `restore`.
     """
 
@@ -91,10 +106,14 @@ class Checkpointer:
         self._worker = link.worker_env()
         self._shown = os.fspath(directory)
         self._archive = Archive(Path(directory).absolute(), keep, self._worker)
-        self._committer = Committer(self._worker, link.agent_link())
+        self.place = place_of(self._shown, "" if self._worker is None else self._worker.node)
+        self._run = run_of(self._worker)
+        self._resume: Commit | None = None  # Of this directory, as `restore` has found it.
+        self._committer = Committer(self._worker, link.agent_link(), self.place)
         self._writer = Background("elasticrt-save")
         self._failure: BaseException | None = None
         self._asked_step = -1
+        self._total = 0  # Of the save in flight.
         self._snapshots = Snapshots()
         self.start = ""
         _live.add(self)
@@ -135,12 +154,14 @@ class Checkpointer:
                 explain("steps go back", "Checkpointer.save", got=step, expected=f">= {self._asked_step}, saved before")
             )
         self._asked_step = step
+        self._run.total = max(self._run.total, step)
         rank, world_size = collective.rank_and_world()
         if rank != 0 or not self.wait():
             return
         self._archive.open(create=True)
-        self._archive.claim()
+        self._archive.claim(self._take)
         copied, deferred = self._snapshots.take(state)
+        self._total = self._run.total
         arguments = (copied, deferred, step, epoch, dict(about or {}), world_size)
         self._writer.start(partial(self._write_guarded, *arguments))
 
@@ -148,6 +169,7 @@ class Checkpointer:
         """This process has another place in the run, and has the state that descends from the run's head."""
         self._worker = worker
         self._archive.move(worker)
+        go_on(self._run, worker)
         self._committer.move(worker)
 
     def settle(self) -> None:
@@ -170,6 +192,35 @@ class Checkpointer:
             raise failure
         return True
 
+    @property
+    def missed(self) -> bool:
+        """Whether the last save has come to nothing."""
+        return (os.getpid(), self._archive.path) in _unsaved
+
+    def finish(self) -> None:
+        """Wait for the last save. One that has come to nothing is no end of a training.
+
+        Raises CheckpointError where the directory cannot be written to, RuntimeError where the commit was refused:
+        another generation may do better.
+        """
+        if not self.wait():
+            self._missed(CheckpointError, self._asked_step, f"not written within {SAVE_TIMEOUT_S:.0f} s")
+        error = _unsaved.pop((os.getpid(), self._archive.path), None)
+        if error is not None:
+            raise error
+
+    def _missed(self, kind: type[Exception], step: int, why: str) -> None:
+        head = self._committer.parent
+        goes_on = "from the beginning" if head is None else f"from step {head.step:,}"
+        _unsaved[os.getpid(), self._archive.path] = kind(
+            explain(
+                f"the last checkpoint, of step {step:,}, could not be saved",
+                self._shown,
+                got=why,
+                remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
+            )
+        )
+
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
 
@@ -189,27 +240,27 @@ class Checkpointer:
     def _restore(self, *, claim: bool, fresh: bool) -> State | None:
         collective.require_group("Checkpointer.restore")
         rank, _ = collective.rank_and_world()
-        search = Search(self._archive, self._worker)
         payload: bytearray | None = None
         failure: ElasticError | None = None
         verdict: dict[str, Any] = {"start": secrets.token_hex(8)}
         if rank == 0:
             try:
-                payload = self._prepare(claim, search)
+                payload = self._prepare(claim)
             except ElasticError as error:
                 failure = error
                 verdict = {"error": str(error)}
             else:
-                resume = None if self._worker is None else self._worker.resume
-                verdict["over"] = resume is None and _start_over(fresh)
+                verdict["resume"] = None if self._resume is None else self._resume.to_json()
+                verdict["over"] = self._resume is None and _start_over(fresh)
                 if payload is not None and self._worker is not None and self._worker.copy is not None:
                     verdict["copy"] = handover.describe(self._worker.copy)
-        else:
-            search.look_around()
         verdict = json.loads(bytes(collective.broadcast_bytes(json.dumps(verdict).encode())))
         if "error" in verdict:
             raise failure if failure is not None else CheckpointError(verdict["error"])
         self.start = verdict["start"]
+        self._resume = None if verdict["resume"] is None else Commit.from_json(verdict["resume"])
+        search = Search(self._archive, self._worker, self._resume)
+        search.look_around()
         if "copy" in verdict:
             state = _from_memory(search, verdict["copy"], payload)
         elif verdict["over"]:
@@ -217,29 +268,72 @@ class Checkpointer:
             state = None
         else:
             state = self._from_disk(search)
+        self._run.heads.setdefault(self.place, self._resume)
+        self._committer.joined()
         if state is not None:
             self._asked_step = state.step
+            self._run.total = max(self._run.total, state.total)
         return state
 
-    def _prepare(self, claim: bool, search: Search) -> bytearray | None:
-        """On rank 0: the copy in memory to resume from, if that is what is to be done; else look into the directory."""
+    def _prepare(self, claim: bool) -> bytearray | None:
+        """On rank 0: where this directory goes on, and the copy in memory if that is what it resumes from."""
         worker = self._worker
-        payload = None if worker is None or worker.copy is None else handover.read(worker)
         if claim:
             self._archive.open(create=True)
-            self._archive.claim()
-        if worker is not None and payload is not None:
-            assert worker.copy is not None, "the payload is its"
-            if worker.resume is not None and worker.copy.step < worker.resume.step:
-                away, back = (worker.resume.step, worker.resume.node), worker.copy.step
-                _log.warning("the checkpoint of step %d is away with %s; going back to step %d, in memory", *away, back)
-            self._committer.descends_from(worker.resume)
-            return payload
+            self._archive.claim(self._take)
         self._archive.open(create=False)
-        search.survey()
-        if worker is not None and worker.resume is not None:
-            self._committer.resumed(worker.resume)
+        self._archive.check()
+        if worker is None:
+            return None
+        self._resume = self._head()
+        copy = worker.copy
+        again = self.place in self._run.heads  # This process has moved on since.
+        if copy is None or copy.place not in ("", self.place) or again:
+            copy = None
+        elif self._resume is not None and self._resume != worker.resume and copy.step <= self._resume.reached:
+            copy = None  # Another directory's commit made it look newer than it is.
+        if copy is None:
+            if self._resume is not None:
+                self._committer.resumed(self._resume)
+            return None
+        payload = handover.read(worker)
+        if self._resume is not None and copy.step < self._resume.reached:
+            away, back = (self._resume.step, self._resume.node), copy.step
+            _log.warning("the checkpoint of step %d is away with %s; going back to step %d, in memory", *away, back)
+        self._committer.descends_from(self._resume)
+        return payload
+
+    def _head(self) -> Commit | None:
+        """This directory's head: as this process has made it, the run's resume point, or what etcd says."""
+        worker = self._worker
+        assert worker is not None, "only a run has heads"
+        if self.place in self._run.heads:
+            return self._run.heads[self.place]
+        if worker.resume is not None and worker.resume.place in ("", self.place):
+            return worker.resume
+        head = self._ask(take=False).data.get("head")
+        return None if head is None else Commit.from_fields(head)
+
+    def _take(self) -> Owner | None:
+        """Take the directory for this run."""
+        if self._worker is None:
+            return take_alone(self._archive.path)
+        self._ask(take=True)
         return None
+
+    def _ask(self, *, take: bool) -> Reply:
+        """What the agent knows of this directory. Raises DuplicateError when another live run saves there."""
+        agent = link.agent_link()
+        if agent is None:
+            return Reply(0, ok=True)
+        asked = agent.request(lambda number: Own(number, str(self._archive.path), self.place, take))
+        reply = asked.wait(OWN_TIMEOUT_S)
+        reason = f"no answer in {OWN_TIMEOUT_S:.0f} s" if reply is None else reply.reason
+        if reply is not None and reply.ok:
+            return reply
+        if reason.startswith(TAKEN):
+            raise duplicate(self._archive.path, reason.removeprefix(TAKEN))
+        raise RuntimeError(explain("the agent cannot say who saves here", self._shown, got=reason))
 
     def _from_disk(self, search: Search) -> State | None:
         """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
@@ -247,7 +341,9 @@ class Checkpointer:
         rank, _ = collective.rank_and_world()
         if outcome.choice.what in ("refuse", "away"):
             text = self._refusal(outcome) if rank == 0 else ""
-            kind = CheckpointAwayError if outcome.choice.what == "away" else CheckpointError
+            # An older copy in memory can only stand in for the run's own resume point.
+            away = outcome.choice.what == "away" and self._worker is not None and self._resume == self._worker.resume
+            kind = CheckpointAwayError if away else CheckpointError
             raise kind(bytes(collective.broadcast_bytes(text.encode())).decode())
         found = outcome.found
         if rank == 0:
@@ -261,10 +357,10 @@ class Checkpointer:
         data, commit, manifest = found.data, found.manifest.commit, found.manifest
         if data is None:
             data = parse(collective.intact(found.payload, commit.size, commit.digest))
-        return State(commit.step, commit.epoch, manifest.world_size, manifest.run, data)
+        return State(commit.step, commit.epoch, manifest.world_size, manifest.run, data, commit.reached)
 
     def _report(self, found: Found) -> None:
-        resume = None if self._worker is None else self._worker.resume
+        resume = self._resume
         commit, run = found.manifest.commit, found.manifest.run
         if resume is None:
             place = f"{self._shown.rstrip('/')}/" + (f" on {found.where}" if found.where else "")
@@ -284,11 +380,11 @@ class Checkpointer:
     def _how_to_start_over(self) -> str:
         if self._worker is None:
             return "ELASTICRT_FRESH=1"
-        return "--fresh" if self._worker.resume is None else "--fresh with another --run-id"
+        return "--fresh" if self._resume is None else "--fresh with another --run-id"
 
     def _refusal(self, outcome: Outcome) -> str:
         """Why the run stops here, for whoever has to decide what is to become of it."""
-        resume = None if self._worker is None else self._worker.resume
+        resume = self._resume
         found = "; ".join(outcome.troubles)
         if outcome.choice.what == "refuse" or resume is None:
             how = self._how_to_start_over()
@@ -331,14 +427,21 @@ class Checkpointer:
                 parent="" if parent is None else parent.nonce,
                 world_size=world_size,
                 about=about,
+                place="" if self._worker is None else self.place,
+                total=self._total,
             )
         except (OSError, Unfit) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
+            self._missed(CheckpointError, step, str(error))
             return
         refusal = self._committer.commit(manifest.commit)
         if refusal:
+            if refusal.startswith(TAKEN):
+                raise duplicate(self._archive.path, refusal.removeprefix(TAKEN))
             _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
+            self._missed(RuntimeError, step, refusal)
             return
+        _unsaved.pop((os.getpid(), self._archive.path), None)
         try:
             self._archive.mark(manifest.commit)
         except OSError as error:
@@ -357,7 +460,10 @@ def _from_memory(search: Search, described: dict[str, Any], payload: bytearray |
     sent = collective.broadcast_bytes(b"" if payload is None else payload)
     commit = described["commit"]
     data = parse(sent if payload is not None else collective.intact(sent, commit["size"], commit["digest"]))
-    return State(commit["step"], commit["epoch"], described["world_size"], described["run"], data)
+    total = commit["step"]
+    ours = data.get(OURS)
+    step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else total
+    return State(step, commit["epoch"], described["world_size"], described["run"], data, total)
 
 
 def _start_over(fresh: bool) -> bool:
@@ -369,12 +475,28 @@ def _start_over(fresh: bool) -> bool:
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
+_unsaved: dict[tuple[int, Path], Exception] = {}
+"""Directories whose last save by a process has come to nothing, and why: at the end of a script that is a failure."""
+
 
 @atexit.register
 def _finish_saves() -> None:
-    """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody."""
+    """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody.
+
+    A script that ends well although its last state is not saved has failed: what it has trained is lost.
+    """
     for checkpointer in list(_live):
         try:
             checkpointer.wait(60.0)
         except Exception as error:  # noqa: BLE001  At exit there is nobody left to raise it to.
             _log.warning("the last save failed: %s: %s", type(error).__name__, error)
+    missed = next((missed for (pid, _), missed in _unsaved.items() if pid == os.getpid()), None)
+    if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
+        return
+    say(f"error: {missed}")
+    code = missed.exit_code if isinstance(missed, ElasticError) else 1
+    write_error_file(missed, code if code != 1 else 0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # There is no other way to another exit code from here.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.contract.messages import Reply, Save
 from elasticrt.train.link import Link, Pending
+from elasticrt.train.places import run_of
 
 _log = logging.getLogger(__name__)
 
@@ -27,16 +28,25 @@ class Committer:
         parent: the commit that the present state descends from; None at the beginning of a history.
     """
 
-    def __init__(self, worker: WorkerEnv | None, link: Link | None) -> None:
+    def __init__(self, worker: WorkerEnv | None, link: Link | None, place: str) -> None:
         self._link = link
         self._agent = worker is not None and link is not None
+        self._run = run_of(worker)
+        self._place = place
+        self._joined = False  # Whether it is known what the state descends from; else it must not replace anything.
         self._head = ""
         self._open: tuple[Commit, Pending] | None = None
         self.parent: Commit | None = None
 
     def resumed(self, resume: Commit) -> None:
-        """The generation record says that `resume` is the head."""
+        """The run says that `resume` is this directory's head."""
         self._head = resume.nonce
+        self._run.heads[self._place] = resume
+        self.joined()
+
+    def joined(self) -> None:
+        """The present state descends from this directory's head, or there is none."""
+        self._joined = True
 
     def descends_from(self, resume: Commit | None) -> None:
         """The state comes from memory; `resume`, if any, is the head that it descends from."""
@@ -47,14 +57,15 @@ class Committer:
     def move(self, worker: WorkerEnv) -> None:
         """Another generation, whose record says what the head is. That answers what was asked in the last one."""
         self._open = None
-        if worker.resume is not None:
+        if worker.resume is not None and worker.resume.place in ("", self._place):
             self.descends_from(worker.resume)
+        self.joined()
 
     def went_to(self, commit: Commit) -> None:
         """`commit` is what was restored: make it the head if it is not. Should that fail, the next save does it too."""
         self.parent = commit
         if commit.nonce != self._head:
-            refusal = self.commit(commit)
+            refusal = self.commit(replace(commit, place=self._place))
             if refusal:
                 _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
 
@@ -63,13 +74,14 @@ class Committer:
         if not self._agent or self._link is None:
             self._accepted(commit)
             return ""
-        replaces = self._head
-        pending = self._link.request(lambda number: Save(number, asdict(commit), replaces))
-        reply = pending.wait(COMMIT_TIMEOUT_S)
-        if reply is None:
-            self._open = (commit, pending)
-            return f"no answer from the agent in {COMMIT_TIMEOUT_S:.0f} s; it may still happen"
-        return self._conclude(commit, reply)
+        with self._run.committing:
+            replaces = self._run.head if self._joined else ""
+            pending = self._link.request(lambda number: Save(number, asdict(commit), replaces))
+            reply = pending.wait(COMMIT_TIMEOUT_S)
+            if reply is None:
+                self._open = (commit, pending)
+                return f"no answer from the agent in {COMMIT_TIMEOUT_S:.0f} s; it may still happen"
+            return self._conclude(commit, reply)
 
     def settle(self, mark: Callable[[Commit], None]) -> None:
         """Before another commit: hear the answer that was missing, if it is there by now, and mark what it accepted."""
@@ -93,5 +105,6 @@ class Committer:
         return ""
 
     def _accepted(self, commit: Commit) -> None:
-        self._head = commit.nonce
-        self.parent = commit
+        self._head = self._run.head = commit.nonce
+        self._run.heads[self._place] = self.parent = commit
+        self.joined()

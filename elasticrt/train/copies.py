@@ -76,7 +76,8 @@ class Copies:
         budget: the share of the time, 0 for no copies.
     """
 
-    def __init__(self, worker: WorkerEnv | None, budget: float) -> None:
+    def __init__(self, worker: WorkerEnv | None, budget: float, place: str = "") -> None:
+        self._place = place
         takes = worker is not None and worker.local_rank == 0 and budget > 0 and link.agent_link() is not None
         self._budget = budget if takes else 0.0
         self._not_before = math.inf
@@ -141,7 +142,7 @@ class Copies:
             return
         try:
             size, digest = handover.write(fd, copied)
-            agent.say(Copied(step, epoch, size, digest), [fd])
+            agent.say(Copied(step, epoch, size, digest, self._place), [fd])
         except OSError as error:
             _log.warning("no copies are kept in memory any more: %s", error)
             return

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from elasticrt.contract.modes import DIRECTORY_MODE, FILE_MODE
+
 GATHERED_BYTES_MAX = 1 << 16
 """How much of small writes a file is written at once."""
 
@@ -120,7 +122,7 @@ class Directory:
         """
         self._check_same()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o666, dir_fd=self.fd)
+        fd = os.open(temporary, flags, FILE_MODE, dir_fd=self.fd)
         try:
             try:
                 sink = _HashingSink(fd)
@@ -171,7 +173,8 @@ def _make(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):  # Somebody else was faster.
-            os.mkdir(each)  # noqa: PTH102  All changes go through `os`, so that tests can stand in for it.
+            # All changes go through `os`, so that tests can stand in for it.
+            os.mkdir(each, DIRECTORY_MODE)  # noqa: PTH102
         with contextlib.suppress(PermissionError):  # One may write to it and not read it; then nobody can sync it.
             sync_directory(each.parent)
 

@@ -28,6 +28,9 @@ from elasticrt.train import link
 
 _log = logging.getLogger(__name__)
 
+left = False
+"""Whether this process has left its loop to hand over: it ends, and what it has not saved it has handed over."""
+
 POLL_S = 0.0005
 HOLD_S_MAX = 120.0
 """An agent that asks to hold and then says nothing for so long has forgotten us: go on. It ends us if that is wrong."""
@@ -50,7 +53,7 @@ def must_leave(page: Page, step: int) -> bool:
     return False
 
 
-def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int) -> None:
+def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int, place: str = "") -> None:
     """Hand over after `step` and leave the loop: raises `Handover`. `state` is None where no copy is to be taken."""
     size, digest = 0, ""
     if state is not None and worker.copy_fd >= 0:
@@ -60,8 +63,10 @@ def leave(worker: WorkerEnv, state: dict[str, Any] | None, step: int, epoch: int
             _log.warning("no copy of the state was taken (%s); training resumes from the last checkpoint", error)
     agent = link.agent_link()
     if agent is not None:
-        agent.say(HandedOver(step, epoch, size, digest))
+        agent.say(HandedOver(step, epoch, size, digest, place))
     _be_quiet_about_it()
+    global left  # noqa: PLW0603  A process hands over once.
+    left = True
     raise Handover(f"the membership changes: all workers stop after step {step}")
 
 

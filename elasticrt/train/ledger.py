@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from elasticrt.contract.book import SUFFIX, Closing, Entry, Link, Opening, end_line
+from elasticrt.contract.modes import FILE_MODE, make_directory
 from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train import link
 from elasticrt.train.collective import rank_and_world
@@ -78,9 +79,9 @@ class Ledger:
         generation, self._start, self._began_at = worker.generation if worker else 0, start, position.steps
         name = f"generation-{generation}-{start}-rank-{rank}{SUFFIX}"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(self._directory / name, flags, 0o666)
+            self._fd = os.open(self._directory / name, flags, FILE_MODE)
             # Only now: NFS may show a listing of half a minute ago to a node that has changed nothing in the directory.
             there = starts(each.name for each in self._directory.iterdir())
         except OSError as error:

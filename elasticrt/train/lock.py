@@ -14,6 +14,8 @@ import os
 import threading
 from pathlib import Path
 
+from elasticrt.contract.modes import FILE_MODE
+
 _threads: dict[str, threading.Lock] = {}
 _HOLDER_BYTES = 200
 
@@ -34,7 +36,7 @@ class FileLock:
         try:
             if self._fd < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._fd = os.open(self._path, flags, 0o666)
+                self._fd = os.open(self._path, flags, FILE_MODE)
             held = self._lock()
             if held:
                 os.ftruncate(self._fd, 0)

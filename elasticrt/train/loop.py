@@ -28,6 +28,7 @@ from elasticrt.train.feed import check_loader, check_resumable, feed, samples_pe
 from elasticrt.train.in_place import InPlace, Undo
 from elasticrt.train.ledger import Ledger
 from elasticrt.train.order import Share
+from elasticrt.train.places import run_of
 from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
@@ -36,8 +37,11 @@ from elasticrt.train.share import Standing, share
 from elasticrt.train.shield import Shield
 from elasticrt.train.weighting import Weighting
 
+_entered: list[bool] = []
+"""One for each Loop that this process has entered."""
+
 _running: list[Loop] = []
-"""The loop that is inside `epochs`; one at a time, because page, hooks and checkpoints are this process's."""
+"""The loops that are inside `epochs`, the outermost first; each has a checkpoint directory of its own."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Loop:
         self._reporter: Reporter | None = None
         self._worker, self._page = link.worker_env(), link.status_page()
         self._shield = Shield(self._page)
-        self._copies = Copies(self._worker, memory)
+        self._run = run_of(self._worker)
+        self._copies = Copies(self._worker, memory, self._checkpointer.place)
         self._ledger = Ledger(ledger, sampler)
         self._share: Share | None = None  # What is being trained; None between batches.
         self._step_samples = self._pass = 0
@@ -119,7 +124,7 @@ class Loop:
         self._in_step = self._within_step = self._accumulates = False
         self._whole = True  # Whether the state is that of just the steps that are done.
         self._moves = 0  # How often this process has got another place.
-        self._redo = False
+        self._redo = self._only = False
         self._completes = True
         self._in_place = InPlace(stateful_objects.values())
         modules = [each for each in self._objects.values() if isinstance(each, torch.nn.Module)]
@@ -182,12 +187,19 @@ class Loop:
                 self._position = self._position.closed(cut_short=cut_short)
                 self._boundary()
             self._save_last()
+            self._checkpointer.finish()
         finally:
             self._leave()
 
     def _enter(self) -> None:
-        if _running:
-            raise ConfigError(explain("another Loop is running", "epochs", remedy="Finish one before the next"))
+        if any(other._checkpointer.place == self._checkpointer.place for other in _running):
+            raise ConfigError(
+                explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
+            )
+        for other in _running:
+            other._in_place.end()
+        self._only = not _entered
+        _entered.append(True)
         if self._in_place.beside:
             self._whole = False
             self._in_place.announce_ready()
@@ -201,7 +213,7 @@ class Loop:
         self._hooks += [each.register_step_post_hook(self._after_optimizer) for each in optimizers]
         self._stage = "running"
         self._shield.raise_()
-        self._copies.begin(time.monotonic(), self._position.steps)
+        self._copies.begin(time.monotonic(), self._run.total)
         _running.append(self)
 
     def _begin_with_all(self) -> None:
@@ -218,10 +230,10 @@ class Loop:
         """The state is that of the generation that begins: tell who watches. `start`: its name in the ledger."""
         self._numbers.begin_step(self._position)
         self._ledger.open(start, self._position)
-        self._reporter = Reporter(self._position.steps)
+        self._reporter = Reporter(self._run.total)
         if self._page is not None:
             self._page.restored_at_ns = time.monotonic_ns()
-        self._reporter.entered(self._position.steps + 1)
+        self._reporter.entered(self._run.total + 1)
 
     def _leave(self) -> None:
         self._in_place.end()
@@ -371,7 +383,8 @@ class Loop:
         self._check_running("step")
         if self._in_step:
             raise ConfigError(explain("a step inside a step", "step", expected="one `with loop.step():` at a time"))
-        self._in_place.begin(self._loader if self._share is not None else None)
+        if self._only:  # A newcomer could not know which of several loops the others are in.
+            self._in_place.begin(self._loader if self._share is not None else None)
         self._in_step, self._redo = True, False
         if self._share is None:
             self._stepped = False
@@ -453,7 +466,7 @@ class Loop:
         numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
         return {
             **stateful.collect(self._objects),
-            stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger},
+            stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger, "total": self._run.total},
         }
 
     def _take_over(self, data: dict[str, Any]) -> None:
@@ -466,6 +479,7 @@ class Loop:
         self._ledger.restored(ours["ledger"])
         self.vars.clear()
         self.vars.update(ours["vars"])
+        self._run.total = ours["total"]
         self._numbers.take_over(ours["rng"], ours["alike"], self._position.steps)
 
     @contextmanager
@@ -515,30 +529,32 @@ class Loop:
         elif self._sampler is not None:
             self._sampler.advance(self._step_samples)
         self._position = self._position.stepped()
+        self._run.total += 1
         if self._reporter is not None:
-            self._reporter.finished(self._position.steps, self._position.epoch)
+            self._reporter.finished(self._run.total, self._position.epoch)
 
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         now = time.monotonic()
         self._save_if_due(now)
-        if self._copies.due(now, self._position.steps):
-            self._copies.take(self._state(), self._position.steps, self._position.epoch)
+        total = self._run.total
+        if self._copies.due(now, total):
+            self._copies.take(self._state(), total, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()
         if self._in_place.has_seat:
             self._go_on()
-        elif self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):
+        elif self._page is not None and self._page.stop and handover.must_leave(self._page, total):
             assert self._worker is not None, "who has a page has an agent"
             if self._page.save:
                 self._save_last()
             if self._in_place.possible:
-                handover.stay(self._position.steps, self._position.epoch)
+                handover.stay(total, self._position.epoch)
                 self._go_on()
                 return
             self._copies.wait()
             state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
-            handover.leave(self._worker, state, self._position.steps, self._position.epoch)
+            handover.leave(self._worker, state, total, self._position.epoch, self._checkpointer.place)
         self._numbers.begin_step(self._position)
 
     def _interrupted(self) -> None:
@@ -569,7 +585,8 @@ class Loop:
     def _save_last(self) -> None:
         self._ledger.end(self._position.steps)
         if self._rank == 0:
-            if self._position != self._saved:
+            self._checkpointer.wait()
+            if self._position != self._saved or self._checkpointer.missed:
                 self._save()
             self._checkpointer.wait()
 

@@ -154,26 +154,31 @@ class History:
         return max((m.commit.serial for m in self.manifests.values()), default=0)
 
 
-def doomed(history: History, names: list[Name], head: str, keep: int, generation: int) -> list[str]:
-    """Stems that may be deleted now that `head` is committed in `generation`.
+def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[str]:
+    """Stems that may be deleted now that `head` is committed.
 
     Kept are the `keep` newest of the head's chain, every other committed chain, and everything that could belong to
-    somebody newer: more steps than the head, or this or a later generation without being committed. If a later
-    generation has left anything at all here, this process is no longer the one to tidy up.
+    somebody newer: more steps than the head, or without a commit and not there `before`. Nothing goes where somebody
+    newer has written a checkpoint: then this process is no longer the one to tidy up.
+
+    Generation numbers tell nothing here, because each store counts its own; who is newer is told by serial numbers.
+
+    Args:
+        history: what the directory tells.
+        names: the files in it.
+        head: the commit's nonce; its writer was the only one that could commit since it claimed the directory.
+        keep: how many to keep.
+        before: nonces that were there when its writer claimed the directory. Who wrote them cannot commit any more.
     """
-    if any(name.generation > generation for name in names):
-        return []
     chain = [m.commit for m in history.lineage(head)]
-    if not chain:
+    if not chain or history.serial > chain[0].serial:
         return []
     kept = {c.nonce for c in chain[:keep]}
     surplus = {c.nonce for c in chain[keep:]}
     committed = {m.commit.nonce for m in history.committed()} | set(history.marked)
     stems: dict[str, None] = {}
     for name in names:
-        orphan = name.nonce not in committed and name.step <= chain[0].step and name.generation < generation
-        # Without an agent every generation is 0; the directory's lock then says that nobody else is saving here.
-        orphan = orphan or (generation == 0 and name.nonce not in committed and name.step <= chain[0].step)
+        orphan = name.nonce in before and name.nonce not in committed and name.step <= chain[0].step
         if name.nonce not in kept and (name.nonce in surplus or orphan):
             stems[name.stem] = None
     return list(stems)

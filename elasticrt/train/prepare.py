@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.contract.modes import DIRECTORY_MODE, make_directory
 from elasticrt.errors import ConfigError, PreparationError, explain
 from elasticrt.train import link
 from elasticrt.train.lock import FileLock
@@ -100,7 +101,7 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
         return target
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(target.parent)
         agent = link.agent_link() if scope == "shared" else None
         if agent is None:
             _through_lock(target, build, version, deadline)
@@ -162,7 +163,7 @@ def _through_lock(target: Path, build: Callable[[Path], object], version: str, d
 def _build(target: Path, workshop: Path, build: Callable[[Path], object], version: str) -> Path:
     """Run the user's function in a private directory; the complete, synced result. Raises PreparationError."""
     try:
-        workshop.mkdir()
+        workshop.mkdir(DIRECTORY_MODE)
         try:
             build(workshop)
         except (Exception, SystemExit) as error:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticrt.contract.modes import write_text
 from elasticrt.errors import PreparationError, explain
 from elasticrt.train.files import sync_directory, sync_tree
 
@@ -36,7 +37,7 @@ class Record:
                 explain("the build function made nothing", shown, got="an empty directory", expected="some file")
             )
         text = json.dumps({"format": _FORMAT, "version": version, "files": files}, indent=1)
-        (directory / RECORD).write_text(text + "\n")
+        write_text(directory / RECORD, text + "\n")
         sync_tree(directory)
 
     @staticmethod
@@ -113,7 +114,7 @@ def _refresh(directory: Path, record: dict[str, Any]) -> None:
         entry["mtime_ns"] = (directory / entry["path"]).stat().st_mtime_ns
     temporary = directory / f"{RECORD}.new"
     with contextlib.suppress(OSError):  # Data may be read-only here; then it is digested once for each process.
-        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        write_text(temporary, json.dumps(record, indent=1) + "\n")
         temporary.replace(directory / RECORD)
 
 
@@ -148,7 +149,7 @@ class Failure:
     def leave(self, target: Path) -> None:
         """Write the note. Without it (disk full) those who wait build and fail by themselves."""
         with contextlib.suppress(OSError):
-            self._path(target).write_text(json.dumps(asdict(self)))
+            write_text(self._path(target), json.dumps(asdict(self)))
 
 
 def attempt() -> str:

@@ -75,11 +75,12 @@ class Search:
     Args:
         archive: this rank's directory.
         worker: who this process is; None without an agent.
+        resume: the head of this directory as the run knows it, if it does.
     """
 
-    def __init__(self, archive: Archive, worker: WorkerEnv | None) -> None:
+    def __init__(self, archive: Archive, worker: WorkerEnv | None, resume: Commit | None) -> None:
         self._archive = archive
-        self._resume = None if worker is None else worker.resume
+        self._resume = resume
         self._rank = collective.rank_and_world()[0]
         self._name = f"rank {self._rank}" if worker is None else f"node {worker.node}"
         self._left: list[tuple[int, Manifest]] = []

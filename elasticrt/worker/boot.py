@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.error_file import text_of
 from elasticrt.contract.messages import HANDED_OVER_CODE
 from elasticrt.errors import Handover
 from elasticrt.worker import ending, groups, learn, pulse, store
@@ -186,7 +187,7 @@ def _exit_code(code: object) -> int:
         return 0
     if isinstance(code, int):
         return code & 0xFF
-    print(ending.text_of(code), file=sys.stderr)  # noqa: T201  As Python does.
+    print(text_of(code), file=sys.stderr)  # noqa: T201  As Python does.
     return 1
 
 

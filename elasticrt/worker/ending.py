@@ -7,13 +7,11 @@ import contextlib
 import ctypes
 import gc
 import io
-import json
 import os
 import re
 import signal
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,57 +19,20 @@ from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from elasticrt.contract import error_file
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.collateral import is_collateral
+from elasticrt.contract.error_file import text_of
 from elasticrt.contract.messages import Done, Release
-from elasticrt.errors import CheckpointError, ConfigError, PreparationError
+from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, PreparationError
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 def write_error_file(error: BaseException) -> None:
-    """Describe `error` in $TORCHELASTIC_ERROR_FILE, in torchelastic's form, unless the script has done so itself.
-
-    `exit_code_hint` is ours: it marks errors that a restart cannot cure.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    message = {
-        "message": f"{type(error).__name__}: {text_of(error)}",
-        "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-            "timestamp": str(int(time.time())),
-        },
-    }
-    content: dict[str, object] = {"message": message}
-    final = isinstance(error, (CheckpointError, PreparationError))
-    if final:
-        content["exit_code_hint"] = error.exit_code  # type: ignore[attr-defined]
-    try:
-        # `@record` has written it where the script uses that; only the hint is worth writing it anew.
-        if final or not os.path.getsize(path):  # noqa: PTH202  One call.
-            Path(path).write_text(json.dumps(content))
-    except FileNotFoundError:
-        _write_new(path, content)
-    except OSError as problem:
-        print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
-
-
-def text_of(value: object) -> str:
-    """`str(value)`, of a value of the script's, whose own method may raise."""
-    try:
-        return str(value)
-    except BaseException as error:  # noqa: BLE001  As an interpreter does in a traceback.
-        return f"<{type(value).__name__}: its __str__ raises {type(error).__name__}>"
-
-
-def _write_new(path: str, content: dict[str, object]) -> None:
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content))
-    except OSError as problem:
-        print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
+    """Describe `error` for the agent; errors that a restart cannot cure are marked."""
+    final = isinstance(error, (CheckpointError, DuplicateError, PreparationError))
+    error_file.write_error_file(error, error.exit_code if final else 0)  # type: ignore[attr-defined]
 
 
 def in_short(error: BaseException) -> str:
@@ -89,7 +50,7 @@ def in_short(error: BaseException) -> str:
         return ""
     callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
-    if isinstance(error, (ConfigError, CheckpointError)):
+    if isinstance(error, (ConfigError, CheckpointError, DuplicateError)):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
     said = text_of(error)
     if not is_collateral(type(error).__name__, said, callstack):

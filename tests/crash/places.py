@@ -13,6 +13,7 @@ import torch
 from elasticrt import Checkpointer
 from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.train import archive
+from elasticrt.train.places import Run
 
 SIZE = 400
 WORKER = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 2, "nonce", "node", "")
@@ -55,6 +56,7 @@ def restored(directory: Path, head: Commit | None = None) -> int:
     if head is not None:
         worker = replace(WORKER, resume=head)
         loader._worker, loader._archive = worker, archive.Archive(directory, 3, worker)
+        loader._run = Run(head.nonce)
     try:
         found = loader.restore()
     finally:

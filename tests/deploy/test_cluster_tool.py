@@ -129,7 +129,11 @@ def test_a_run_over_three_hosts(tmp_path: Path) -> None:
     here = re.search(r"this machine is ([0-9.]+)", tool("up").stdout)
     assert here is not None
     bin_ = Path(sys.executable).parent
-    processes = [subprocess.Popen([bin_ / "elasticrt", "etcd", "--listen", f"{here[1]}:2379"], stdout=subprocess.PIPE)]
+    processes = [
+        subprocess.Popen(
+            [bin_ / "elasticrt", "etcd", "--insecure-etcd", "--listen", f"{here[1]}:2379"], stdout=subprocess.PIPE
+        )
+    ]
     assert processes[0].stdout is not None
     assert b"serves at" in processes[0].stdout.readline()
     (tmp_path / "train.py").write_text(TRAIN.format(directory=str(tmp_path)))

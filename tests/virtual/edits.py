@@ -62,7 +62,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a key made anew keeps its seniority": ((_VIEW, "_member", "oldest = None if again and view.oldest == node else view.oldest", "oldest = view.oldest"),),
     "a seat from the last generation's roster": ((_VIEW, "View.roster_known", "self.generation is None or self.roster_nonce == self.generation.record.nonce", "True"),),
     "silence is for ever": ((_DECIDE, "_fence_or_wait", "and verdict.asked_at >= key.since", ""),),
-    "numbers skip": ((_LED, "publish", "for entry in chosen)]) + 1", "for entry in chosen)]) + 2"),),
+    "numbers skip": ((_LED, "publish", "in view.members.values())]) + 1", "in view.members.values())]) + 2"),),
     "ranks count nodes": ((_SEATS, "seats_for", "offset += member.workers", "offset += 1"),),
     "max-nodes is not looked at": ((_SEATS, "seat_order", "[:most]", ""),),
     "min-nodes is not looked at": (
@@ -93,26 +93,26 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a new life keeps its claims": ((_A + "agent", "Agent._left_out", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
-        (_LED, "_least_step", "-1 if looked_for and not here else head.step", "-1"),
+        (_LED, "_least_step", "-1 if looked_for and not here else head.reached", "-1"),
     ),
     "nobody goes back behind a checkpoint that is lost": ((_LED, "_least_step", "looked_for and not here", "False"),),
     "a checkpoint is passed over although its node is back": (
         (_LED, "_least_step", "looked_for and not here", "looked_for"),
     ),
     "who has gone back goes to the lost checkpoint again": (
-        (_LED, "_least_step", "same and before.memory is not None and before.memory.step <= head.step", "False"),
+        (_LED, "_least_step", "same and before.memory is not None and before.memory.step <= head.reached", "False"),
     ),
     "a copy of another generation than the lost checkpoint's is resumed from": (
         (_A + "memory", "Memory._best_spare", "self._generation != head.generation", "False"),
     ),
     "a copy of a later step than the lost checkpoint's is resumed from": (
-        (_A + "memory", "Memory._best_spare", " if copy.step <= head.step", ""),
+        (_A + "memory", "Memory._best_spare", " if copy.step <= head.reached", ""),
     ),
     "no copy is spared": (
         (_A + "memory", "Memory.renew", "(None, -1) if resumed or head is None else self._best_spare(head)", "(None, -1)"),
     ),
     "what the run has gone back to is let go": (
-        (_A + "memory", "Memory._best_spare", "gone_back = self.kept is not None and self.kept.step <= head.step", "gone_back = False"),
+        (_A + "memory", "Memory._best_spare", "gone_back = self.kept is not None and self.kept.step <= head.reached", "gone_back = False"),
     ),
     "a copy that does not descend from the head is resumed from": (
         (_LED, "_newest_copy", "head is not None and head.generation != before.number and head.nonce not in known", "False"),

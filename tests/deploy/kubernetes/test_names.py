@@ -17,7 +17,7 @@ from elasticrt.errors import StoreError
 from elasticrt.store import server
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.protocol import Credentials
+from elasticrt.store.protocol import Address, Credentials
 from tests.deploy.kubernetes.environment import environment
 from tests.deploy.kubernetes.finding import Doc, jobs, of_kind
 from tests.deploy.kubernetes.rendering import DEPLOY, OVERLAYS, documents, overlay
@@ -124,7 +124,7 @@ def test_etcd_and_agents_trust_each_other(certificates: dict[str, Path], tmp_pat
     with log.open("wb") as output:
         etcd = subprocess.Popen([server.find_binary()], env={**os.environ, **env}, stdout=output, stderr=output)
     try:
-        assert server.await_ready(etcd, "127.0.0.1", int(ports["2379"]), tls=True), log.read_text()
+        assert server.await_ready(etcd, Address("https", "127.0.0.1", int(ports["2379"]))), log.read_text()
         files = certificates["etcd-client-tls"]
         own = {name: str(files / file) for name, file in
                (("ca_file", "ca.crt"), ("cert_file", "tls.crt"), ("key_file", "tls.key"))}  # fmt: skip

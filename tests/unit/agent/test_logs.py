@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from elasticrt.agent import logs
 from elasticrt.agent.logs import ERR, LINE_MAX_BYTES, OUT, TAIL_LINES_MAX, Console, LogOptions, Output, Seat, Streams
 
 
@@ -242,3 +243,11 @@ def test_tail_is_bounded(screen):
         a.write(ERR, b"y" * 100_000)
     assert len(a.tail()) == 1
     assert len(a.tail()[0]) == 16 * 1024
+
+
+def test_the_newest_generation_of_a_run(tmp_path):
+    """Numbers of a run go on where its logs end, whatever its store remembers; other names are no generations."""
+    assert logs.newest_generation(tmp_path) == 0
+    for name in ("generation-2", "generation-11", "generation-x", "generation-", "generation-9" + "9" * 30, "other"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+    assert logs.newest_generation(tmp_path) == 11

@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.contract.messages import Message, Reply, Save
+from elasticrt.contract.messages import Message, Own, Reply, Save
 from elasticrt.train import link
 
 
@@ -21,6 +21,8 @@ class Agent:
 
     def __init__(self, head: str = "", answer: Callable[[Message], Reply | None] | None = None) -> None:
         self.head = head
+        self.taken = ""
+        self.heads: dict[str, dict[str, Any]] = {}
         self.messages: list[Message] = []
         self._answer = answer or self.fenced
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -31,11 +33,14 @@ class Agent:
 
     def fenced(self, message: Message) -> Reply | None:
         """What the transaction would say."""
+        if isinstance(message, Own):
+            return Reply(message.request, ok=not self.taken, reason=self.taken, data=self.heads.get(message.place, {}))
         if not isinstance(message, Save):
             return None
         if message.replaces != self.head:
             return Reply(message.request, ok=False, reason=f"the head is {self.head}")
         self.head = message.commit["nonce"]
+        self.heads[message.commit["place"]] = {"head": message.commit}
         return Reply(message.request, ok=True)
 
     def of(self, kind: type[Any]) -> list[Any]:

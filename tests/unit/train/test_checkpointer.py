@@ -17,7 +17,7 @@ from fake_worker import Agent, under
 
 from elasticrt import Checkpointer, CheckpointError, ConfigError
 from elasticrt.contract.env import Commit
-from elasticrt.contract.messages import Save
+from elasticrt.contract.messages import Reply, Save
 from elasticrt.errors import DuplicateError
 from elasticrt.train import archive
 from elasticrt.train.manifest import _check
@@ -429,7 +429,7 @@ def test_a_late_answer_counts(tmp_path, monkeypatch, caplog):
 
     def slowly(message):
         reply = agent.fenced(message)
-        if not late:
+        if isinstance(message, Save) and not late:
             late.append(reply)
             return None
         return reply
@@ -492,7 +492,10 @@ def test_a_damaged_head_goes_back_to_its_ancestor(tmp_path, monkeypatch, caplog)
     with under(agent, monkeypatch, resume=head, generation=2):
         save(tmp_path, 2)
         back, new = agent.of(Save)
-        assert (back.replaces, back.commit) == (head.nonce, commit_of(tmp_path, 1).__dict__)
+        assert (back.replaces, back.commit) == (
+            head.nonce,
+            {**commit_of(tmp_path, 1).__dict__, "place": back.commit["place"]},
+        )
         assert (new.replaces, new.commit["parent"]) == (back.commit["nonce"], back.commit["nonce"])
     assert "going back from step 3 to step 1" in caplog.text
 
@@ -506,6 +509,8 @@ def test_going_back_while_etcd_is_away(tmp_path, monkeypatch):
     answers = []
 
     def first_refused(message):
+        if not isinstance(message, Save):
+            return agent.fenced(message)
         answers.append(message)
         from elasticrt.contract.messages import Reply
 
@@ -528,14 +533,43 @@ def test_no_ancestor_left_is_final(tmp_path, monkeypatch):
 
 
 def test_a_stale_process_tidies_nothing_up(tmp_path, monkeypatch):
-    """Whoever sees files of a later generation deletes nothing (F09, S11)."""
+    """Whoever sees a checkpoint that somebody newer has written deletes nothing (F09, S11)."""
     save(tmp_path, 1, 2, 3)
-    (tmp_path / "step-9-g7-0123456789abcdef.pt").write_text("")
     head = commit_of(tmp_path, 3)
     agent = Agent(head=head.nonce)
     with under(agent, monkeypatch, resume=head, generation=6):
-        save(tmp_path, 4, keep=1)
-    assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 9]
+        saver = save(tmp_path, keep=1)
+        newer = Checkpointer(tmp_path, keep=10)
+        newer.restore()
+        newer._archive.write(state(4), step=4, epoch=0, nonce="f" * 16, parent=head.nonce, world_size=1, about={})
+        newer._archive.write(state(5), step=5, epoch=0, nonce="e" * 16, parent="f" * 16, world_size=1, about={})
+        saver.save(state(4), step=4)
+        assert saver.wait()
+    assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 4, 5]
+
+
+@pytest.mark.parametrize("planted", ["step-1-g999999999-0123456789abcdef", "step-999-g999999999-0123456789abcdef"])
+@pytest.mark.parametrize("suffix", [".pt", ".json", ".committed"])
+def test_a_planted_name_does_not_end_the_tidying(tmp_path, monkeypatch, planted, suffix):
+    """Only a whole manifest tells that somebody newer has been here (S11)."""
+    save(tmp_path, 1, 2)
+    (tmp_path / (planted + suffix)).write_text("")
+    head = commit_of(tmp_path, 2)
+    with under(Agent(head=head.nonce), monkeypatch, resume=head, generation=3):
+        save(tmp_path, 3, 4, keep=2)
+    assert {3, 4} <= set(steps_on_disk(tmp_path)) <= {3, 4, 999}
+
+
+def test_generations_of_another_store_do_not_matter(tmp_path, monkeypatch):
+    """A run that has reached generation 7, then another one in the same directory: `keep` holds, orphans go (S11)."""
+    with under(Agent(), monkeypatch, generation=7):
+        save(tmp_path, 1, 2, keep=2)
+    (tmp_path / "step-2-g7-0123456789abcdef.pt").write_text("")
+    (tmp_path / ".saving-step-2-g8-1123456789abcdef").write_text("")
+    with under(Agent(), monkeypatch, generation=1, run_id="another"):
+        save(tmp_path, *range(3, 9), keep=2)
+    assert steps_on_disk(tmp_path) == [7, 8]
+    assert not list(tmp_path.glob(".saving-*"))
 
 
 def test_orphans_of_earlier_generations_are_tidied_up(tmp_path, monkeypatch):
@@ -550,13 +584,61 @@ def test_orphans_of_earlier_generations_are_tidied_up(tmp_path, monkeypatch):
     assert steps_on_disk(tmp_path) == [1, 4, 8]
 
 
-def test_one_directory_for_a_run(tmp_path, monkeypatch):
-    """A second directory under an agent would take over the run's head."""
+def test_several_directories_of_a_run(tmp_path, monkeypatch):
+    """Each has a head of its own, and all commits are the run's: in turns, and after a restart."""
     agent = Agent()
     with under(agent, monkeypatch):
-        save(tmp_path / "a", 1)
-        with pytest.raises(ConfigError, match="one checkpoint directory"):
-            save(tmp_path / "b", 1)
+        first, second = save(tmp_path / "one", 1), save(tmp_path / "two", 1)
+        first.save(state(7), step=7)
+        assert first.wait()
+        second.save(state(2), step=2)
+        assert second.wait()
+        assert [saver.head_step for saver in (first, second)] == [7, 2]
+        assert restored(tmp_path / "one") == 7, "this process has moved on"
+    for path in (tmp_path / "one").glob("*.committed"):
+        path.unlink()
+    head = commit_of(tmp_path / "two", 2)
+    again = Agent(head=head.nonce)
+    again.heads = agent.heads
+    with under(again, monkeypatch, resume=head, generation=2):
+        assert restored(tmp_path / "one") == 7, "etcd knows the head, whatever the marks say"
+        save(tmp_path / "two", 3)
+        save(tmp_path / "three", 1)
+        assert restored(tmp_path / "two") == 3
+    assert commit_of(tmp_path / "two", 3).parent == head.nonce
+    assert commit_of(tmp_path / "three", 1).parent == ""
+
+
+def test_the_head_of_another_directory_is_lost(tmp_path, monkeypatch):
+    """It is never begun anew in silence, and an older copy of the run in memory is no help."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        save(tmp_path / "one", 1)
+        save(tmp_path / "two", 1)
+    head = commit_of(tmp_path / "two", 1)
+    shutil.rmtree(tmp_path / "one")
+    again = Agent(head=head.nonce)
+    again.heads = agent.heads
+    with under(again, monkeypatch, resume=head, node="z"), pytest.raises(CheckpointError) as caught:
+        restored(tmp_path / "one")
+    assert type(caught.value) is CheckpointError
+
+
+def test_a_live_run_saves_there(tmp_path, monkeypatch):
+    """F13: whoever the agent names; later, when another run has taken the directory, the next save ends this one."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        agent.taken = "taken: run other, process 3 on b"
+        with pytest.raises(DuplicateError, match="run other, process 3 on b"):
+            Checkpointer(tmp_path).begin()
+    agent = Agent()
+    with under(agent, monkeypatch):
+        saver = Checkpointer(tmp_path)
+        saver.begin()
+        agent._answer = lambda message: Reply(message.request, ok=False, reason="taken: run other")
+        saver.save(state(1), step=1)
+        with pytest.raises(DuplicateError, match="run other"):
+            saver.wait()
 
 
 def test_an_agent_that_dies_refuses(tmp_path, monkeypatch, caplog):
@@ -564,7 +646,10 @@ def test_an_agent_that_dies_refuses(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.WARNING)
     agent = Agent()
     with under(agent, monkeypatch):
+        saver = save(tmp_path)
+        saver.begin()
         agent.close()
-        save(tmp_path, 1)
+        saver.save(state(1), step=1)
+        assert saver.wait()
     assert "the agent is gone" in caplog.text
     assert not list(tmp_path.glob("*.committed"))

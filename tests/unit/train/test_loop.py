@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
+from elasticrt.contract.env import Commit
 from elasticrt.contract.messages import Save, Step
 from elasticrt.contract.page import STACKS_SIGNAL, Page
 from elasticrt.train import archive, link, order
@@ -499,14 +500,56 @@ def test_wrong_use(tmp_path, act, error):
 
 
 def test_used_twice(tmp_path):
-    """A Loop has one life, and one at a time runs in a process."""
+    """A Loop has one life, and one at a time runs in a directory."""
     run = Run(tmp_path / "a")
     run.to_the_end(1)
     with pytest.raises(ConfigError, match="used twice"):
         run.loop.epochs(1)
     with pytest.raises(ConfigError, match="another Loop"):
         for _ in Loop(tmp_path / "b").epochs(1):
-            next(Loop(tmp_path / "c").epochs(1))
+            next(Loop(tmp_path / "b").epochs(1))
+
+
+def steps_of(directory: Path, total: int, batches: int = 3) -> list[int]:
+    """The steps that a Loop of its own trains, as it counts them."""
+    loop, steps = Loop(directory, every="1 steps"), []
+    for _ in loop.epochs(total):
+        for _ in loop.batches(range(batches)):
+            steps.append(loop.steps)
+    return steps
+
+
+def test_several_loops_in_one_process(tmp_path, monkeypatch):
+    """Training before fine-tuning, folds, a search inside another loop: each goes on in its own directory.
+
+    The run's steps are counted over all of them, in the same way after a restart.
+    """
+
+    def script() -> list[list[int]]:
+        trained = [steps_of(tmp_path / "before", 1), steps_of(tmp_path / "fine", 2)]
+        outer = Loop(tmp_path / "search", every="1 steps")
+        for _ in outer.epochs(1):
+            for trial in outer.batches(range(2)):
+                trained.append(steps_of(tmp_path / f"trial-{trial}", 1))
+        return trained
+
+    agent = Agent()
+    page_fd = Page.create()
+    page = Page(page_fd)
+    with under(agent, monkeypatch, page_fd=page_fd):
+        assert script() == [[0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2]]
+        newest = agent.of(Save)[-1].commit
+        total = page.step
+        link.status_page().close()
+    assert total == newest["total"] == 3 + 6 + 3 + 3 + 2
+    again = Agent(head=newest["nonce"])
+    again.heads = agent.heads
+    with under(again, monkeypatch, resume=Commit.from_fields(newest), generation=2):
+        assert script() == [[], []]
+        assert again.of(Save) == []
+        assert steps_of(tmp_path / "more", 1) == [0, 1, 2]
+        assert again.of(Save)[-1].commit["total"] == total + 3
+    page.close()
 
 
 def test_loaders_that_do_not_fit(tmp_path):
