@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.contract.env import WorkerEnv
+from elasticrt.train.meeting_store import MeetingServer, MeetingStore
 
 RETIRED_S = 2.0
 """How long a group that was left is kept. Its threads may still be finishing works that failed, and take the
@@ -90,6 +91,8 @@ def _shut(fd: int) -> bool:
 
 
 SOCKETS = Sockets()
+_served: MeetingServer | None = None
+_store_in_use: Any = None
 _subgroups: list[Any] = []
 _retired: list[tuple[float, list[Any]]] = []
 
@@ -133,12 +136,14 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> No
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
+    global _store_in_use  # noqa: PLW0603  As below.
     timeout = datetime.timedelta(seconds=timeout_s)
     hook = sys.excepthook
     try:
         with SOCKETS.noted():
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
-            store = PrefixStore(prefix, _store(worker, meet_s))
+            _store_in_use = _store(worker, meet_s)  # Torch calls it, and does not keep it.
+            store = PrefixStore(prefix, _store_in_use)
             dist.init_process_group(
                 backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
             )
@@ -148,19 +153,14 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> No
 
 
 def _store(worker: WorkerEnv, meet_s: float) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is public, but not in its __all__.
-
-    listens: dict[str, Any] = {"is_master": worker.rank == 0}
-    if worker.rank == 0 and worker.listen_fd >= 0:
-        listens["master_listen_fd"] = worker.listen_fd
-    return TCPStore(
-        host_name=worker.master_addr,
-        port=worker.master_port,
-        world_size=worker.world_size,
-        timeout=datetime.timedelta(seconds=meet_s),
-        wait_for_workers=False,
-        **listens,
-    )
+    """The generation's store; rank 0 serves it, on the socket that its node has held for that."""
+    global _served  # noqa: PLW0603  This process takes part in one generation at a time.
+    if _served is not None:
+        _served.close()
+        _served = None
+    if worker.rank == 0:
+        _served = MeetingServer(socket.socket(fileno=worker.listen_fd), worker.nonce)
+    return MeetingStore(worker.master_addr, worker.master_port, worker.nonce, meet_s)
 
 
 def obstacle(layer: DistributedDataParallel) -> str:
