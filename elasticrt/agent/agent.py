@@ -114,6 +114,8 @@ class Agent(Cycle):
             self.voice.events.write("agent_stopped", code=code)
             self.voice.events.close()
             threading.excepthook = hook
+            # Python takes its handlers back before its process ends, and the alarm's own way is to kill.
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         return code
 
     def _told(self, number: int, _frame: object) -> None:

@@ -160,7 +160,8 @@ def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str
     if meeting.served is None or settings.serve is not None:
         carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []
         endpoints = meeting.endpoints if settings.serve is None else (settings.serve,)
-        return [*carries, f"join from any machine: {_line(*_etcd(endpoints), *run)}"]
+        where = "this" if all(map(is_loopback, endpoints)) else "any"
+        return [*carries, f"join from {where} machine: {_line(*_etcd(endpoints), *run)}"]
     outward = Address("http", outward_address() or "ADDRESS", DEFAULT_PORT)
     etcd = shell(("elasticrt", "etcd", "--listen", f"{outward.host}:{outward.port}", "--insecure-etcd"))
     return [

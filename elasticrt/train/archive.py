@@ -113,16 +113,6 @@ class Archive:
             ) from error
         return True
 
-    def check(self) -> None:
-        """Whether it can be read, if there is one. Raises CheckpointError."""
-        try:
-            if self._directory is not None:
-                self._directory.names()
-        except OSError as error:
-            raise CheckpointError(
-                explain("the checkpoint directory can't be read", str(self.path), got=str(error))
-            ) from error
-
     def claim(self, take: Callable[[], Owner | None]) -> None:
         """Before saving: refuse a directory that another live run saves to. `take` says who that is.
 

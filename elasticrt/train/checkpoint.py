@@ -242,10 +242,16 @@ class Checkpointer:
         rank, _ = collective.rank_and_world()
         payload: bytearray | None = None
         failure: ElasticError | None = None
+        search: Search | None = None
         verdict: dict[str, Any] = {"start": secrets.token_hex(8)}
         if rank == 0:
             try:
                 payload = self._prepare(claim)
+                search = Search(self._archive, self._worker, self._resume)
+                if payload is None:
+                    search.survey()
+                else:
+                    search.look_around()
             except ElasticError as error:
                 failure = error
                 verdict = {"error": str(error)}
@@ -259,8 +265,9 @@ class Checkpointer:
             raise failure if failure is not None else CheckpointError(verdict["error"])
         self.start = verdict["start"]
         self._resume = None if verdict["resume"] is None else Commit.from_json(verdict["resume"])
-        search = Search(self._archive, self._worker, self._resume)
-        search.look_around()
+        if search is None:
+            search = Search(self._archive, self._worker, self._resume)
+            search.look_around()
         if "copy" in verdict:
             state = _from_memory(search, verdict["copy"], payload)
         elif verdict["over"]:
@@ -282,7 +289,6 @@ class Checkpointer:
             self._archive.open(create=True)
             self._archive.claim(self._take)
         self._archive.open(create=False)
-        self._archive.check()
         if worker is None:
             return None
         self._resume = self._head()

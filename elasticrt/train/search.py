@@ -93,7 +93,7 @@ class Search:
         self._looks = self._rank == 0 or local_rank == "0"
 
     def look_around(self) -> None:
-        """`survey`, on another rank than 0: a directory that can't be used is a trouble, one that is missing is not."""
+        """`survey`, where others may have what is needed: a directory that can't be used is a trouble, no end."""
         if not self._looks:
             return
         try:

@@ -123,6 +123,15 @@ def test_where_it_leads(argv: list[str], env: dict[str, str], words: list[str]) 
     assert list(map(str, _agent(*line)[0].etcd)) == words[1:2]
 
 
+@pytest.mark.parametrize(("etcd", "whence"), [("unix:/run/etcd:0", "this"), ("127.0.0.1:5", "this"), ("a:5", "any")])
+def test_from_where_it_can_be_reached(etcd: str, whence: str) -> None:
+    """A socket or a port on loopback brings nodes of this machine only."""
+    settings, spec = _agent("--nnodes=1:3", f"--etcd={etcd}", "--insecure-etcd", "train.py")
+    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd, None)
+    (line,) = how_to_join(settings, spec, meeting)
+    assert line.startswith(f"join from {whence} machine: elasticrt run --etcd ")
+
+
 @pytest.mark.parametrize("kind", [["-m", "train"], ["--no-python", "./train"], ["--run-path", "train.py"]])
 def test_what_kind_of_script(kind: list[str]) -> None:
     """A module stays a module, a program a program."""
