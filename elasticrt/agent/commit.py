@@ -107,6 +107,8 @@ class Errands:
             head = HeadRecord.of(Commit.from_fields(request.commit))
         except (ValueError, ValidationError) as error:
             return Reply(request.request, False, f"not a commit: {error}")
+        if head.generation != errand.generation:  # Its writer has moved on, and asked before that.
+            return Reply(request.request, False, f"generation {head.generation} is over")
         sent = False
         while True:
             try:

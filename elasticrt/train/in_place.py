@@ -161,6 +161,9 @@ class InPlace:
         self.worker = seat
         return True
 
+    def _overtaken(self) -> bool:
+        return self._link is not None and self._link.overtaken
+
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""
         assert self._link is not None and self._page is not None, "who sets up beside others has an agent"
@@ -176,8 +179,10 @@ class InPlace:
         self._page.step_at_ns = 0
         try:
             regroup.leave()
-            regroup.meet(self.worker, "gloo", context.timeout_s(), MEET_S_MAX)
+            regroup.meet(self.worker, "gloo", context.timeout_s(), MEET_S_MAX, self._overtaken)
             regroup.rebuild(self._layers)
+        except regroup.Overtaken:
+            return False
         except (RuntimeError, ValueError, OSError) as error:
             if not self.lost(error, step):
                 raise

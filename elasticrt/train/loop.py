@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import collective, handover, leaving, link, misuse, rng, stateful
+from elasticrt.train import collective, handover, leaving, link, misuse, regroup, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
 from elasticrt.train.deferred import Later
@@ -526,6 +526,7 @@ class Loop:
             self._copies.take(self._state(), self._position.steps, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()
+        regroup.tidy()
         if self._in_place.has_seat:
             self._go_on()
         elif self._page is not None and self._page.stop and handover.must_leave(self._page, self._position.steps):

@@ -18,7 +18,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +29,29 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrt.contract.env import WorkerEnv
 
 RETIRED_S = 2.0
-"""How long a group that was left is kept. Its threads may still be finishing works that failed, and take the
+"""How long a group that was left is kept at least. Its threads may still be finishing works that failed, and take the
 interpreter's lock for that: whoever destroys the group holds that lock and waits for these threads (torch 2.13)."""
+
+CONNECT_S = 3.0
+"""One try to reach the generation's store. torch tries again by itself for so long, also after it was cut off."""
+
+GROUP_THREAD = "pt_gloo_runloop"
+"""What torch calls the threads of a gloo group that carry out its works."""
+
+CUT_AGAIN_S = 0.02
+CUT_S_MAX = 60.0
+"""A group that is just being made may connect again after a cut: it is cut again, until it has failed."""
+
+
+class Overtaken(Exception):  # noqa: N818  Not an error: the ordinary end of a meeting that is no longer needed.
+    """A newer seat has come: nobody will come to this meeting."""
 
 
 class Sockets:
     """The TCP connections of the present groups, noted while they are made. `cut` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._known: dict[int, str] = {}
         self._before: dict[int, str] | None = None
 
@@ -51,14 +66,23 @@ class Sockets:
             with self._lock:
                 self._known |= self._new()
                 self._before = None
+                self._lock.notify_all()
 
     def cut(self) -> int:
-        """Shut all of them down, also those of a group that is just being made. How many there were."""
+        """Shut all of them down. A group that is just being made is cut until that has ended. How many there were."""
+        until = time.monotonic() + CUT_S_MAX
         with self._lock:
-            now = _sockets()
-            doomed = {fd for fd, name in {**self._known, **self._new()}.items() if now.get(fd) == name}
-            self._known = {}
-            return sum(_shut(fd) for fd in doomed)
+            count = self._shut_all()
+            while self._before is not None and time.monotonic() < until:
+                self._lock.wait(CUT_AGAIN_S)
+                count += self._shut_all()
+            return count
+
+    def _shut_all(self) -> int:
+        now = _sockets()
+        doomed = {fd for fd, name in {**self._known, **self._new()}.items() if now.get(fd) == name}
+        self._known = {}
+        return sum(_shut(fd) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -120,16 +144,34 @@ def leave() -> None:
     _subgroups.clear()
 
 
-def tidy(now: float) -> None:
-    """Let go of what was left long ago."""
-    while _retired and now - _retired[0][0] > RETIRED_S:
-        del _retired[0]
+def tidy() -> None:
+    """Let go of what was left long ago. Called where no collective is under way."""
+    if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
+        until = time.monotonic() - RETIRED_S
+        while _retired and _retired[0][0] < until:
+            del _retired[0]
 
 
-def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> None:
+def _idle() -> bool:
+    """Whether no thread of any group has a work left: all wait for one, without a limit, which the kernel can tell.
+
+    A process that was stopped meanwhile, or had no share of the CPU, has older works than its clock says. Where the
+    kernel does not tell, the time alone decides.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not tell.
+            if (task / "comm").read_text().strip() == GROUP_THREAD:
+                call = (task / "syscall").read_text().split()
+                if len(call) < 5 or int(call[4], 16):  # It runs, or waits until a certain time: for a peer, or a lock.
+                    return False
+    return True
+
+
+def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float, over: Callable[[], bool]) -> None:
     """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
 
-    `meet_s` is how long to wait for the others now, `timeout_s` how long a collective may take later.
+    `meet_s` is how long to wait for the others now, `timeout_s` how long a collective may take later. `over`: whether
+    another seat has come; then this raises `Overtaken`.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -138,7 +180,7 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> No
     try:
         with SOCKETS.noted():
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
-            store = PrefixStore(prefix, _store(worker, meet_s))
+            store = PrefixStore(prefix, _store(worker, meet_s, over))
             dist.init_process_group(
                 backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
             )
@@ -147,20 +189,33 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> No
         sys.excepthook = hook  # Each init wraps it once more.
 
 
-def _store(worker: WorkerEnv, meet_s: float) -> Any:
+def _store(worker: WorkerEnv, meet_s: float, over: Callable[[], bool]) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is public, but not in its __all__.
 
     listens: dict[str, Any] = {"is_master": worker.rank == 0}
     if worker.rank == 0 and worker.listen_fd >= 0:
         listens["master_listen_fd"] = worker.listen_fd
-    return TCPStore(
-        host_name=worker.master_addr,
-        port=worker.master_port,
-        world_size=worker.world_size,
-        timeout=datetime.timedelta(seconds=meet_s),
-        wait_for_workers=False,
-        **listens,
-    )
+    deadline = time.monotonic() + meet_s
+    while True:
+        if over():  # It may have come before there was anything to cut.
+            if "master_listen_fd" in listens:
+                os.close(worker.listen_fd)
+            raise Overtaken
+        try:
+            store = TCPStore(
+                host_name=worker.master_addr,
+                port=worker.master_port,
+                world_size=worker.world_size,
+                timeout=datetime.timedelta(seconds=CONNECT_S),
+                wait_for_workers=False,
+                **listens,
+            )
+        except RuntimeError:
+            if worker.rank == 0 or time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(datetime.timedelta(seconds=meet_s))
+            return store
 
 
 def obstacle(layer: DistributedDataParallel) -> str:
