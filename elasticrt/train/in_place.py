@@ -35,9 +35,6 @@ SEAT_S_MAX = 1800.0
 """How long a worker without a group waits for its next seat. Its agent ends it long before, if there is to be none;
 when the agent itself is gone the wait ends at once."""
 
-MEET_S_MAX = 60.0
-"""How long a rank waits for the others of a new generation. Agents end those that do not come, long before that."""
-
 
 class Undo:
     """What a step may have changed before its optimizer stepped: noted when it begins, put back when it is to be
@@ -179,7 +176,7 @@ class InPlace:
         self._page.step_at_ns = 0
         try:
             regroup.leave()
-            regroup.meet(self.worker, "gloo", context.timeout_s(), MEET_S_MAX, self._overtaken)
+            regroup.meet(self.worker, "gloo", context.timeout_s(), self._overtaken)
             regroup.rebuild(self._layers)
         except regroup.Overtaken:
             return False

@@ -167,35 +167,36 @@ def _idle() -> bool:
     return True
 
 
-def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float, over: Callable[[], bool]) -> None:
+def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], bool]) -> None:
     """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
 
-    `meet_s` is how long to wait for the others now, `timeout_s` how long a collective may take later. `over`: whether
-    another seat has come; then this raises `Overtaken`.
+    `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
+    no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
     timeout = datetime.timedelta(seconds=timeout_s)
     hook = sys.excepthook
+    # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
+    dist.distributed_c10d._world.group_count = 0
     try:
         with SOCKETS.noted():
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
-            store = PrefixStore(prefix, _store(worker, meet_s, over))
+            store = PrefixStore(prefix, _store(worker, timeout_s, over))
             dist.init_process_group(
                 backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
             )
-            store.set_timeout(timeout)
     finally:
         sys.excepthook = hook  # Each init wraps it once more.
 
 
-def _store(worker: WorkerEnv, meet_s: float, over: Callable[[], bool]) -> Any:
+def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is public, but not in its __all__.
 
     listens: dict[str, Any] = {"is_master": worker.rank == 0}
     if worker.rank == 0 and worker.listen_fd >= 0:
         listens["master_listen_fd"] = worker.listen_fd
-    deadline = time.monotonic() + meet_s
+    deadline = time.monotonic() + timeout_s
     while True:
         if over():  # It may have come before there was anything to cut.
             if "master_listen_fd" in listens:
@@ -214,7 +215,7 @@ def _store(worker: WorkerEnv, meet_s: float, over: Callable[[], bool]) -> Any:
             if worker.rank == 0 or time.monotonic() > deadline:
                 raise
         else:
-            store.set_timeout(datetime.timedelta(seconds=meet_s))
+            store.set_timeout(datetime.timedelta(seconds=timeout_s))
             return store
 
 
