@@ -398,7 +398,8 @@ class Loop:
         self._weighting.end()
         self._share = None
         self._within_step = False
-        self._whole = self._whole and not self._touched
+        if self._touched:
+            self._overwritten()
         self._undo.put_back(self.vars)
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
@@ -445,7 +446,10 @@ class Loop:
             call(change)
 
     def _overwritten(self) -> None:
+        """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
         self._whole = False
+        if self._page is not None:
+            self._page.restored_at_ns = 0
 
     def _given(self) -> dict[str, Any]:
         """The state as other ranks take it over."""

@@ -181,7 +181,7 @@ def _measured(rank: int) -> Any:
     own = {"weights": torch.full((LARGE // 4,), float(rank))}
     Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
     before = _peak_bytes()
-    told = share(Standing(rank, True), lambda: own, lambda: None)
+    told = share(Standing(1, True) if rank else NEW, lambda: own, lambda: None)
     more = _peak_bytes() - before
     if told is not None:
         assert told["weights"].data_ptr() == own["weights"].data_ptr()
@@ -190,9 +190,39 @@ def _measured(rank: int) -> Any:
 
 
 def test_a_receiver_needs_no_second_copy(tmp_path: Path) -> None:
-    """96 MiB arrive, and neither side ever holds half as much more."""
+    """96 MiB arrive at a newcomer, and neither side ever holds half as much more."""
     more = ranks(tmp_path, _measured)
     assert max(more) < LARGE / 2, more
+
+
+def _sender_dies(rank: int) -> Any:
+    if rank == 1:
+        sent, real = [], dist.isend
+
+        def isend(*args: Any) -> Any:
+            sent.append(1)
+            if len(sent) == 4:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        dist.isend = isend
+        try:
+            share(Standing(8, True), lambda: _state(2), lambda: None)
+        except KeyboardInterrupt:
+            return "died"
+    own, called = _state(1), []
+    try:
+        share(Standing(7, True), lambda: own, lambda: called.append(1))
+    except RuntimeError:
+        expected, found = _leaves(_state(1)), _leaves(own)
+        tensors = [path for path, each in expected.items() if isinstance(each, torch.Tensor)]
+        return not called and all(torch.equal(found[path], expected[path]) for path in tensors)
+    return "got it"
+
+
+def test_a_state_that_does_not_arrive_leaves_ones_own(tmp_path: Path) -> None:
+    """The one rank that is ahead dies while it sends: who was a step behind has that step's state still, whole."""
+    assert ranks(tmp_path, _sender_dies) == [True, "died"]
 
 
 def _nobody(_: int) -> Any:
