@@ -31,6 +31,14 @@ def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
     return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
 
 
+def is_of_a_collective(exception: str, message: str, callstack: str = "") -> bool:
+    """Whether an exception comes from torch's communication, whatever it says: a group that was cut off says much."""
+    name = exception.rpartition(".")[2]
+    return name in _NETWORK_TYPES | _COLLECTIVE_TYPES and bool(
+        name.startswith("Dist") or _COMMUNICATION.search(message) or _COMMUNICATION.search(callstack)
+    )
+
+
 def _says_peer_is_gone(name: str, text: str, callstack: str) -> bool:
     if name in _NETWORK_TYPES:
         return True

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elasticrt.contract.collateral import is_collateral
+from elasticrt.contract.collateral import is_collateral, is_of_a_collective
 from elasticrt.contract.messages import Down, Ready
 from elasticrt.train import barrier, context, link, regroup, rng
 from elasticrt.train.context import wrappers
@@ -140,12 +140,14 @@ class InPlace:
         if not self.possible or not isinstance(error, Exception):
             return False
         assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
-        text = f"{type(error).__name__}: {error}"
+        name, text = type(error).__name__, str(error)
         callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if not is_collateral(type(error).__name__, str(error), callstack):
+        if self._link.overtaken and is_of_a_collective(name, text, callstack):
+            return True  # Its group has been cut off. An error of another cause comes again when the step is redone.
+        if not is_collateral(name, text, callstack):
             return False
-        if not self._link.has_seat:
-            self._link.say(Down(self.worker.generation, step, text[:400]))
+        if not self._link.overtaken:
+            self._link.say(Down(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
 
     def wait_for_seat(self) -> bool:

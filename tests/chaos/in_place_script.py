@@ -3,13 +3,14 @@
     python in_place_script.py DIRECTORY EPOCHS [key=value ...]
 
 DIRECTORY/faults.json is a list of faults: {"point", "rank", "how", "world", "step"}. A fault is due when all before it
-have happened, the world has the size that it wants (the full one, so that what was lost is back), and `step` steps have
+have happened, the world has the size that it wants (0: any; the full one: what was lost is back), and `step` steps have
 been made since the last one. Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its
 finished steps to a file of its own, at the end of the step's block.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -55,14 +56,14 @@ class Faults:
         return (
             point in fault["point"].split("|")
             and fault["rank"] in (self.rank, -1)
-            and fault.get("world", self.world) == self.world
+            and fault["world"] in (0, self.world)
             and self.step >= self._since + fault.get("step", 3)
         )
 
     def pace(self) -> None:
         """Be slow while the next fault waits for a replacement, which takes a second."""
         if self._next < len(self._plan):
-            time.sleep(NAP_S if self.world == self._plan[self._next].get("world", self.world) else 0.05)
+            time.sleep(NAP_S if self._plan[self._next]["world"] in (0, self.world) else 0.05)
 
     def at(self, point: str) -> None:
         """Be killed, frozen, stuck or wrong here, if that is due."""
@@ -205,7 +206,7 @@ def main() -> None:
             if not hooked:  # After the Loop's own, which has noted that the optimizer begins.
                 optimizer.register_step_pre_hook(lambda *_: FAULTS.at("in optimizer"))
                 hooked = True
-            with loop.step():
+            with loop.step() if not OPTIONS.get("plain") else contextlib.nullcontext():
                 look()
                 FAULTS.pace()
                 FAULTS.at("before forward")
@@ -221,7 +222,7 @@ def main() -> None:
                 scheduler.step()
                 loop.vars["samples"] += BATCH
                 line = (time.monotonic(), ctx.generation, ctx.rank, ctx.world_size, loop.steps_done + 1, loss.item())
-                out.write(json.dumps(line) + "\n")
+                out.write(json.dumps([*line, *(size() if OPTIONS.get("sizes") else ())]) + "\n")
             look()
             FAULTS.at("between")
         look()
@@ -248,6 +249,12 @@ def main() -> None:
         },
         last,
     )
+
+
+def size() -> tuple[int, int, int]:
+    """How many descriptors and threads this process has, and how much memory in KiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return len(list(Path("/proc/self/fd").iterdir())), int(fields["Threads"]), int(fields["VmRSS"].split()[0])
 
 
 def one_after_the_other(ctx: elasticrt.Context) -> None:

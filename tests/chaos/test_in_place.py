@@ -54,7 +54,7 @@ class Run:
         noted = [directory / f"fault-{number}" for number in range(len(plan))]
         assert [path.name for path in noted if not path.exists()] == [], "faults that never came\n" + cluster.story()
         self.victims = [int(path.read_text().split()[0]) for path in noted]
-        self.steps: dict[int, list[tuple[float, int, int, int, int, float]]] = {}
+        self.steps: dict[int, list[tuple[Any, ...]]] = {}
         for path in directory.glob("steps-*"):
             lines = path.read_text().splitlines()
             self.steps[int(path.name.partition("-")[2])] = [tuple(json.loads(line)) for line in lines]
@@ -75,7 +75,7 @@ class Run:
         for pid, lines in self.steps.items():
             numbers = [line[4] for line in lines]
             assert numbers == sorted(set(numbers)), f"process {pid} did a step again: {numbers}\n{self.story}"
-            for _, generation, _, _, step, _ in lines:
+            for _, generation, _, _, step, *_ in lines:
                 finished[step][generation].add(pid)
         for step, generations in finished.items():
             for generation in sorted(generations)[:-1]:
@@ -244,3 +244,61 @@ def test_two_at_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     found = run(tmp_path, plan, workers=4, epochs=40, timeout_s=300)
     found.check_all()
     check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_survivor_that_does_not_come_back(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W07: one rank is killed while another is stuck, or holds its interpreter's lock: that one is replaced as well."""
+    for how in ("lock", "stick"):
+        directory = tmp_path / how
+        directory.mkdir()
+        plan = [fault("before forward", 2, how, world=3), fault("broadcast", 1, world=3, step=0)]
+        found = run(directory, plan, workers=3, epochs=2, timeout_s=180)
+        found.check_all()
+        check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_without_survivors_all_start_anew(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W05: all workers die at once: new ones go on from the newest copy or checkpoint, and count nothing twice."""
+    plan = [fault("before forward", 0, step=10), fault("broadcast|first bucket", 1, step=0)]
+    found = run(tmp_path, plan, workers=2, epochs=2)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_without_the_block_all_start_anew(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: a script without `with loop.step()`: a loss restarts all workers, as before."""
+    found = run(tmp_path, [fault("last bucket", 1, step=10)], "plain=1", workers=2, epochs=2)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+    survivors = {pid for pid, lines in found.steps.items() if lines and lines[0][1] == 1} - set(found.victims)
+    assert all(not (tmp_path / f"last-{pid}").exists() for pid in survivors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    """W02: 200 workers are killed beside one that lives: its descriptors, threads and memory stay as they are."""
+    kills = 200
+    plan = [fault("first bucket", 1, world=0, step=1) for _ in range(kills)]
+    found = run(tmp_path, plan, "sizes=1", "nap=0.02", workers=3, epochs=600, timeout_s=1100)
+    found.check_all()
+    (survivor,) = [pid for pid, lines in found.steps.items() if len(lines) == found.epochs * STEPS_PER_EPOCH]
+    times = sorted(float((tmp_path / f"fault-{number}").read_text().split()[1]) for number in range(kills))
+    lines = found.steps[survivor]
+    sizes = [next(line[6:] for line in lines if line[0] > at) for at in times]
+    pauses = sorted(next(line[0] for line in lines if line[0] > at) - at for at in times)
+    late = [max(column) for column in zip(*sizes[-20:], strict=True)]
+    early = [max(column) for column in zip(*sizes[20:60], strict=True)]
+    print(f"descriptors, threads, KiB after 20 to 60 kills {early}, after 200 {late}")
+    print(f"pauses: median {pauses[kills // 2]:.3f} s, 90 % {pauses[kills * 9 // 10]:.3f} s, most {pauses[-1]:.3f} s")
+    assert late[0] <= early[0] + 8
+    assert late[1] <= early[1] + 6
+    assert late[2] <= early[2] * 1.1
