@@ -455,6 +455,8 @@ class Loop:
         """The state as other ranks take it over."""
         ledger = self._ledger.history(self._position.steps)
         numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
+        if self._accumulates:  # By hand, over several steps: what has been added up so far is part of the state.
+            numbers["gradients"] = [each.grad for each in self._parameters()]
         return {
             **stateful.collect(self._objects),
             stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger},
@@ -471,6 +473,14 @@ class Loop:
         self.vars.clear()
         self.vars.update(ours["vars"])
         self._numbers.take_over(ours["rng"], ours["alike"], self._position.steps)
+        self._accumulates = "gradients" in ours
+        parameters = list(self._parameters())
+        for owner, gradient in zip(parameters, ours.get("gradients", [None] * len(parameters)), strict=True):
+            owner.grad = gradient
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        modules = (each for each in self._objects.values() if isinstance(each, torch.nn.Module))
+        return (parameter for module in modules for parameter in module.parameters())
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:

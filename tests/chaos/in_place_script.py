@@ -216,10 +216,11 @@ def main() -> None:
                 if OPTIONS.get("ahead"):
                     one_after_the_other(ctx)
                 FAULTS.at("before optimizer")
-                optimizer.step()
-                FAULTS.at("after optimizer")
-                optimizer.zero_grad()
-                scheduler.step()
+                if not OPTIONS.get("hand") or loop.steps_done % 2:  # By hand: gradients of two steps are added up.
+                    optimizer.step()
+                    FAULTS.at("after optimizer")
+                    optimizer.zero_grad()
+                    scheduler.step()
                 loop.vars["samples"] += BATCH
                 line = (time.monotonic(), ctx.generation, ctx.rank, ctx.world_size, loop.steps_done + 1, loss.item())
                 out.write(json.dumps([*line, *(size() if OPTIONS.get("sizes") else ())]) + "\n")

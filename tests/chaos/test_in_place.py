@@ -127,23 +127,25 @@ def run(
         return Run(directory, cluster, plan, epochs)
 
 
-_undisturbed: dict[int, dict[str, Any]] = {}
+_undisturbed: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
-def undisturbed(factory: pytest.TempPathFactory, epochs: int) -> dict[str, Any]:
+def undisturbed(factory: pytest.TempPathFactory, epochs: int, *words: str) -> dict[str, Any]:
     """What one process that is left alone has at the end."""
-    if epochs not in _undisturbed:
+    if (epochs, *words) not in _undisturbed:
         directory = factory.mktemp("undisturbed")
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, str(SCRIPT), str(directory), str(epochs)], check=True, timeout=100, env=env)
+        subprocess.run(
+            [sys.executable, str(SCRIPT), str(directory), str(epochs), *words], check=True, timeout=100, env=env
+        )
         (path,) = directory.glob("last-*")
-        _undisturbed[epochs] = torch.load(path, weights_only=True)
-    return _undisturbed[epochs]
+        _undisturbed[(epochs, *words)] = torch.load(path, weights_only=True)
+    return _undisturbed[(epochs, *words)]
 
 
-def check_weights(found: Run, factory: pytest.TempPathFactory) -> None:
+def check_weights(found: Run, factory: pytest.TempPathFactory, *words: str) -> None:
     """Model, optimizer, scheduler and variables are those of the undisturbed process, to the rounding of a sum."""
-    expected = undisturbed(factory, found.epochs)
+    expected = undisturbed(factory, found.epochs, *words)
     for each in found.last():
         assert each["vars"] == expected["vars"]
         assert each["scheduler"]["last_epoch"] == expected["scheduler"]["last_epoch"]
@@ -232,6 +234,16 @@ def test_lost_again_while_it_re_forms(tmp_path: Path, tmp_path_factory: pytest.T
     found.check_replicas()
     found.check_steps()
     check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_gradients_added_up_by_hand(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02, S6: gradients of two steps make one update; losses and replacements come between the two as well."""
+    plan = [fault(point, number % 3) for number, point in enumerate(POINTS) if "optimizer" not in point]
+    found = run(tmp_path, plan, "hand=1", workers=3, epochs=40, timeout_s=300)
+    found.check_all()
+    check_weights(found, tmp_path_factory, "hand=1")
 
 
 @pytest.mark.slow
