@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import hashlib
 import json
 import os
@@ -194,10 +195,12 @@ def main() -> None:
     around("isend", before="send", after="sent")
     around("recv", before="receive", after="received")
     out = (DIRECTORY / f"steps-{os.getpid()}").open("a", buffering=1)
+    stacks = (DIRECTORY / f"stacks-{os.getpid()}").open("w")
     hooked = False
 
     def look() -> None:
         FAULTS.step, FAULTS.rank, FAULTS.world = loop.steps_done, ctx.rank, ctx.world_size
+        faulthandler.dump_traceback_later(5, file=stacks)  # For whoever looks into a run that stood still.
 
     for _ in loop.epochs(EPOCHS):
         look()
@@ -236,6 +239,7 @@ def main() -> None:
             model.train()
             if OPTIONS.get("sums"):
                 ctx.sum(1)
+    faulthandler.cancel_dump_traceback_later()
     last = DIRECTORY / f"last-{os.getpid()}"
     digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.state_dict().values()))
     torch.save(

@@ -62,7 +62,8 @@ class Run:
     @property
     def story(self) -> str:
         """For a failing test."""
-        return self.cluster.story()
+        stacks = [path.read_text() for path in self.directory.glob("stacks-*")]
+        return self.cluster.story() + "\n".join(each for each in stacks if each)
 
     def last(self) -> list[dict[str, Any]]:
         """What each process had at the end, by rank."""
@@ -292,6 +293,37 @@ def test_without_the_block_all_start_anew(tmp_path: Path, tmp_path_factory: pyte
     check_weights(found, tmp_path_factory)
     survivors = {pid for pid, lines in found.steps.items() if lines and lines[0][1] == 1} - set(found.victims)
     assert all(not (tmp_path / f"last-{pid}").exists() for pid in survivors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_collective_outside_of_a_step(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: a rank is lost while all evaluate together: that cannot be done again in place, so all start anew."""
+    found = run(tmp_path, [fault("evaluate", 1)], "sums=1", workers=3, epochs=3)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lost_while_data_is_prepared(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W03: the rank that builds the data is killed before the first step; another one builds, and all begin."""
+    found = run(tmp_path, [fault("prepare", -1, step=0)], "prepare=1", workers=3, epochs=2)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_frozen_at_every_point(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, workers: int) -> None:
+    """W08: a rank stops for ever, at each point of a step that others wait for: it is found, and replaced."""
+    plan = [fault(point, number % workers, "freeze") for number, point in enumerate(POINTS) if point != "evaluate"]
+    found = run(tmp_path, plan, workers=workers, epochs=40, timeout_s=500)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
 
 
 @pytest.mark.slow
