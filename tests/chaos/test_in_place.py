@@ -118,7 +118,7 @@ def run(
         each.setdefault("world", workers)
         each.setdefault("step", 3 if number else 2)
     (directory / "faults.json").write_text(json.dumps(plan))
-    options = ["--nproc-per-node", str(workers), "--max-restarts", "1000"]
+    options = ["--nproc-per-node", str(workers), "--max-restarts", "1000", "--join", "now"]
     script = [str(SCRIPT), str(directory), str(epochs), *words]
     with Cluster(directory, f"place-{secrets.token_hex(4)}", options, script) as cluster:
         cluster.linger = "1s"
