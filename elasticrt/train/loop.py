@@ -454,7 +454,7 @@ class Loop:
     def _given(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
         ledger = self._ledger.history(self._position.steps)
-        numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
+        numbers: dict[str, Any] = {"rng": rng.capture(), "alike": self._numbers.alike}
         if self._accumulates:  # By hand, over several steps: what has been added up so far is part of the state.
             numbers["gradients"] = [each.grad for each in self._parameters()]
         return {
