@@ -332,7 +332,7 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     """W02: 200 workers are killed beside one that lives: its descriptors, threads and memory stay as they are."""
     kills = 200
     plan = [fault("first bucket", 1, world=0, step=1) for _ in range(kills)]
-    found = run(tmp_path, plan, "sizes=1", "nap=0.02", workers=3, epochs=600, timeout_s=1100)
+    found = run(tmp_path, plan, "sizes=1", "nap=0.02", workers=3, epochs=60, timeout_s=1100)
     found.check_all()
     (survivor,) = [pid for pid, lines in found.steps.items() if len(lines) == found.epochs * STEPS_PER_EPOCH]
     times = sorted(float((tmp_path / f"fault-{number}").read_text().split()[1]) for number in range(kills))
