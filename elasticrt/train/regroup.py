@@ -115,6 +115,10 @@ def _shut(fd: int) -> bool:
 
 SOCKETS = Sockets()
 _subgroups: list[Any] = []
+_served: list[Any] = []
+"""The store that this process serves to its generation. Apart from the group, which is kept for a while: two stores
+behind one port, which the next generation may have again, would each get some of its ranks."""
+
 _retired: list[tuple[float, list[Any]]] = []
 
 
@@ -138,6 +142,7 @@ def note_subgroups() -> None:
 def leave() -> None:
     """Leave the default group and all others. Their sockets have been cut, or nobody waits in them."""
     SOCKETS.cut()
+    _served.clear()
     if dist.is_initialized():
         _retired.append((time.monotonic(), [dist.group.WORLD, *_subgroups]))
         dist.destroy_process_group()
@@ -193,30 +198,35 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], b
 def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # It is public, but not in its __all__.
 
-    listens: dict[str, Any] = {"is_master": worker.rank == 0}
-    if worker.rank == 0 and worker.listen_fd >= 0:
-        listens["master_listen_fd"] = worker.listen_fd
+    def store(*, serves: bool, **more: Any) -> Any:
+        return TCPStore(
+            host_name=worker.master_addr,
+            port=worker.master_port,
+            world_size=worker.world_size,
+            is_master=serves,
+            timeout=datetime.timedelta(seconds=CONNECT_S),
+            wait_for_workers=False,
+            **more,
+        )
+
+    if over():  # It may have come before there was anything to cut.
+        if worker.listen_fd >= 0:
+            os.close(worker.listen_fd)
+        raise Overtaken
+    if worker.rank == 0:
+        _served.append(store(serves=True, **({"master_listen_fd": worker.listen_fd} if worker.listen_fd >= 0 else {})))
     deadline = time.monotonic() + timeout_s
     while True:
-        if over():  # It may have come before there was anything to cut.
-            if "master_listen_fd" in listens:
-                os.close(worker.listen_fd)
-            raise Overtaken
         try:
-            store = TCPStore(
-                host_name=worker.master_addr,
-                port=worker.master_port,
-                world_size=worker.world_size,
-                timeout=datetime.timedelta(seconds=CONNECT_S),
-                wait_for_workers=False,
-                **listens,
-            )
+            client = store(serves=False)
         except RuntimeError:
-            if worker.rank == 0 or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise
         else:
-            store.set_timeout(datetime.timedelta(seconds=timeout_s))
-            return store
+            client.set_timeout(datetime.timedelta(seconds=timeout_s))
+            return client
+        if over():
+            raise Overtaken
 
 
 def obstacle(layer: DistributedDataParallel) -> str:
