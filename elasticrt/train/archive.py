@@ -63,6 +63,8 @@ class Archive:
     def move(self, worker: WorkerEnv) -> None:
         """This process belongs to another generation: the directory is read anew, and claimed at the next save."""
         self._worker, self._generation = worker, worker.generation
+        if self._directory is not None:
+            self._directory.close()
         self._directory = None
         self._claimed = False
 
