@@ -177,6 +177,7 @@ class WorkerGroup:
                 worker = self._worker(local_rank, generation)
                 if worker is None or worker.gone or worker.ended:
                     return False
+                worker.left.add(generation)
                 worker.env = replace(env, error_file=worker.env.error_file)
                 worker.step = None
                 page = worker.page
@@ -215,8 +216,11 @@ class WorkerGroup:
                 self._tell(worker, Release())
 
     def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
-        """Answer a worker. Nothing happens when it has ended meanwhile."""
+        """Answer a worker, which may be in another generation by now. Nothing happens when it has ended meanwhile."""
         worker = self._worker(local_rank, generation)
+        if worker is None:
+            every = (running.workers.get(local_rank) for running in self._running.values())
+            worker = next((each for each in every if each is not None and generation in each.left), None)
         if worker is not None:
             self._tell(worker, message)
 

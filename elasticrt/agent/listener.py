@@ -135,6 +135,7 @@ class WorkerState:
     deaf: bool = False  # Its channel is not read any more.
     stopping: bool = False  # We have told it to end.
     step: int | None = None
+    left: set[int] = field(default_factory=set)  # The generations that it was in before.
     sending: threading.Lock = field(default_factory=threading.Lock)
 
 

@@ -490,7 +490,7 @@ class Node:
     def _stepped(self, event: WorkerSaid, step: Step) -> None:
         if event.generation != self._running:
             return
-        if step.first and event.local_rank == 0:
+        if step.first and event.local_rank == min(self._seated, default=0):
             self.progress.stepped(event.generation, step)
         if event.rank == 0:
             self._events.write(

@@ -43,6 +43,14 @@ def announced_address(message: str) -> str:
     return next(filter(None, found.groups()), "") if found else ""
 
 
+def is_of_a_collective(exception: str, message: str, callstack: str = "") -> bool:
+    """Whether an exception comes from torch's communication, whatever it says: a group that was cut off says much."""
+    name = exception.rpartition(".")[2]
+    return name in _NETWORK_TYPES | _COLLECTIVE_TYPES and bool(
+        name.startswith("Dist") or _COMMUNICATION.search(message) or _COMMUNICATION.search(callstack)
+    )
+
+
 def _says_peer_is_gone(name: str, text: str, callstack: str) -> bool:
     if name in _NETWORK_TYPES:
         return True

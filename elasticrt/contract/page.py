@@ -39,7 +39,7 @@ class Page:
         entered: the step that it has entered (it writes s + 1 at the end of step s, before it reads `stop`).
         step, epoch, step_at_ns: the last finished global step, its epoch, and when it finished.
         init_at_ns, joined_at_ns: when `elasticrt.init` was called, and when it had a process group.
-        restored_at_ns: when the Loop had its state back.
+        restored_at_ns: when the Loop had its state back; 0 while what it has is the state of no step.
         stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
             between epochs and outside of a Loop.
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.

@@ -115,6 +115,7 @@ class Checkpointer:
         self._asked_step = -1
         self._total = 0  # Of the save in flight.
         self._snapshots = Snapshots()
+        self._moved = False
         self.start = ""
         _live.add(self)
 
@@ -158,6 +159,10 @@ class Checkpointer:
         rank, world_size = collective.rank_and_world()
         if rank != 0 or not self.wait():
             return
+        if self._moved and self._worker is not None:
+            self._archive.move(self._worker)
+            self._committer.move(self._worker)
+            self._moved = False
         self._archive.open(create=True)
         self._archive.claim(self._take)
         copied, deferred = self._snapshots.take(state)
@@ -166,11 +171,12 @@ class Checkpointer:
         self._writer.start(partial(self._write_guarded, *arguments))
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process has another place in the run, and has the state that descends from the run's head."""
-        self._worker = worker
-        self._archive.move(worker)
+        """This process has another place in the run, and has the state that descends from the run's head.
+
+        A save in flight ends as one of the old generation, which is refused; the next one is of the new place.
+        """
+        self._worker, self._moved = worker, True
         go_on(self._run, worker)
-        self._committer.move(worker)
 
     def settle(self) -> None:
         """Before an optimizer steps: from here on, what was marked as `Steady` in the last save may change."""

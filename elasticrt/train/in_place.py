@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elasticrt.contract.collateral import is_collateral
+from elasticrt.contract.collateral import is_collateral, is_of_a_collective
 from elasticrt.contract.messages import Down, Ready
 from elasticrt.train import barrier, context, link, regroup, rng
 from elasticrt.train.context import wrappers
@@ -34,9 +34,6 @@ IN_PLACE, READY = 1, 2
 SEAT_S_MAX = 1800.0
 """How long a worker without a group waits for its next seat. Its agent ends it long before, if there is to be none;
 when the agent itself is gone the wait ends at once."""
-
-MEET_S_MAX = 60.0
-"""How long a rank waits for the others of a new generation. Agents end those that do not come, long before that."""
 
 
 class Undo:
@@ -143,12 +140,14 @@ class InPlace:
         if not self.possible or not isinstance(error, Exception):
             return False
         assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
-        text = f"{type(error).__name__}: {error}"
+        name, text = type(error).__name__, str(error)
         callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if not is_collateral(type(error).__name__, str(error), callstack):
+        if self._link.overtaken and is_of_a_collective(name, text, callstack):
+            return True  # Its group has been cut off. An error of another cause comes again when the step is redone.
+        if not is_collateral(name, text, callstack):
             return False
-        if not self._link.has_seat:
-            self._link.say(Down(self.worker.generation, step, text[:400]))
+        if not self._link.overtaken:
+            self._link.say(Down(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
 
     def wait_for_seat(self) -> bool:
@@ -160,6 +159,9 @@ class InPlace:
         link.take_seat(seat)
         self.worker = seat
         return True
+
+    def _overtaken(self) -> bool:
+        return self._link is not None and self._link.overtaken
 
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""
@@ -176,8 +178,10 @@ class InPlace:
         self._page.step_at_ns = 0
         try:
             regroup.leave()
-            regroup.meet(self.worker, "gloo", context.timeout_s(), MEET_S_MAX)
+            regroup.meet(self.worker, "gloo", context.timeout_s(), self._overtaken)
             regroup.rebuild(self._layers)
+        except regroup.Overtaken:
+            return False
         except (RuntimeError, ValueError, OSError) as error:
             if not self.lost(error, step):
                 raise

@@ -63,6 +63,7 @@ class Link:
         self._released = threading.Event()
         self._news = threading.Condition()
         self._seat: WorkerEnv | None = None
+        self._announced = self._noted = self._taken = 0  # Numbers of seats: the newest, the one noted, the one taken.
         self._dismissed = False
         self._on_seat: Callable[[], object] | None = None
 
@@ -115,6 +116,11 @@ class Link:
         """Whether another seat has come that nobody has taken yet."""
         return self._seat is not None
 
+    @property
+    def overtaken(self) -> bool:
+        """Whether a newer seat has come than the one that was taken. Known before anything is cut for it."""
+        return self._announced != self._taken
+
     def wait_for_seat(self, timeout_s: float) -> WorkerEnv | None:
         """The newest seat that the agent has given this worker; None when there will be none, or none came in time."""
         deadline = time.monotonic() + timeout_s
@@ -125,6 +131,7 @@ class Link:
                     return None
                 self._news.wait(min(left_s, 1.0))
             seat, self._seat = self._seat, None
+            self._taken = self._noted
             return seat
 
     def close(self) -> None:
@@ -205,12 +212,13 @@ class Link:
             state_fd=-1,
             error_file=here.error_file,
         )
+        self._announced += 1
         if self._on_seat is not None:
             self._on_seat()  # Before the seat can be taken: what is cut must not be the new group.
         with self._news:
             if self._seat is not None and self._seat.listen_fd >= 0:
                 os.close(self._seat.listen_fd)
-            self._seat = seat
+            self._seat, self._noted = seat, self._announced
             self._news.notify_all()
 
 

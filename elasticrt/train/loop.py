@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import collective, handover, leaving, link, misuse, rng, stateful
+from elasticrt.train import collective, handover, leaving, link, misuse, regroup, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
 from elasticrt.train.deferred import Later
@@ -411,7 +411,8 @@ class Loop:
         self._weighting.end()
         self._share = None
         self._within_step = False
-        self._whole = self._whole and not self._touched
+        if self._touched:
+            self._overwritten()
         self._undo.put_back(self.vars)
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
@@ -458,12 +459,17 @@ class Loop:
             call(change)
 
     def _overwritten(self) -> None:
+        """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
         self._whole = False
+        if self._page is not None:
+            self._page.restored_at_ns = 0
 
     def _given(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
         ledger = self._ledger.history(self._position.steps)
-        numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
+        numbers: dict[str, Any] = {"rng": rng.capture(), "alike": self._numbers.alike}
+        if self._accumulates:  # By hand, over several steps: what has been added up so far is part of the state.
+            numbers["gradients"] = [each.grad for each in self._parameters()]
         return {
             **stateful.collect(self._objects),
             stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger, "total": self._run.total},
@@ -481,6 +487,14 @@ class Loop:
         self.vars.update(ours["vars"])
         self._run.total = ours["total"]
         self._numbers.take_over(ours["rng"], ours["alike"], self._position.steps)
+        self._accumulates = "gradients" in ours
+        parameters = list(self._parameters())
+        for owner, gradient in zip(parameters, ours.get("gradients", [None] * len(parameters)), strict=True):
+            owner.grad = gradient
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        modules = (each for each in self._objects.values() if isinstance(each, torch.nn.Module))
+        return (parameter for module in modules for parameter in module.parameters())
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -542,6 +556,7 @@ class Loop:
             self._copies.take(self._state(), total, self._position.epoch)
         if self._shield.received_at is not None:
             self._shield.obey()
+        regroup.tidy()
         if self._in_place.has_seat:
             self._go_on()
         elif self._page is not None and self._page.stop and handover.must_leave(self._page, total):

@@ -18,7 +18,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,15 +30,29 @@ from elasticrt.contract.env import WorkerEnv
 from elasticrt.train.meeting_store import MeetingServer, MeetingStore
 
 RETIRED_S = 2.0
-"""How long a group that was left is kept. Its threads may still be finishing works that failed, and take the
+"""How long a group that was left is kept at least. Its threads may still be finishing works that failed, and take the
 interpreter's lock for that: whoever destroys the group holds that lock and waits for these threads (torch 2.13)."""
+
+CONNECT_AGAIN_S = 0.005
+"""Between two tries to reach the generation's store."""
+
+GROUP_THREAD = "pt_gloo_runloop"
+"""What torch calls the threads of a gloo group that carry out its works."""
+
+CUT_AGAIN_S = 0.02
+CUT_S_MAX = 60.0
+"""A group that is just being made may connect again after a cut: it is cut again, until it has failed."""
+
+
+class Overtaken(Exception):  # noqa: N818  Not an error: the ordinary end of a meeting that is no longer needed.
+    """A newer seat has come: nobody will come to this meeting."""
 
 
 class Sockets:
     """The TCP connections of the present groups, noted while they are made. `cut` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._known: dict[int, str] = {}
         self._before: dict[int, str] | None = None
 
@@ -52,14 +67,23 @@ class Sockets:
             with self._lock:
                 self._known |= self._new()
                 self._before = None
+                self._lock.notify_all()
 
     def cut(self) -> int:
-        """Shut all of them down, also those of a group that is just being made. How many there were."""
+        """Shut all of them down. A group that is just being made is cut until that has ended. How many there were."""
+        until = time.monotonic() + CUT_S_MAX
         with self._lock:
-            now = _sockets()
-            doomed = {fd for fd, name in {**self._known, **self._new()}.items() if now.get(fd) == name}
-            self._known = {}
-            return sum(_shut(fd) for fd in doomed)
+            count = self._shut_all()
+            while self._before is not None and time.monotonic() < until:
+                self._lock.wait(CUT_AGAIN_S)
+                count += self._shut_all()
+            return count
+
+    def _shut_all(self) -> int:
+        now = _sockets()
+        doomed = {fd for fd, name in {**self._known, **self._new()}.items() if now.get(fd) == name}
+        self._known = {}
+        return sum(_shut(fd) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -91,9 +115,12 @@ def _shut(fd: int) -> bool:
 
 
 SOCKETS = Sockets()
-_served: MeetingServer | None = None
 _store_in_use: Any = None
 _subgroups: list[Any] = []
+_served: list[MeetingServer] = []
+"""The store that this process serves to its generation. Apart from the group, which is kept for a while: two stores
+behind one port, which the next generation may have again, would each get some of its ranks."""
+
 _retired: list[tuple[float, list[Any]]] = []
 
 
@@ -117,50 +144,80 @@ def note_subgroups() -> None:
 def leave() -> None:
     """Leave the default group and all others. Their sockets have been cut, or nobody waits in them."""
     SOCKETS.cut()
+    while _served:
+        _served.pop().close()
     if dist.is_initialized():
         _retired.append((time.monotonic(), [dist.group.WORLD, *_subgroups]))
         dist.destroy_process_group()
     _subgroups.clear()
 
 
-def tidy(now: float) -> None:
-    """Let go of what was left long ago."""
-    while _retired and now - _retired[0][0] > RETIRED_S:
-        del _retired[0]
+def tidy() -> None:
+    """Let go of what was left long ago. Called where no collective is under way."""
+    if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
+        until = time.monotonic() - RETIRED_S
+        while _retired and _retired[0][0] < until:
+            del _retired[0]
 
 
-def meet(worker: WorkerEnv, backend: str, timeout_s: float, meet_s: float) -> None:
+def _idle() -> bool:
+    """Whether no thread of any group has a work left: all wait for one, without a limit, which the kernel can tell.
+
+    A process that was stopped meanwhile, or had no share of the CPU, has older works than its clock says. Where the
+    kernel does not tell, the time alone decides.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not tell.
+            if (task / "comm").read_text().strip() == GROUP_THREAD:
+                call = (task / "syscall").read_text().split()
+                if len(call) < 5 or int(call[4], 16):  # It runs, or waits until a certain time: for a peer, or a lock.
+                    return False
+    return True
+
+
+def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], bool]) -> None:
     """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
 
-    `meet_s` is how long to wait for the others now, `timeout_s` how long a collective may take later.
+    `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
+    no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
     global _store_in_use  # noqa: PLW0603  As below.
     timeout = datetime.timedelta(seconds=timeout_s)
     hook = sys.excepthook
+    # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
+    dist.distributed_c10d._world.group_count = 0
     try:
         with SOCKETS.noted():
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
-            _store_in_use = _store(worker, meet_s)  # Torch calls it, and does not keep it.
+            _store_in_use = _store(worker, timeout_s, over)  # Torch calls it, and does not keep it.
             store = PrefixStore(prefix, _store_in_use)
             dist.init_process_group(
                 backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
             )
-            store.set_timeout(timeout)
     finally:
         sys.excepthook = hook  # Each init wraps it once more.
 
 
-def _store(worker: WorkerEnv, meet_s: float) -> Any:
+def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> MeetingStore:
     """The generation's store; rank 0 serves it, on the socket that its node has held for that."""
-    global _served  # noqa: PLW0603  This process takes part in one generation at a time.
-    if _served is not None:
-        _served.close()
-        _served = None
+    if over():  # It may have come before there was anything to cut.
+        if worker.listen_fd >= 0:
+            os.close(worker.listen_fd)
+        raise Overtaken
     if worker.rank == 0:
-        _served = MeetingServer(socket.socket(fileno=worker.listen_fd), worker.nonce)
-    return MeetingStore(worker.master_addr, worker.master_port, worker.nonce, meet_s)
+        _served.append(MeetingServer(socket.socket(fileno=worker.listen_fd), worker.nonce))
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return MeetingStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s)
+        except RuntimeError:  # Rank 0 may still be leaving the store of the generation before, at the same port.
+            if over():
+                raise Overtaken from None
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(CONNECT_AGAIN_S)
 
 
 def obstacle(layer: DistributedDataParallel) -> str:

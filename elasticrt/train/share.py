@@ -20,6 +20,7 @@ import torch.distributed as dist
 from elasticrt.errors import explain
 from elasticrt.train import collective
 from elasticrt.train.archive import parse
+from elasticrt.train.room import available_bytes
 
 CHUNK_BYTES = 16 * 1024 * 1024
 PACK_BYTES = 1024 * 1024
@@ -62,7 +63,8 @@ def share(mine: Standing, state: Callable[[], dict[str, Any]], overwrites: Calla
         mine: how far this rank is.
         state: gives this rank's own state, to send or to be written to: nested dicts, lists and tuples of tensors and
             plain values. What the receiver has may lack parts.
-        overwrites: called before this rank's own tensors are written to: until all is here they are of no step.
+        overwrites: called before this rank's own tensors are written to: until all is here they are of no step. A rank
+            whose state is whole receives beside it, where there is room: should the sender die, nothing is lost.
 
     Raises RuntimeError when nobody has a state, or when it does not arrive as it was sent.
     """
@@ -74,8 +76,7 @@ def share(mine: Standing, state: Callable[[], dict[str, Any]], overwrites: Calla
     if rank == agreed.source and agreed.behind:
         _send(state(), agreed.behind)
     elif rank in agreed.behind:
-        overwrites()
-        return _receive(state(), agreed.source)
+        return _receive(state(), agreed.source, overwrites, keeps=mine.whole)
     return None
 
 
@@ -95,14 +96,18 @@ def _send(state: dict[str, Any], ranks: Sequence[int]) -> None:
     _to_all(torch.tensor([*sums, 0], dtype=torch.int64), ranks)
 
 
-def _receive(own: dict[str, Any], source: int) -> dict[str, Any]:
+def _receive(own: dict[str, Any], source: int, overwrites: Callable[[], None], *, keeps: bool) -> dict[str, Any]:
     size = _from(torch.empty(1, dtype=torch.int64), source)
     outline = _from(torch.empty(int(size.item()), dtype=torch.uint8), source)
     told = parse(bytearray(outline.numpy().tobytes()))
     places: list[torch.Tensor] = []
     filled: dict[str, Any] = _filled(told, own, places)
+    beside = keeps and sum(map(_size, places)) < available_bytes() // 2
+    targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
+    if not beside:
+        overwrites()
     sums = []
-    for pack in _packs(places):
+    for pack in _packs(targets):
         direct = len(pack) == 1 and pack[0].is_contiguous()
         flat = _bytes(pack[0]) if direct else torch.empty(sum(map(_size, pack)), dtype=torch.uint8)
         for chunk in torch.split(flat, CHUNK_BYTES):
@@ -119,6 +124,10 @@ def _receive(own: dict[str, Any], source: int) -> dict[str, Any]:
                 remedy="If it happens again, the memory or the network of this node is bad",
             )
         )
+    if beside:
+        overwrites()
+        for place, target in zip(places, targets, strict=True):
+            place.copy_(target)
     return filled
 
 

@@ -52,6 +52,16 @@ def test_a_commit_that_happened_unheard_is_found() -> None:
     assert _save(["unheard"]) == (Reply(1, True), 1)
 
 
+def test_a_commit_of_another_generation_is_refused() -> None:
+    """S2: a worker that asked, and was given another generation before its agent had read that, has not committed."""
+    commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
+    server = MemoryServer(lambda: 0.0)
+    errands = Errands(server, Keys("run"), lambda _: None, lambda: False)
+    reply = errands.carry_out(Errand(Save(1, asdict(commit), ""), 2, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    assert reply == Reply(1, False, "generation 1 is over")
+    assert not server.read(Keys("run").checkpoint, exact=True).keys
+
+
 def test_a_commit_that_took_effect_between_reading_and_trying_again_is_found() -> None:
     """The first try arrives late and makes the second one fail: that is no refusal."""
     assert _save(["late"]) == (Reply(1, True), 1)

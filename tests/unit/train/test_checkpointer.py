@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import signal
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -419,6 +421,43 @@ def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch, caplog):
         assert saver.head_step == 1
     assert len(list(tmp_path.glob("*.committed"))) == 1
     assert restored(tmp_path) == 1
+
+
+def test_a_save_in_flight_is_of_the_generation_that_it_began_in(tmp_path, monkeypatch):
+    """S2: the process moves on while a save is being committed: that one says the old generation, the next the new."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slowly(message):
+        asked.set()
+        assert go_on.wait(20)
+        return agent.fenced(message)
+
+    agent = Agent(answer=slowly)
+    with under(agent, monkeypatch) as worker:
+        saver = save(tmp_path)
+        saver.save(state(1), step=1)
+        assert asked.wait(20)
+        saver.move(replace(worker, generation=2))
+        go_on.set()
+        saver.save(state(2), step=2)
+        assert saver.wait()
+        assert [each.commit["generation"] for each in agent.of(Save)] == [1, 2]
+    assert restored(tmp_path) == 2
+
+
+def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
+    """A newcomer that becomes rank 0 opens the directory at its first save, and goes on from the run's head."""
+    save(tmp_path, 1)
+    head = commit_of(tmp_path, 1)
+    agent = Agent(head=head.nonce)
+    with under(agent, monkeypatch) as worker:
+        saver = Checkpointer(tmp_path)
+        saver.move(replace(worker, generation=4, resume=head))
+        saver.save(state(2), step=2)
+        assert saver.wait()
+        (asked,) = agent.of(Save)
+        assert (asked.replaces, asked.commit["parent"]) == (head.nonce, head.nonce)
+        assert asked.commit["generation"] == 4
 
 
 def test_a_late_answer_counts(tmp_path, monkeypatch, caplog):

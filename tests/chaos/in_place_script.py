@@ -1,0 +1,278 @@
+"""Trains a small model in double precision and does to itself, in order, what a plan of faults says.
+
+    python in_place_script.py DIRECTORY EPOCHS [key=value ...]
+
+DIRECTORY/faults.json is a list of faults: {"point", "rank", "how", "world", "step"}. A fault is due when all before it
+have happened, the world has the size that it wants (0: any; the full one: what was lost is back), and `step` steps have
+been made since the last one. Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its
+finished steps to a file of its own, at the end of the step's block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import elasticrt
+
+DIRECTORY, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
+OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
+SAMPLES, BATCH = int(OPTIONS.get("samples", "480")), 24
+NAP_S = float(OPTIONS.get("nap", "0"))
+
+
+class Faults:
+    """The plan, and what of it has happened: its state is the files in the directory, which all processes see."""
+
+    def __init__(self) -> None:
+        path = DIRECTORY / "faults.json"
+        self._plan: list[dict] = json.loads(path.read_text()) if path.exists() else []
+        self._next = 0
+        self._since = 0
+        self.step = self.rank = self.world = 0
+
+    def due(self, point: str) -> bool:
+        """Whether the next fault is this process's, here and now."""
+        while self._next < len(self._plan) and (DIRECTORY / f"fault-{self._next}").exists():
+            self._next += 1
+            self._since = self.step
+        if self._next == len(self._plan):
+            return False
+        fault = self._plan[self._next]
+        return (
+            point in fault["point"].split("|")
+            and fault["rank"] in (self.rank, -1)
+            and fault["world"] in (0, self.world)
+            and self.step >= self._since + fault.get("step", 3)
+        )
+
+    def pace(self) -> None:
+        """Be slow while the next fault waits for a replacement, which takes a second."""
+        if self._next < len(self._plan):
+            time.sleep(NAP_S if self._plan[self._next]["world"] in (0, self.world) else 0.05)
+
+    def at(self, point: str) -> None:
+        """Be killed, frozen, stuck or wrong here, if that is due."""
+        if not self.due(point):
+            return
+        how = self._plan[self._next]["how"]
+        try:
+            fd = os.open(DIRECTORY / f"fault-{self._next}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            return
+        os.write(fd, f"{os.getpid()} {time.monotonic()} {point} {how} {self.step}".encode())
+        os.close(fd)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "raise":
+            raise ValueError(f"a fault of the script's own at {point}")
+        elif how == "lock":
+            ctypes.PyDLL(None).sleep(600)  # With the interpreter's lock held: no thread of this process runs.
+        elif how == "stick":
+            while True:
+                time.sleep(0.01)
+
+
+FAULTS = Faults()
+
+
+class Numbers(Dataset):
+    """Samples that say where they are drawn."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(SAMPLES, 12, generator=generator, dtype=torch.float64)
+        self.y = (self.x[:, :1] * 2 + self.x[:, 1:2]).tanh()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        FAULTS.at("loader")
+        return self.x[index], self.y[index]
+
+
+class Net(nn.Module):
+    """With a buffer that each forward changes, and that counts: a step that is done again must not count twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 24)
+        self.middle = nn.Linear(24, 24)
+        self.last = nn.Linear(24, 1)
+        self.norm = nn.BatchNorm1d(24) if OPTIONS.get("norm") else nn.Identity()
+        self.drop = nn.Dropout(0.2) if OPTIONS.get("drop") else nn.Identity()
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Count the pass, and let the count matter."""
+        self.passes += 1
+        hidden = self.drop(self.norm(self.first(x).tanh()))
+        return self.last(self.middle(hidden).tanh()) * (1 + 0.001 * self.passes)
+
+
+class Saved:
+    """What takes part in each checkpoint, and may not survive it."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing, if this process lives."""
+        FAULTS.at("save")
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing."""
+        assert state == {"nothing": 0}
+
+
+def around(name: str, *, before: str = "", after: str = "") -> None:
+    """A fault before or after a function of torch's own."""
+    made = getattr(dist, name)
+
+    def wrapped(*args: object, **options: object) -> object:
+        if before:
+            FAULTS.at(before)
+        result = made(*args, **options)
+        if after:
+            FAULTS.at(after)
+        return result
+
+    setattr(dist, name, wrapped)
+
+
+def main() -> None:
+    """Train."""
+    ctx = elasticrt.init()
+    if OPTIONS.get("prepare"):
+        FAULTS.rank, FAULTS.world = ctx.rank, ctx.world_size
+
+        def build(directory: Path) -> None:
+            FAULTS.at("prepare")
+            (directory / "built").write_text("")
+
+        elasticrt.prepare(DIRECTORY / "prepared", build)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    data = Numbers()
+    sampler = elasticrt.ElasticBatchSampler(data, global_batch_size=BATCH)
+    loader = DataLoader(data, batch_sampler=sampler)
+    net = Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
+    loop = elasticrt.Loop(
+        DIRECTORY / "ckpt",
+        sampler=sampler,
+        every=OPTIONS.get("every", "7 steps"),
+        seed=5 if OPTIONS.get("drop") else None,
+        ledger=DIRECTORY / "ledger",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        saved=Saved(),
+    )
+    loop.vars["samples"] = 0
+    net.last.weight.register_hook(lambda _: FAULTS.at("first bucket"))
+    net.first.weight.register_hook(lambda _: FAULTS.at("last bucket"))
+    around("_broadcast_coalesced", before="broadcast")
+    around("init_process_group", before="meet", after="met")
+    around("isend", before="send", after="sent")
+    around("recv", before="receive", after="received")
+    out = (DIRECTORY / f"steps-{os.getpid()}").open("a", buffering=1)
+    stacks = (DIRECTORY / f"stacks-{os.getpid()}").open("w")
+    hooked = False
+
+    def look() -> None:
+        FAULTS.step, FAULTS.rank, FAULTS.world = loop.steps_done, ctx.rank, ctx.world_size
+        faulthandler.dump_traceback_later(5, file=stacks)  # For whoever looks into a run that stood still.
+
+    for _ in loop.epochs(EPOCHS):
+        look()
+        for x, y in loop.batches(loader):
+            look()
+            if not hooked:  # After the Loop's own, which has noted that the optimizer begins.
+                optimizer.register_step_pre_hook(lambda *_: FAULTS.at("in optimizer"))
+                hooked = True
+            with loop.step() if not OPTIONS.get("plain") else contextlib.nullcontext():
+                look()
+                FAULTS.pace()
+                FAULTS.at("before forward")
+                loss = functional.mse_loss(model(x), y)
+                FAULTS.at("after forward")
+                loss.backward()
+                if OPTIONS.get("ahead"):
+                    one_after_the_other(ctx)
+                FAULTS.at("before optimizer")
+                if not OPTIONS.get("hand") or loop.steps_done % 2:  # By hand: gradients of two steps are added up.
+                    optimizer.step()
+                    FAULTS.at("after optimizer")
+                    optimizer.zero_grad()
+                    scheduler.step()
+                loop.vars["samples"] += BATCH
+                line = (time.monotonic(), ctx.generation, ctx.rank, ctx.world_size, loop.steps_done + 1, loss.item())
+                out.write(json.dumps([*line, *(size() if OPTIONS.get("sizes") else ())]) + "\n")
+            look()
+            FAULTS.at("between")
+        look()
+        with loop.pause("evaluate"):
+            FAULTS.at("evaluate")
+            model.eval()
+            with torch.no_grad():
+                net(data.x[:8])
+            net.passes -= 1
+            model.train()
+            if OPTIONS.get("sums"):
+                ctx.sum(1)
+    faulthandler.cancel_dump_traceback_later()
+    last = DIRECTORY / f"last-{os.getpid()}"
+    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.state_dict().values()))
+    torch.save(
+        {
+            "rank": ctx.rank,
+            "steps": loop.steps_done,
+            "digest": digest.hexdigest(),
+            "vars": dict(loop.vars),
+            "model": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+        },
+        last,
+    )
+
+
+def size() -> tuple[int, int, int]:
+    """How many descriptors and threads this process has, and how much memory in KiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return len(list(Path("/proc/self/fd").iterdir())), int(fields["Threads"]), int(fields["VmRSS"].split()[0])
+
+
+def one_after_the_other(ctx: elasticrt.Context) -> None:
+    """The last rank tells the others in turn, and may die after the first has heard: that one then finishes the step,
+    and the rest cannot."""
+    word, teller = torch.zeros(1), ctx.world_size - 1
+    if ctx.rank != teller:
+        dist.recv(word, teller)
+        return
+    for rank in range(teller):
+        dist.send(word, rank)
+        FAULTS.at("told one")
+
+
+if __name__ == "__main__":
+    main()

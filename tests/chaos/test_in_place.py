@@ -1,0 +1,353 @@
+"""Workers that are killed, frozen or wrong at every point of a step: the others keep their processes and their steps.
+
+Each story is one run of `in_place_script.py` under one agent, with a plan of faults that workers do to themselves. At
+its end the ledger proves every sample exactly once, the weights are those of a process that was never disturbed, no
+step that a survivor had finished was done again, and the only processes that ended early are the plan's victims.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elasticrt.cli.ledger import books
+from elasticrt.contract.ledger import check
+from tests.cluster import Cluster
+
+SCRIPT = Path(__file__).with_name("in_place_script.py")
+STEPS_PER_EPOCH = 20
+
+POINTS = (
+    "before forward",
+    "broadcast",
+    "after forward",
+    "first bucket",
+    "last bucket",
+    "before optimizer",
+    "in optimizer",
+    "after optimizer",
+    "loader",
+    "between",
+    "evaluate",
+)
+
+
+def fault(point: str, rank: int, how: str = "kill", **more: Any) -> dict[str, Any]:
+    """One line of a plan."""
+    return {"point": point, "rank": rank, "how": how, **more}
+
+
+class Run:
+    """A run that has ended, and what its processes have written."""
+
+    def __init__(self, directory: Path, cluster: Cluster, plan: list[dict[str, Any]], epochs: int) -> None:
+        self.directory, self.cluster, self.epochs = directory, cluster, epochs
+        noted = [directory / f"fault-{number}" for number in range(len(plan))]
+        assert [path.name for path in noted if not path.exists()] == [], "faults that never came\n" + cluster.story()
+        self.victims = [int(path.read_text().split()[0]) for path in noted]
+        self.steps: dict[int, list[tuple[Any, ...]]] = {}
+        for path in directory.glob("steps-*"):
+            lines = path.read_text().splitlines()
+            self.steps[int(path.name.partition("-")[2])] = [tuple(json.loads(line)) for line in lines]
+
+    @property
+    def story(self) -> str:
+        """For a failing test."""
+        stacks = [path.read_text() for path in self.directory.glob("stacks-*")]
+        return self.cluster.story() + "\n".join(each for each in stacks if each)
+
+    def last(self) -> list[dict[str, Any]]:
+        """What each process had at the end, by rank."""
+        found = [torch.load(path, weights_only=True) for path in self.directory.glob("last-*")]
+        return sorted(found, key=lambda each: each["rank"])
+
+    def check_steps(self) -> None:
+        """No step that a survivor had finished was done again; each process goes up by one, or jumps ahead."""
+        finished: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for pid, lines in self.steps.items():
+            numbers = [line[4] for line in lines]
+            assert numbers == sorted(set(numbers)), f"process {pid} did a step again: {numbers}\n{self.story}"
+            for _, generation, _, _, step, *_ in lines:
+                finished[step][generation].add(pid)
+        for step, generations in finished.items():
+            for generation in sorted(generations)[:-1]:
+                lived = generations[generation] - set(self.victims)
+                assert not lived, f"step {step} was finished in generation {generation} by {lived}\n{self.story}"
+        assert sorted(finished) == list(range(1, self.epochs * STEPS_PER_EPOCH + 1))
+
+    def check_ledger(self) -> None:
+        """S5: every sample of every epoch counts exactly once."""
+        verdict = check(books(self.directory / "ledger"))
+        assert verdict.problems == (), self.story
+        assert verdict.steps == self.epochs * STEPS_PER_EPOCH
+
+    def check_processes(self) -> None:
+        """Only victims have ended before the end."""
+        stayed = {int(path.name.partition("-")[2]) for path in self.directory.glob("last-*")}
+        trained = {pid for pid, lines in self.steps.items() if lines}
+        assert trained - set(self.victims) <= stayed, f"{trained - stayed} ended, victims {self.victims}\n{self.story}"
+
+    def check_replicas(self) -> None:
+        """All ranks have the same state at the end."""
+        ends = self.last()
+        assert len({each["digest"] for each in ends}) == 1, self.story
+        assert {each["steps"] for each in ends} == {self.epochs * STEPS_PER_EPOCH}
+
+    def check_all(self) -> None:
+        """What must hold after any faults."""
+        self.check_steps()
+        self.check_ledger()
+        self.check_processes()
+        self.check_replicas()
+
+
+def run(
+    directory: Path,
+    plan: list[dict[str, Any]],
+    *words: str,
+    workers: int,
+    epochs: int,
+    timeout_s: float = 100,
+    join: str = "now",
+) -> Run:
+    """Run the script under one agent with `workers` workers, which do to themselves what the plan says."""
+    for number, each in enumerate(plan):
+        each.setdefault("world", workers)
+        each.setdefault("step", 3 if number else 2)
+    (directory / "faults.json").write_text(json.dumps(plan))
+    options = ["--nproc-per-node", str(workers), "--max-restarts", "1000", "--join", join]
+    script = [str(SCRIPT), str(directory), str(epochs), *words]
+    with Cluster(directory, f"place-{secrets.token_hex(4)}", options, script) as cluster:
+        cluster.linger = "1s"
+        cluster.start("n0")
+        codes = cluster.ended(timeout_s)
+        assert codes == {"n0": 0}, cluster.story()
+        return Run(directory, cluster, plan, epochs)
+
+
+_undisturbed: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def undisturbed(factory: pytest.TempPathFactory, epochs: int, *words: str) -> dict[str, Any]:
+    """What one process that is left alone has at the end."""
+    if (epochs, *words) not in _undisturbed:
+        directory = factory.mktemp("undisturbed")
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [sys.executable, str(SCRIPT), str(directory), str(epochs), *words], check=True, timeout=100, env=env
+        )
+        (path,) = directory.glob("last-*")
+        _undisturbed[(epochs, *words)] = torch.load(path, weights_only=True)
+    return _undisturbed[(epochs, *words)]
+
+
+def check_weights(found: Run, factory: pytest.TempPathFactory, *words: str) -> None:
+    """Model, optimizer, scheduler and variables are those of the undisturbed process, to the rounding of a sum."""
+    expected = undisturbed(factory, found.epochs, *words)
+    for each in found.last():
+        assert each["vars"] == expected["vars"]
+        assert each["scheduler"]["last_epoch"] == expected["scheduler"]["last_epoch"]
+        for name, tensor in expected["model"].items():
+            torch.testing.assert_close(each["model"][name], tensor, rtol=1e-12, atol=1e-12)
+        for number, state in expected["optimizer"]["state"].items():
+            for name, value in state.items():
+                torch.testing.assert_close(each["optimizer"]["state"][number][name], value, rtol=1e-11, atol=1e-12)
+
+
+def test_four_three_two_one(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02, W03: of four workers three are killed one after the other, rank 0 too; the last one does what all did."""
+    plan = [fault("last bucket", 0, world=4), fault("broadcast", 1, world=3), fault("in optimizer", 0, world=2)]
+    found = run(tmp_path, plan, workers=4, epochs=2, join="budget")
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+
+
+def test_ahead(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: one survivor has finished the step in which the others fail: they take it over, nobody does it again."""
+    found = run(tmp_path, [fault("told one", 2, step=5)], "ahead=1", workers=3, epochs=1)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+    ends = {pid: [line[4] for line in lines] for pid, lines in found.steps.items()}
+    whole, skipped = list(range(1, STEPS_PER_EPOCH + 1)), [n for n in range(1, STEPS_PER_EPOCH + 1) if n != 6]
+    assert whole in ends.values(), ends
+    assert skipped in ends.values(), ends
+
+
+def test_an_error_of_the_script(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W01: a rank raises an error of its own: it is shown once, with its traceback; the others go on in place."""
+    found = run(tmp_path, [fault("after forward", 1, "raise", step=4)], workers=3, epochs=1)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+    text = found.cluster.agents["n0"].text()
+    assert text.count("ValueError: a fault of the script's own at after forward") >= 1, text
+    assert "in one_after_the_other" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_every_point(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, workers: int, how: str) -> None:
+    """W01, W02, W03: at each point of a step one rank after the other is lost; replacements come; nothing else is."""
+    plan = [fault(point, number % workers, how) for number, point in enumerate(POINTS)]
+    found = run(tmp_path, plan, workers=workers, epochs=40, timeout_s=300)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_rank_0_at_every_point(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, workers: int) -> None:
+    """W03: rank 0, which has the store and saves, is killed at each point, in a save too."""
+    plan = [fault(point, 0) for point in (*POINTS, "save")]
+    found = run(tmp_path, plan, workers=workers, epochs=40, timeout_s=300)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("words", [("norm=1",), ("drop=1",), ("norm=1", "drop=1")], ids="+".join)
+def test_layers_that_differ_by_rank(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """W02, S6: with BatchNorm and Dropout what is computed depends on the world; replicas stay equal all the same."""
+    plan = [fault(point, number % 3) for number, point in enumerate(POINTS)]
+    run(tmp_path, plan, *words, workers=3, epochs=40, timeout_s=300).check_all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("second", ["meet", "met", "send", "sent", "receive", "received"])
+def test_lost_again_while_it_re_forms(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, second: str) -> None:
+    """W02: while the survivors meet, or share their state, another one of them is killed: the rest meet again."""
+    plan = [
+        fault("told one", 3, world=4, step=5),
+        fault(second, -1, world=4, step=0),  # Whoever is first at this point of the re-form.
+        fault("told one", 3, world=4, step=5),
+        fault(second, -1, world=4, step=0),
+    ]
+    found = run(tmp_path, plan, "ahead=1", workers=4, epochs=20, timeout_s=200)
+    found.check_ledger()
+    found.check_processes()
+    found.check_replicas()
+    found.check_steps()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_gradients_added_up_by_hand(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02, S6: gradients of two steps make one update; losses and replacements come between the two as well."""
+    plan = [fault(point, number % 3) for number, point in enumerate(POINTS) if "optimizer" not in point]
+    found = run(tmp_path, plan, "hand=1", workers=3, epochs=40, timeout_s=300)
+    found.check_all()
+    check_weights(found, tmp_path_factory, "hand=1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_at_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W05: two ranks are killed within milliseconds, at different points of one step; the other two go on."""
+    plan: list[dict[str, Any]] = []
+    for first, second in ((0, 1), (1, 3), (2, 0), (3, 2)):
+        plan += [fault("first bucket", first, world=4), fault("last bucket|before forward", second, world=4, step=0)]
+    found = run(tmp_path, plan, workers=4, epochs=40, timeout_s=300)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_survivor_that_does_not_come_back(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W07: one rank is killed while another is stuck, or holds its interpreter's lock: that one is replaced as well."""
+    for how in ("lock", "stick"):
+        directory = tmp_path / how
+        directory.mkdir()
+        plan = [fault("before forward", 2, how, world=3), fault("broadcast", 1, world=3, step=0)]
+        found = run(directory, plan, workers=3, epochs=2, timeout_s=180)
+        found.check_all()
+        check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_without_survivors_all_start_anew(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W05: all workers die at once: new ones go on from the newest copy or checkpoint, and count nothing twice."""
+    plan = [fault("before forward", 0, step=10), fault("broadcast|first bucket", 1, step=0)]
+    found = run(tmp_path, plan, workers=2, epochs=2)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_without_the_block_all_start_anew(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: a script without `with loop.step()`: a loss restarts all workers, as before."""
+    found = run(tmp_path, [fault("last bucket", 1, step=10)], "plain=1", workers=2, epochs=2)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+    survivors = {pid for pid, lines in found.steps.items() if lines and lines[0][1] == 1} - set(found.victims)
+    assert all(not (tmp_path / f"last-{pid}").exists() for pid in survivors)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_collective_outside_of_a_step(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W02: a rank is lost while all evaluate together: that cannot be done again in place, so all start anew."""
+    found = run(tmp_path, [fault("evaluate", 1)], "sums=1", workers=3, epochs=3)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_lost_while_data_is_prepared(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """W03: the rank that builds the data is killed before the first step; another one builds, and all begin."""
+    found = run(tmp_path, [fault("prepare", -1, step=0)], "prepare=1", workers=3, epochs=2)
+    found.check_ledger()
+    found.check_replicas()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_frozen_at_every_point(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, workers: int) -> None:
+    """W08: a rank stops for ever, at each point of a step that others wait for: it is found, and replaced."""
+    plan = [fault(point, number % workers, "freeze") for number, point in enumerate(POINTS) if point != "evaluate"]
+    found = run(tmp_path, plan, workers=workers, epochs=40, timeout_s=500)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    """W02: 200 workers are killed beside one that lives: its descriptors, threads and memory stay as they are."""
+    kills = 200
+    plan = [fault("first bucket", 1, world=0, step=1) for _ in range(kills)]
+    found = run(tmp_path, plan, "sizes=1", "nap=0.02", workers=3, epochs=60, timeout_s=1100)
+    found.check_all()
+    (survivor,) = [pid for pid, lines in found.steps.items() if len(lines) == found.epochs * STEPS_PER_EPOCH]
+    times = sorted(float((tmp_path / f"fault-{number}").read_text().split()[1]) for number in range(kills))
+    lines = found.steps[survivor]
+    sizes = [next(line[6:] for line in lines if line[0] > at) for at in times]
+    pauses = sorted(next(line[0] for line in lines if line[0] > at) - at for at in times)
+    early, late, rest = sizes[20], sizes[-1], lines[-1][6:]
+    print(f"descriptors, threads, KiB after 20 kills {early}, after {kills} {late}, at rest {rest}")
+    print(f"pauses: median {pauses[kills // 2]:.3f} s, 90 % {pauses[kills * 9 // 10]:.3f} s, most {pauses[-1]:.3f} s")
+    assert rest[0] <= sizes[0][0] + 40, "descriptors: groups that were left have been let go of"
+    assert rest[1] <= sizes[0][1] + 8, "threads"
+    assert rest[2] <= early[2] * 1.1, "memory"
