@@ -107,10 +107,15 @@ class Agent(Cycle):
     def _describe(self, me: Me, now: float) -> Me:
         view = self.rendezvous.view
         leaves = me.leaving or me.record.draining
-        if view.generation is not None and view.roster_known and not leaves and others_go_on(view, me.record.node):
+        generation = view.generation.record if view.generation is not None else None
+        go_on = generation is not None and others_go_on(view, me.record.node)
+        said = view.number if go_on and view.leads and not (generation and generation.in_place) else 0
+        if said != me.record.goes_on:
+            me = replace(me, record=me.record.model_copy(update={"goes_on": said}))
+        if generation is not None and view.roster_known and not leaves and go_on:
             seat = view.seat_of(me.record.node, me.record.incarnation)
             if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
-                self.node.attend(view.generation.record, view.generation.record.nodes if seat is None else seat.index)
+                self.node.attend(generation, generation.nodes if seat is None else seat.index)
         me = self.node.describe(me)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
@@ -233,7 +238,7 @@ class Agent(Cycle):
         """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
         self.node.kill()
         deadline = time.monotonic() + KILLED_S
-        while self.node.describe(self.me).running and (left := deadline - time.monotonic()) > 0:
+        while not self.node.are_gone() and (left := deadline - time.monotonic()) > 0:
             try:
                 self._fold(self.queue.get(timeout=left))
             except queue.Empty:
