@@ -271,6 +271,15 @@ class Invariants:
         spent = last.restarts if spec.restarts_reset else last.restarts_total
         require(spent >= spec.max_restarts, "S13", f"the run failed after {spent} of {spec.max_restarts} restarts")
 
+    def one_history(self) -> set[str]:
+        """The present generation's nonce, and those of all that it has gone on from in place."""
+        nonces = set()
+        for generation in reversed(self.generations):
+            nonces.add(generation.nonce)
+            if not generation.in_place:
+                break
+        return nonces
+
     def head_was_away(self) -> bool:
         """Whether the present generation has looked for the head in vain."""
         said = [report.failure for report in self.reported if report.generation == self.number()]

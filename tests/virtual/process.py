@@ -29,7 +29,7 @@ from elasticrt.contract.messages import Warm
 from elasticrt.errors import ElasticError
 from elasticrt.rendezvous.decision import Decision, Me, Publish
 from elasticrt.rendezvous.handler import Rendezvous
-from elasticrt.rendezvous.records import Result
+from elasticrt.rendezvous.records import Generation, Result, Seat
 from elasticrt.store.protocol import Address, Credentials
 from tests.virtual.conduct import Intent
 from tests.virtual.edges import (
@@ -60,6 +60,7 @@ class Process:
         self.workers = sim.plan.workers[index]
         self.address = f"10.0.0.{index + 1}"
         self.gone = self.paused = False
+        self.going_on: Generation | None = None  # While its agent seats its workers.
         self.deferred: list[tuple[Task, int]] = []
         self.code: int | None = None
         self.ended_at: float | None = None
@@ -137,6 +138,13 @@ class VirtualAgent(Agent):
             self.process.sim.say(self.process, f"{type(decision).__name__}: {decision.reason}")
         self.process.sim.invariants.conduct.decided(self.process, decision)
         return decision
+
+    def _run(self, generation: Generation, seat: Seat) -> None:
+        self.process.going_on = generation
+        try:
+            super()._run(generation, seat)
+        finally:
+            self.process.going_on = None
 
     def say(self, text: str) -> None:
         """The story has it already."""
