@@ -180,6 +180,8 @@ class Conduct:
 
     def replaced(self, old: dict[str, Seat], new: Generation, seats: dict[str, Seat]) -> None:
         """A generation takes the place of another: nobody is left out, and nobody in, without a reason."""
+        text = f"generation {new.number} starts all workers anew: {new.cause}"
+        require(new.in_place or not self.sim.plan.stays, "L9", text)
         lives = {seat.incarnation for seat in seats.values()}
         if new.kind == "lost" and not self.history.head_was_away():
             lost = [seat for seat in old.values() if seat.incarnation not in lives]
@@ -253,6 +255,12 @@ class Conduct:
             text = f"generation {new.number} starts all workers anew, and {ready} could go on: {new.cause}"
             require(closing or waited or len(ready) < least, "S18", text)
             return
+        old = self.history.number()
+        groups = [self.sim.processes[name].group for name in seats]
+        known = [each for group in groups for each in (*group.workers, *group.dead) if each.generation == old]
+        lately = self.sim.engine.now - 2.0 - self.sim.slack
+        having = [each for each in known if each.whole and each.died_at > lately]
+        require(having, "S18", f"generation {new.number} goes on in place, and nobody in it has the state")
         for name, count in ready.items():
             seat = seats.get(name)
             text = (

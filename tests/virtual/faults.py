@@ -221,6 +221,10 @@ class Faults:
             worker.fail("peer closed", collateral=True)
         return bool(found)
 
+    def torn_step(self, process: Process, fault: Fault) -> None:
+        """A worker dies in the moment in which others have finished a step that it has not."""
+        self.sim.torn = process.name
+
     def collateral_first(self, process: Process, fault: Fault) -> bool:
         """The report of a consequence comes before that of the cause."""
         living = process.group.living

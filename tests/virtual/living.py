@@ -70,6 +70,7 @@ class Worker:
         self.waiting = False
         self.stuck_until = 0.0
         self.at_home_at = math.inf
+        self.died_at = math.inf
         self.first = True
         self.head = self.parent = env.resume.nonce if env.resume else ""
         self.saving: tuple[int, Commit] | None = None
@@ -168,7 +169,7 @@ class Worker:
         """The process is gone; its agent hears of it soon."""
         if not self.alive:
             return
-        self.alive = False
+        self.alive, self.died_at = False, self.sim.engine.now
         if self.group is not None and code:
             self.group.lost(self)
         self._after_all_that_was_said(self._tell_end, code, failure)

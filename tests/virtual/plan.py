@@ -81,7 +81,8 @@ class Plan:
     options of nodes, or of single lives (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a
     "resubmit"; `again`: those of a second attempt once the first has ended. `sleeper`: a doomed node that is not dead
     but stopped, until all has been submitted again. What stories promise beyond the
-    invariants: `commits_within_s`, `leaves_within_s`, `generations_max`, `lossless`, `succeeds`.
+    invariants: `commits_within_s`, `leaves_within_s`, `generations_max`, `lossless`, `succeeds`, and
+    `stays`: no worker is started anew.
     """
 
     seed: str
@@ -120,6 +121,7 @@ class Plan:
     leaves_within_s: float = 0.0
     generations_max: int = 0
     lossless: bool = False
+    stays: bool = False
     succeeds: bool = False
     doomed: tuple[str, ...] = ()
     safety_s: float = 40.0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent import memory, node
 from elasticrt.agent.agent import Agent
-from elasticrt.agent.group import Command
+from elasticrt.agent.group import Command, WorkerEnded
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.node import Node
 from elasticrt.agent.settings import Settings
@@ -60,6 +60,7 @@ class Process:
         self.workers = sim.plan.workers[index]
         self.address = f"10.0.0.{index + 1}"
         self.gone = self.paused = False
+        self.loses = False  # While its agent hears that a worker has ended.
         self.going_on: Generation | None = None  # While its agent seats its workers.
         self.deferred: list[tuple[Task, int]] = []
         self.code: int | None = None
@@ -162,6 +163,14 @@ class VirtualNode(Node):
         """Start the worker parent: it is warm after a while."""
         sim = process_of(self._settings).sim
         sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s, 0))
+
+    def _worker_ended(self, event: WorkerEnded) -> None:
+        process = process_of(self._settings)
+        process.loses = True
+        try:
+            super()._worker_ended(event)
+        finally:
+            process.loses = False
 
     def close(self) -> None:
         """End everything that this node has started."""

@@ -161,6 +161,15 @@ class ProcessGroup:
     def _finish(self, worker: Worker) -> None:
         if self._finishing.pop(worker.env.rank if worker.group is self else -1, None) is not None:
             worker.finish(self)
+            self._tear()
+
+    def _tear(self) -> None:
+        torn = [worker for worker in self._finishing.values() if worker.process.name == self.sim.torn]
+        if torn:
+            self.sim.torn = ""
+            self._in_collective |= self._finishing.keys()
+            self._finishing.clear()
+            torn[0].die(-9)
 
     # Losses.
 

@@ -75,6 +75,7 @@ class Simulator:
         self.copying = random.Random(f"copies {plan.seed}")
         self.living = random.Random(f"living {plan.seed}")
         self.fired: Counter[str] = Counter()
+        self.torn = ""  # The node of which a worker dies when another has just finished a step, and it has not.
         self.calm = False
         self.spec = plan.spec
         self.again = False

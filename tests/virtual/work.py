@@ -137,12 +137,12 @@ class Work:
 
     def killed(self, process: Process, workers: list[Worker]) -> None:
         """L9: a membership that goes on in place ends no worker that could go on with it."""
-        going_on = process.going_on
-        if going_on is None or not going_on.in_place:
+        going_on = process.going_on is not None and process.going_on.in_place
+        if not going_on and not process.loses:
             return
         now, slack = self.sim.engine.now, 1.0 + self.sim.slack
         well = [worker.env.local_rank for worker in workers if worker.healthy and now > worker.at_home_at + slack]
-        text = f"{process.name} ends its workers {well}, who could go on in generation {going_on.number}"
+        text = f"{process.name} ends its workers {well}, who could go on"
         require(not well, "L9", text)
 
     def exited(self, group: Group | Worker) -> None:

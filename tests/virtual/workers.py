@@ -207,6 +207,7 @@ class VirtualGroup:
         self.put = put
         self.groups: dict[int, Group] = {}
         self.workers: list[Worker] = []  # Those that can go on in place.
+        self.dead: list[Worker] = []
         self._newest = 0
 
     def start(  # noqa: PLR0917  As `WorkerGroup` has them.
@@ -235,6 +236,7 @@ class VirtualGroup:
     def _start(self, generation: int, envs: Sequence[WorkerEnv], descriptors: Mapping[int, Mapping[str, int]]) -> None:
         sim = self.process.sim
         started = [sim.worker(self, env) for env in envs]
+        self.dead += [each for each in self.workers if each.told]
         self.workers = [each for each in self.workers if not each.told] + started
         self._newest = generation or self._newest
         if generation:
