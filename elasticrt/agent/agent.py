@@ -276,11 +276,12 @@ class Agent(Cycle):
         view, request = self.rendezvous.view, said.message
         assert isinstance(request, Save | Claim | Published | BuildFailed)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
-        current = view.generation is not None and view.number == said.generation
+        number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
+        current = view.generation is not None and view.number == number
         self.membership.courier.send(
             Errand(
                 request=request,
-                generation=said.generation,
+                generation=number,
                 generation_mod=view.generation.mod_revision if view.generation and current else -1,
                 attempt=self.me.attempt,
                 node=self.me.record.node,

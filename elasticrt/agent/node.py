@@ -560,8 +560,8 @@ class Node:
             self._events.write("copy_damaged", generation=event.generation, step=found.step, problem=found.problem)
 
     def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
-        if event.generation != self._running or self._started is None:
-            return
+        if event.generation != self._running or self._started is None or not 0 < self._going <= left.step:
+            return  # Of the generation before: it was seated in this one while the news was under way.
         self.progress.remember()
         memory = self._ends.memory
         if event.local_rank == 0 and left.size:
