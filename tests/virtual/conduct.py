@@ -255,11 +255,10 @@ class Conduct:
             text = f"generation {new.number} starts all workers anew, and {ready} could go on: {new.cause}"
             require(closing or waited or len(ready) < least, "S18", text)
             return
-        old = self.history.number()
         groups = [self.sim.processes[name].group for name in seats]
-        known = [each for group in groups for each in (*group.workers, *group.dead) if each.generation == old]
+        known = [each for group in groups for each in (*group.workers, *group.dead)]
         lately = self.sim.engine.now - 2.0 - self.sim.slack
-        having = [each for each in known if each.whole and each.died_at > lately]
+        having = [each for each in known if each.generation and each.whole and each.died_at > lately]
         require(having, "S18", f"generation {new.number} goes on in place, and nobody in it has the state")
         for name, count in ready.items():
             seat = seats.get(name)

@@ -150,6 +150,5 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "places of a node are counted by local rank": ((_A + "policy", "worker_env", "local_rank if place is None else place", "local_rank"),),
     "nobody sets up for the lost beside the training": ((_A + "beside", "Beside.start", "if missing:", "if False:"),),
     "the state of one that is behind is shared": ((_SHARE, "plan", "furthest = max(", "furthest = min("),),
-    "the state of no step is shared": ((_SHARE, "plan", "each.whole and ", ""),),
     "those that are level are not told from those behind": ((_SHARE, "plan", "if rank not in level", "if rank != level[0] and standings[rank].step < 0"),),
 }  # fmt: skip

@@ -244,12 +244,15 @@ class Worker:
         self.sim.say(self.process, f"  a worker ({self.env.local_rank}) has set up beside the training")
         self.say(Ready())
 
+    def _data(self) -> str:
+        return f"data of {self.process.name}" if self.sim.plan.own_disks else "data"
+
     def prepare(self) -> None:
         """Ask for the data until somebody has built them."""
         if self.env.local_rank:
             self._has_set_up()
             return
-        self.ask(lambda number: Claim(number, "data", "1"))
+        self.ask(lambda number: Claim(number, self._data(), "1"))
 
     def answered(self, reply: Reply) -> None:
         """What the agent says."""
@@ -271,7 +274,7 @@ class Worker:
 
     def _publish(self) -> None:
         self.building = (*self.building, self.requests + 1)
-        self.ask(lambda number: Published(number, "data", "1", "d" * 64))
+        self.ask(lambda number: Published(number, self._data(), "1", "d" * 64))
 
     # Seats.
 

@@ -93,6 +93,14 @@ IN_PLACE: list[Plan] = [
         generations_max=2,
     ),
     _living(
+        "a newcomer prepares data of its own beside the training",
+        3,
+        arrivals=(0.0, 0.1, 6.0),
+        own_disks=True,
+        prepares=True,
+        generations_max=2,
+    ),
+    _living(
         "the only one that has the state drains, and another has set up",
         2,
         Fault(8.0, "leave", "n0"),
