@@ -145,10 +145,15 @@ class Agent(Cycle):
     def _describe(self, me: Me, now: float) -> Me:
         view = self.rendezvous.view
         leaves = me.leaving or me.record.draining
-        if view.generation is not None and view.roster_known and not leaves and others_go_on(view, me.record.node):
+        generation = view.generation.record if view.generation is not None else None
+        go_on = generation is not None and others_go_on(view, me.record.node)
+        said = view.number if go_on and view.leads and not (generation and generation.in_place) else 0
+        if said != me.record.goes_on:
+            me = replace(me, record=me.record.model_copy(update={"goes_on": said}))
+        if generation is not None and view.roster_known and not leaves and go_on:
             seat = view.seat_of(me.record.node, me.record.incarnation)
             if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
-                self.node.attend(view.generation.record, view.generation.record.nodes if seat is None else seat.index)
+                self.node.attend(generation, generation.nodes if seat is None else seat.index)
         me = self.node.describe(me)
         reports = self.rendezvous.view.reports.values()
         ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
@@ -286,7 +291,7 @@ class Agent(Cycle):
         """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
         self.node.kill()
         deadline = time.monotonic() + KILLED_S
-        while self.node.describe(self.me).running and (left := deadline - time.monotonic()) > 0:
+        while not self.node.are_gone() and (left := deadline - time.monotonic()) > 0:
             try:
                 self._fold(self.queue.get(timeout=left))
             except queue.Empty:
@@ -324,13 +329,12 @@ class Agent(Cycle):
         view, request = self.rendezvous.view, said.message
         assert isinstance(request, Save | Own | Claim | Published | BuildFailed)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
-        current = view.generation is not None and view.number == said.generation
-        if isinstance(request, Save):  # One that was under way while its worker went on in another generation.
-            current = current and request.commit.get("generation") == said.generation
+        number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
+        current = view.generation is not None and view.number == number
         self.membership.courier.send(
             Errand(
                 request=request,
-                generation=said.generation,
+                generation=number,
                 generation_mod=view.generation.mod_revision if view.generation and current else -1,
                 attempt=self.me.attempt,
                 node=self.me.record.node,

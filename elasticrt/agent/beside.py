@@ -35,6 +35,7 @@ class Beside:
 
     Attributes:
         ranks: local ranks that set up, or have.
+        ending: those whose processes are being ended: only then another one is started.
         at: when the next try is due; None when nothing has failed.
     """
 
@@ -52,6 +53,7 @@ class Beside:
         self._says = says
         self._say = say
         self.ranks: set[int] = set()
+        self.ending: set[int] = set()
         self.at: float | None = None
         self._tries = 0
         self._of: tuple[Generation, int] | None = None
@@ -65,7 +67,8 @@ class Beside:
         if self._of is None or (self.at is not None and now < self.at):
             return
         self.at = None
-        missing = [rank for rank in range(self._settings.workers) if rank not in seated and rank not in self.ranks]
+        taken = {*seated, *self.ranks, *self.ending}
+        missing = [rank for rank in range(self._settings.workers) if rank not in taken]
         if missing:
             self.ranks |= set(missing)
             self._start([beside_env(self._settings, *self._of, rank) for rank in missing])
@@ -81,9 +84,10 @@ class Beside:
 
     def ended(self, event: WorkerEnded, now: float) -> None:
         """One has failed while it set up, or was ended. The training has not noticed."""
-        self.ranks.discard(event.local_rank)
-        if self._of is None:
+        self.ending.discard(event.local_rank)
+        if event.local_rank not in self.ranks:
             return
+        self.ranks.discard(event.local_rank)
         wait_s = min(AGAIN_S * 2**self._tries, AGAIN_S_MAX)
         self._tries += 1
         self.at = now + wait_s
@@ -94,5 +98,5 @@ class Beside:
         """Nobody is to be let in any more, or all begin anew."""
         self._of, self.at = None, None
         if self.ranks:
-            self.ranks = set()
+            self.ranks, self.ending = set(), self.ending | self.ranks
             self._kill()

@@ -133,10 +133,10 @@ class Node:
         now = time.monotonic()
         self.progress.look(self._running)
         self._look_after_workers(now)
-        ready = self._ready_seated() + len(self._beside.ready())
-        if ready != record.ready:
-            record = record.model_copy(update={"ready": ready})
-        self._ends = replace(self._ends, ready=ready)
+        ready, has_state = self._ready_seated() + len(self._beside.ready()), self._has_state()
+        if (ready, has_state) != (record.ready, record.has_state):
+            record = record.model_copy(update={"ready": ready, "has_state": has_state})
+        self._ends = replace(self._ends, ready=ready, has_state=has_state)
         report = self._ends.report(record.node, record.incarnation) if self._seated_as(record.incarnation) else None
         self.watch.look(now, held=bool(self._holding))
         if self._failed_at is None:
@@ -394,13 +394,16 @@ class Node:
             ranks=sorted(self._pids),
             pids=[self._pids[rank] for rank in sorted(self._pids)],
         )
+        if not self._seated:
+            self._running = 0  # No end of a group will be told.
         if gone:
             self._fail_in_place(seat, f"{gone} of {seat.workers} workers had ended before they could go on")
         self._beside.attend(generation, seat.index)
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
+        number = self._started[0].number if self._started else 0
         failure = lost_peer(
-            rank=seat.rank_offset, local_rank=0, node=seat.node, generation=self._running, step=0, message=message
+            rank=seat.rank_offset, local_rank=0, node=seat.node, generation=number, step=0, message=message
         )
         self._ends = replace(self._ends, failures=(*self._ends.failures, failure))
         self._failed_at = self._failed_at or time.monotonic()
@@ -438,8 +441,15 @@ class Node:
                 self._workers.kill(self._running, late)
                 self._seated -= set(late)
                 self._fail_in_place(self._started[1], text)
-        if self._wanted is None and self._warm and not self._ends.well:
+        if self._can_start_beside():
             self._beside.start(self._seated, now)
+
+    def _can_start_beside(self) -> bool:
+        return self._wanted is None and self._warm and not self._ends.well
+
+    def are_gone(self) -> bool:
+        """Whether no worker is left, seated or setting up."""
+        return not self._running and not self._beside.ending
 
     def attend(self, generation: Generation, index: int) -> None:
         """Workers go on in place in `generation`: what this node has no worker for sets up beside it."""
@@ -450,7 +460,8 @@ class Node:
 
     def alarms(self) -> list[float]:
         """When to look after the workers again."""
-        return [at for at in (self._late_at, self._beside.at) if at is not None]
+        again_at = self._beside.at if self._can_start_beside() else None
+        return [at for at in (self._late_at, again_at) if at is not None]
 
     def _page_ranks(self, generation: int) -> list[int]:
         return sorted(self._workers.pids(generation))
@@ -466,6 +477,13 @@ class Node:
         if not self._running or self._wanted is not None:
             return 0
         return sum(self._page_of(rank, self._running, "in_place") != 0 for rank in self._seated)
+
+    def _has_state(self) -> bool:
+        """Whether a worker that can go on has the state of its generation, or of the one before."""
+        if not self._ready_seated():
+            return False
+        able = [rank for rank in self._seated if self._page_of(rank, self._running, "in_place")]
+        return any(self._page_of(rank, self._running, "restored_at_ns") for rank in able)
 
     def _end_workers(self) -> None:
         """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
@@ -572,8 +590,8 @@ class Node:
             self._events.write("copy_damaged", generation=event.generation, step=found.step, problem=found.problem)
 
     def _handed_over(self, event: WorkerSaid, left: HandedOver) -> None:
-        if event.generation != self._running or self._started is None:
-            return
+        if event.generation != self._running or self._started is None or not 0 < self._going <= left.step:
+            return  # Of the generation before: it was seated in this one while the news was under way.
         self.progress.remember()
         memory = self._ends.memory
         if event.local_rank == 0 and left.size:

@@ -22,7 +22,8 @@ class Ends:
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
     newest copy taken meanwhile, or one of the step that the generation resumed from. `spare`: an older one, for when
     nobody has the checkpoint that it resumes from. `unmet`: in so many generations in a row, up to this one, workers
-    here could not reach the others. `ready`: workers that can go on in the next generation.
+    here could not reach the others. `ready`: workers that can go on in the next generation; `has_state`: whether one of
+    them has the state.
     """
 
     generation: int
@@ -37,6 +38,7 @@ class Ends:
     spare: Copy | None = None
     unmet: int = 0
     ready: int = 0
+    has_state: bool = False
 
     def report(self, node: str, incarnation: str) -> Report | None:
         """What the others should be told; None as long as nothing has ended.
@@ -52,6 +54,7 @@ class Ends:
                 failure=failure_record(self.failures, self.well, unmet=self.unmet),
                 memory=copy_record(self.kept or self.spare),
                 ready=self.ready,
+                has_state=self.has_state,
             )
         if len(self.handed) == self.workers:
             return Report(
@@ -210,8 +213,9 @@ def others_go_on(view: View, node: str) -> bool:
     """Whether workers of other nodes train on, so that what this node lacks is set up beside them."""
     if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
         return False
-    known = (entry.record for entry in view.members.values() if entry.record.node != node)
-    return view.generation.record.in_place or any(each.ready and each.generation == view.number for each in known)
+    known = [entry.record for entry in view.members.values() if entry.record.node != node]
+    told = any(view.number in (each.goes_on, each.generation if each.ready else 0) for each in known)
+    return view.generation.record.in_place or told
 
 
 def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:

@@ -115,9 +115,13 @@ def publish(
     """
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
-    ready = [entry for entry in able if entry.record.ready] if survivors(view) else []
+    alive = {entry.record.incarnation for entry in survivors(view)}
+    have = [entry for entry in able if entry.record.incarnation in alive][: spec.max_nodes]
+    ready = [entry for entry in able if entry.record.ready] if have else []
     in_place = len(ready) >= max(1, spec.min_nodes)
     chosen = seat_order(ready if in_place else able, view.order(), spec.max_nodes)
+    if in_place and not any(entry in have for entry in chosen):
+        chosen = seat_order([have[0], *chosen[:-1]], view.order(), spec.max_nodes)
     memory, holder = (None, None) if in_place else _newest_copy(view, chosen, me)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
@@ -146,9 +150,8 @@ def survivors(view: View) -> list[Entry[Member]]:
     here = [as_reported(view, entry) for entry, life in seated if entry and entry.record.incarnation == life]
     record = view.generation.record
     # Of a generation that began in place a key may still say what it said before; in any other that is old.
-    return [
-        entry for entry in here if entry.record.ready and (record.in_place or entry.record.generation == view.number)
-    ]
+    having = [entry for entry in here if entry.record.ready and entry.record.has_state]
+    return [entry for entry in having if record.in_place or entry.record.generation == view.number]
 
 
 def as_reported(view: View, entry: Entry[Member]) -> Entry[Member]:
@@ -156,7 +159,8 @@ def as_reported(view: View, entry: Entry[Member]) -> Entry[Member]:
     report = view.reports.get(entry.record.node)
     if report is None or report.record.status != "failed" or report.record.incarnation != entry.record.incarnation:
         return entry
-    return replace(entry, record=entry.record.model_copy(update={"ready": report.record.ready}))
+    newer = {"ready": report.record.ready, "has_state": report.record.has_state}
+    return replace(entry, record=entry.record.model_copy(update=newer))
 
 
 def _newest_copy(
@@ -248,7 +252,13 @@ def settled_at(view: View, spec: RunSpec) -> float:
 def candidates(view: View) -> list[Entry[Member]]:
     """Members that can be seated now: where workers go on in place, those that have workers ready for that."""
     can = startable(view)
-    return [entry for entry in can if entry.record.ready] if survivors(view) else can
+    return [entry for entry in can if entry.record.ready] if go_on(view, can) else can
+
+
+def go_on(view: View, members: list[Entry[Member]]) -> bool:
+    """Whether one of these members has the state, so that nobody starts anew."""
+    alive = {entry.record.incarnation for entry in survivors(view)}
+    return any(entry.record.incarnation in alive for entry in members)
 
 
 def startable(view: View) -> list[Entry[Member]]:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from elasticrt.contract.words import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, Release, Wait, Withdraw
-from elasticrt.rendezvous.led import Led, candidates, list_names, publish
+from elasticrt.rendezvous.led import Led, candidates, go_on, list_names, publish
 from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
 from elasticrt.rendezvous.seats import Restarts
 from elasticrt.rendezvous.view import Entry, View
@@ -134,7 +134,8 @@ def _wish(led: Led) -> Change | Wait:
         return Wait("closing: a worker has ended, nobody joins any more")
     draining = [seat for seat in led.seats if _drains(led, seat)]
     if draining:
-        enough = len(candidates(led.view)) >= led.spec.min_nodes
+        others = candidates(led.view)
+        enough = len(others) >= led.spec.min_nodes and (not led.in_place or go_on(led.view, others))
         if led.me.starting and not enough:
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
         return Change("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)

@@ -1,8 +1,8 @@
 """Which invariant catches which mutant where. Written by `python -m tests.virtual.mutants --write`."""
 
 CATCHES: dict[str, tuple[str, int | str]] = {
-    "no compare-and-swap": ("S1", 10),
-    "lease as permission to publish": ("S1", 10),
+    "no compare-and-swap": ("S1", 9),
+    "lease as permission to publish": ("S6", "old news come late"),
     "identity by name": ("S3", "a node that is fenced has been started anew"),
     "no fence on commit": ("S2", "a commit meets the next generation"),
     "commit by whatever generation is current": ("S2", "a member knows that it is in the past, and not its seat"),
@@ -94,6 +94,33 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "copies of the last generation are kept": ("S6", "workers fail again before there is a new copy"),
     "what a fenced node holds comes back with it": ("S6", "a node that was cut off comes back with its copies"),
     "a damaged copy is offered again": ("L6", "all copies are damaged"),
+    "all start anew, whoever could go on": ("L9", "a worker is killed, and all others go on"),
+    "all go on, and nobody has the state": ("S18", "the only one that has the state drains, and another has set up"),
+    "the last that has the state drains, and does not save": (
+        "S10",
+        "the only one that has the state drains, and another has set up",
+    ),
+    "a node has as many seats as workers, alive or not": ("L6", "a worker is killed, and all others go on"),
+    "workers that are ready beside their node's seat are not let in": (
+        "L4",
+        "a worker is killed, and all others go on",
+    ),
+    "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
+    "followers are not told that workers go on": (
+        "L1",
+        "too few are left, all others set up, and hear of the survivor only from the leader",
+    ),
+    "below min-nodes survivors do not wait for those that set up": (
+        "L9",
+        "too few are left, and wait with their state for one that sets up",
+    ),
+    "who does not come back from the cut is waited for": ("L1", "a survivor does not come back from the cut"),
+    "a node none of whose workers came along runs them": ("L4", "all workers of the node that leads are killed"),
+    "one lost worker ends all of its node": ("L9", "the run ends while a replacement sets up"),
+    "places of a node are counted by local rank": ("S3", "the run ends while a replacement sets up"),
+    "nobody sets up for the lost beside the training": ("L4", "a worker is killed, and all others go on"),
+    "the state of one that is behind is shared": ("S18", "a rank is ahead when another dies"),
+    "those that are level are not told from those behind": ("S19", "a rank is ahead when another dies"),
     "register without _unchanged(keys.spec, guard.spec)": ("S3", "two begin a run with other options"),
     "register without _unchanged(keys.generation, guard.generation)": (
         "S3",
@@ -121,7 +148,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "leave without _alive(keys, node, guard)": ("S3", "the farewell of a former life arrives late"),
     "leave without _unchanged(keys.generation, guard.generation)": ("S13", "a farewell meets the next generation"),
     "publish without _unchanged(keys.spec, guard.spec)": ("S3", "a run is resized while a generation is published"),
-    "publish without _unchanged(keys.generation, guard.generation)": ("S1", 10),
+    "publish without _unchanged(keys.generation, guard.generation)": ("S1", 9),
     "publish without _unchanged(keys.checkpoint, guard.checkpoint)": (
         "S6",
         "a commit is accepted while the next generation is published",
@@ -203,7 +230,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_lead without: doubted": ("L1", "a node is killed"),
     "_lead without: strangers": ("L1", "a node is out of its peers' reach"),
     "_lead without: unsure is not None": ("L1", "a node is killed"),
-    "_lead without: gone or not led.seats": ("L1", "a member knows that it is in the past, and not its seat"),
+    "_lead without: gone or not led.seats": ("L1", "a node leaves, and its machine goes off"),
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
     "_asking_again without: led.now >= again and isinstance(decision, Wait | Publish)": ("L8", "the leader is silent"),
     "_start without: now < settled": ("L6", "a node is killed"),

@@ -19,6 +19,7 @@ from tests.virtual.engine import require
 
 if TYPE_CHECKING:
     from tests.virtual.invariants import Invariants
+    from tests.virtual.living import Worker
     from tests.virtual.process import Process
     from tests.virtual.simulator import Simulator
 
@@ -179,6 +180,8 @@ class Conduct:
 
     def replaced(self, old: dict[str, Seat], new: Generation, seats: dict[str, Seat]) -> None:
         """A generation takes the place of another: nobody is left out, and nobody in, without a reason."""
+        text = f"generation {new.number} starts all workers anew: {new.cause}"
+        require(new.in_place or not self.sim.plan.stays, "L9", text)
         lives = {seat.incarnation for seat in seats.values()}
         if new.kind == "lost" and not self.history.head_was_away():
             lost = [seat for seat in old.values() if seat.incarnation not in lives]
@@ -191,6 +194,8 @@ class Conduct:
                 me = getattr(self.sim.processes[seat.node].agent, "me", None)
                 warm = member[0].warm or (me is not None and me.record.warm)  # An older key may have come late.
                 require(warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
+        if self.writer is not None and not self.sim.plan.rates.late:
+            self._l9_in_place(new, seats)
         out = [seat for seat in old.values() if seat.incarnation not in lives and self._is_well(seat, new)]
         assert self.history.spec is not None
         room = len(seats) < self.history.spec.spec.max_nodes
@@ -205,7 +210,8 @@ class Conduct:
         assert spec is not None
         if asked is not None and asked.step:
             return  # Some have left after that step already: there is no way back, whatever has changed since.
-        same = lives == {seat.incarnation for seat in old.values()}
+        grown = sum(seat.workers for seat in old.values()) != new.world_size  # A replacement comes.
+        same = lives == {seat.incarnation for seat in old.values()} and not grown
         require(not same, "L6", f"generation {new.number} has the same members as the one before: {new.cause}")
         allowed = new.kind != "join" or spec.spec.join != "failure"
         require(allowed, "L6", f"generation {new.number} lets nodes in without a failure: {new.cause}")
@@ -216,9 +222,50 @@ class Conduct:
         if process.gone or process.paused or self.sim.unreachable(process) or process.told_at is not None:
             return False
         member, me = self.members.get(seat.node), getattr(process.agent, "me", None)
+        if new.in_place and not any(self._goes_on(worker) for worker in process.group.workers):
+            return False
         if me is None or me.record.draining or (member is not None and member[0].draining):
             return False
         return me.record.incarnation == seat.incarnation and me.attempt == new.attempt
+
+    def _goes_on(self, worker: Worker) -> bool:
+        """Whether a worker could take part in the next generation in place, and its agent knows."""
+        return worker.healthy and self.sim.engine.now > worker.at_home_at + 1.0 + self.sim.slack
+
+    def _l9_in_place(self, new: Generation, seats: dict[str, Seat]) -> None:
+        """L9: who could go on in place gets a seat; all begin anew only if too few could. S18: no finished step is lost
+        with them."""
+        ready = {}
+        for process in self.sim.processes.values():
+            me = getattr(process.agent, "me", None)
+            if process.gone or me is None or not self._is_calm(process) or process.told_at is not None:
+                continue
+            member = self.members.get(process.name)
+            if me.record.draining or member is None or member[0].incarnation != me.record.incarnation:
+                continue
+            here = [each for each in process.group.workers if each.generation == self.history.number()]
+            ready[process.name] = sum(self._goes_on(each) for each in here)
+        ready = {name: count for name, count in ready.items() if count}
+        if not new.in_place:
+            assert self.history.spec is not None
+            least = self.history.spec.spec.min_nodes
+            ended = [each for each in self.history.reported if each.generation == self.history.number()]
+            closing = any(each.status in ("finishing", "ok") for each in ended)
+            waited = self.sim.engine.now - self.sim.began > self.history.spec.spec.join_timeout_s
+            text = f"generation {new.number} starts all workers anew, and {ready} could go on: {new.cause}"
+            require(closing or waited or len(ready) < least, "S18", text)
+            return
+        groups = [self.sim.processes[name].group for name in seats]
+        known = [each for group in groups for each in (*group.workers, *group.dead)]
+        lately = self.sim.engine.now - 2.0 - self.sim.slack
+        having = [each for each in known if each.generation and each.whole and each.died_at > lately]
+        require(having, "S18", f"generation {new.number} goes on in place, and nobody in it has the state")
+        for name, count in ready.items():
+            seat = seats.get(name)
+            text = (
+                f"generation {new.number} has {seat.workers if seat else 0} workers of {name}, of {count}: {new.cause}"
+            )
+            require(seat is None or seat.workers >= count, "L9", text)
 
     def _is_calm(self, process: Process) -> bool:
         """Whether nothing has happened to it for long, and the publisher can hear it."""
@@ -258,7 +305,7 @@ class Conduct:
                 longest = self.sim.plan.leaves_within_s or LEAVE_S + self.sim.slack + self.sim.drain_s
                 require(waited < longest, "L2", f"{process.name} was told to leave {waited:.0f} s ago")
             for group in process.group.living:
-                if group.generation < current and group.attempt == self.history.attempt():
+                if 0 < group.generation < current and group.attempt == self.history.attempt():
                     since = max(self.history.superseded_at.get(group.generation, now), process.awake_at)
                     slack = STOP_S + self.sim.slack
                     text = f"{process.name} runs generation {group.generation} {now - since:.1f} s into {current}"
@@ -266,7 +313,7 @@ class Conduct:
 
     def _s16_told_by_peers(self, process: Process, current: int) -> None:
         now, place = self.sim.engine.now, (process.name, process.life)
-        old = [group for group in process.group.living if group.generation < current]
+        old = [group for group in process.group.living if 0 < group.generation < current]
         told, known = False, process.agent.rendezvous.view.seats if old else {}
         for group in old:
             for node in self.history.seats.get(group.nonce, {}).keys() & known.keys():

@@ -19,6 +19,7 @@ from tests.virtual.work import step_of
 
 if TYPE_CHECKING:
     from tests.virtual.invariants import Invariants
+    from tests.virtual.living import Worker
     from tests.virtual.workers import Group
 
 FIRST_S = 1.0
@@ -41,11 +42,16 @@ class State:
 class Copier:
     """One node's local rank 0 in one generation."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group | Worker) -> None:
         self._group = group
         self._sim = group.sim
         self._due_at = math.inf
         self._written: tuple[int, Trained] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has not begun."""
+        return self._due_at == math.inf and self._written is None
 
     def begin(self) -> None:
         """The loop is entered."""
@@ -103,7 +109,7 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     steps = tuple(step for step, _ in copy.trained)
     require(steps == tuple(range(1, new.memory.step + 1)), "S5", f"{text}, which was trained on {steps}")
     resumed = before.memory is not None and copy.trained == copies[before.memory.digest].trained
-    known = copy.taken_in == before.nonce or resumed
+    known = resumed or copy.taken_in in history.one_history()
     if head is not None and history.has_gone_back():
         require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
         return

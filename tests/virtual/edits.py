@@ -7,6 +7,7 @@ from __future__ import annotations
 _R, _A = "elasticrt.rendezvous.", "elasticrt.agent."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "led", _R + "seats"
 _FENCE, _HANDLER, _COMMIT = _R + "fence", _R + "handler", _A + "commit"
+_SHARE = "elasticrt.train.share"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
 
@@ -52,7 +53,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_VIEW, "_generation", "if report.record.generation >= entry.record.number", ""),
         (_VIEW, "_report", " and entry.record.generation >= view.number", ""),
     ),
-    "members that left are seated": ((_LED, "candidates", "left | away", "away"),),
+    "members that left are seated": ((_LED, "startable", "left | away", "away"),),
     "cold members are seated": ((_VIEW, "_member", "ready = entry.record.warm and not entry.record.draining", "ready = True"),),
     "old deliveries replace newer reads": (
         (_VIEW, "_known_until", "covers(range_, key)", "False"),
@@ -63,7 +64,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a seat from the last generation's roster": ((_VIEW, "View.roster_known", "self.generation is None or self.roster_nonce == self.generation.record.nonce", "True"),),
     "silence is for ever": ((_DECIDE, "_fence_or_wait", "and verdict.asked_at >= key.since", ""),),
     "numbers skip": ((_LED, "publish", "in view.members.values())]) + 1", "in view.members.values())]) + 2"),),
-    "ranks count nodes": ((_SEATS, "seats_for", "offset += member.workers", "offset += 1"),),
+    "ranks count nodes": ((_SEATS, "seats_for", "offset += workers", "offset += 1"),),
     "max-nodes is not looked at": ((_SEATS, "seat_order", "[:most]", ""),),
     "min-nodes is not looked at": (
         (_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),
@@ -125,4 +126,29 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "copies of the last generation are kept": ((_A + "memory", "Memory.renew", "self.left, self._copies = None, []", "self.left = None"),),
     "what a fenced node holds comes back with it": ((_A + "node", "Node.kill", "self._memory.close()", "pass"),),
     "a damaged copy is offered again": ((_A + "memory", "Memory.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
+    "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, spec.min_nodes)", "in_place = False"),),
+    "all go on, and nobody has the state": ((_LED, "publish", "if entry.record.incarnation in alive]", "]"), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
+    "the last that has the state drains, and does not save": (
+        (_R + "planned", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
+    ),
+    "a node has as many seats as workers, alive or not": (
+        (_SEATS, "seats_for", "member.ready if in_place else member.workers", "member.workers"),
+    ),
+    "workers that are ready beside their node's seat are not let in": (
+        (_R + "planned", "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
+    ),
+    "a key counts, and not the report that is newer": ((_LED, "as_reported", "return replace(entry", "return entry if True else replace(entry"),),
+    "followers are not told that workers go on": (
+        (_A + "policy", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
+    ),
+    "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
+    "who does not come back from the cut is waited for": (
+        (_A + "node", "Node._go_on", "self._late_at = time.monotonic() + SEATED_S_MAX", "self._late_at = None"),
+    ),
+    "a node none of whose workers came along runs them": ((_A + "node", "Node._go_on", "if not self._seated:", "if False:"),),
+    "one lost worker ends all of its node": ((_A + "node", "Node._worker_ended", "if not self._ready_seated():", "if True:"),),
+    "places of a node are counted by local rank": ((_A + "policy", "worker_env", "local_rank if place is None else place", "local_rank"),),
+    "nobody sets up for the lost beside the training": ((_A + "beside", "Beside.start", "if missing:", "if False:"),),
+    "the state of one that is behind is shared": ((_SHARE, "plan", "furthest = max(", "furthest = min("),),
+    "those that are level are not told from those behind": ((_SHARE, "plan", "if rank not in level", "if rank != level[0] and standings[rank].step < 0"),),
 }  # fmt: skip

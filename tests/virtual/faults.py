@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.rendezvous import fence
@@ -188,6 +189,42 @@ class Faults:
         early, code = fault.other == "early", 0 if fault.other == "early" else int(fault.other or 0)
         living[-1].fail("it raises", collateral=False, final_code=code, early="0e" * 8 if early else "")
         return True
+
+    def worker_killed(self, process: Process, fault: Fault) -> bool:
+        """One worker is killed by somebody else; `other`: which, by its local rank, also one that has no seat yet."""
+        found = [each for each in process.group.workers if each.alive]
+        found = [each for each in found if fault.other in ("", str(each.env.local_rank))]
+        if not found:
+            return False
+        self.sim.living.choice(found).die(-9)
+        return True
+
+    def two_workers_killed(self, process: Process, fault: Fault) -> bool:
+        """Another worker, anywhere, within 50 ms of the first."""
+        others = [each for each in self.sim.processes.values() if not each.gone and each.group.living]
+        if not others or not self.worker_killed(process, fault):
+            return False
+        second = self.sim.living.choice(others)
+        self.sim.engine.after(self.sim.living.uniform(0.0, 0.05), self.worker_killed, second, fault)
+        return True
+
+    def worker_stuck(self, process: Process, fault: Fault) -> bool:
+        """A worker's main thread does nothing for a while, whatever is cut; without a time, for ever."""
+        found = [each for each in process.group.workers if each.alive]
+        for worker in found[:1]:
+            worker.stuck_until = self.sim.engine.now + fault.for_s if fault.for_s else math.inf
+        return bool(found)
+
+    def worker_lost(self, process: Process, fault: Fault) -> bool:
+        """A connection between two workers breaks, and both live."""
+        found = [each for each in process.group.workers if each.alive and each.group is not None]
+        for worker in found[:1]:
+            worker.fail("peer closed", collateral=True)
+        return bool(found)
+
+    def torn_step(self, process: Process, fault: Fault) -> None:
+        """A worker dies in the moment in which others have finished a step that it has not."""
+        self.sim.torn = process.name
 
     def collateral_first(self, process: Process, fault: Fault) -> bool:
         """The report of a consequence comes before that of the cause."""

@@ -54,7 +54,7 @@ class Invariants:
         self.reports: dict[tuple[int, str], Report] = {}
         self.reported: list[Report] = []
         self.members: dict[str, Member] = {}
-        self.preparation: Preparation | None = None
+        self.preparations: dict[str, Preparation] = {}
         self.handover: HandoverRecord | None = None
         self.spec: SpecRecord | None = None
         self.superseded_at: dict[int, float] = {}
@@ -101,7 +101,7 @@ class Invariants:
         elif key.startswith(keys.members):
             self._key_of(key[len(keys.members) :], event)
         elif key.startswith(keys.preparations):
-            self._preparation(decode(Preparation, key, data) if value is not None else None)
+            self._preparation(key, decode(Preparation, key, data) if value is not None else None)
         elif key == keys.handover:
             self._handover(decode(HandoverRecord, key, data) if value is not None else None)
         elif key == keys.spec:
@@ -275,6 +275,15 @@ class Invariants:
             return
         require(spent >= spec.max_restarts, "S13", f"the run failed after {spent} of {spec.max_restarts} restarts")
 
+    def one_history(self) -> set[str]:
+        """The present generation's nonce, and those of all that it has gone on from in place."""
+        nonces = set()
+        for generation in reversed(self.generations):
+            nonces.add(generation.nonce)
+            if not generation.in_place:
+                break
+        return nonces
+
     def head_was_away(self) -> bool:
         """Whether the present generation has looked for the head in vain."""
         said = [report.failure for report in self.reported if report.generation == self.number()]
@@ -335,8 +344,8 @@ class Invariants:
         require(old is None or old.incarnation == member.incarnation, "S3", f"{node}'s key was taken by another life")
         self.members[node] = member
 
-    def _preparation(self, new: Preparation | None) -> None:
-        old = self.preparation
+    def _preparation(self, key: str, new: Preparation | None) -> None:
+        old = self.preparations.pop(key, None)
         if new is not None and old is not None:
             require(old.state != "done", "S9", "a finished preparation was replaced")
             if old.state == "building":
@@ -349,7 +358,7 @@ class Invariants:
             else:
                 held = old is not None and old.state == "building" and old.incarnation == new.incarnation
                 require(held, "S9", f"{new.node} published without the claim")
-        self.preparation = new
+            self.preparations[key] = new
 
     def _spec(self, new: SpecRecord) -> None:
         require(new.attempt not in self.results, "S12", f"attempt {new.attempt} begins again after its result")

@@ -291,7 +291,7 @@ def _page(names: list[str], catches: dict[str, tuple[str, Place]]) -> str:
         "",
         "Written by `python -m tests.virtual.mutants --known --write`. The invariants are those of the simulator",
         "(`invariants.py`, `conduct.py`, `work.py`); a place is a seed (`python -m tests.virtual --first N --seeds 1`)",
-        "or a story (`stories_of_loss.py`, `stories_of_change.py`, `stories_of_copies.py`).",
+        "or a story (`stories_of_loss.py`, `stories_of_change.py`, `stories_of_copies.py`, `stories_in_place.py`).",
         "",
         f"{len(names)} mutants: {len(catches)} caught, {len([n for n in names if n in HARMLESS])} harmless.",
         "",

@@ -73,13 +73,16 @@ class Plan:
 
     `loops`: the script has a Loop, so that its workers can hand over. `copy_every_s`: each node then copies its state
     into memory about so often (0: never). `own_disks`: checkpoints are on the disk of the node that wrote them.
-    `kill_s`: how long workers take to be gone when they are killed. `hangs`: the share of workers that hang instead of
-    failing when a peer has gone. `ends_after`: the script ends after so many steps, faults or not (0: when faults have
-    stopped). `build_s`: how long a preparation takes at most. `others`: the options of nodes, or of single lives
-    (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a "resubmit"; `again`: those of a
-    second attempt once the first has ended. `sleeper`: a doomed node that is not dead but stopped, until all has been
-    submitted again. What stories promise beyond the invariants: `commits_within_s`, `leaves_within_s`,
-    `generations_max`, `lossless`, `succeeds`.
+    `in_place`: the script has `with loop.step()`, so that its workers can go on in place; who joins then sets up beside
+    the training, for `setup_s` at most, and fails there with a share of `setup_fails`; `share_s`: how long it takes to
+    get the state of another rank, at most. `kill_s`: how long workers take to be gone when they are killed. `hangs`:
+    the share of workers that hang instead of failing when a peer has gone. `ends_after`: the script ends after so many
+    steps, faults or not (0: when faults have stopped). `build_s`: how long a preparation takes at most. `others`: the
+    options of nodes, or of single lives (`n1.2`), that are started otherwise; `resubmitted`: those of all nodes after a
+    "resubmit"; `again`: those of a second attempt once the first has ended. `sleeper`: a doomed node that is not dead
+    but stopped, until all has been submitted again. What stories promise beyond the
+    invariants: `commits_within_s`, `leaves_within_s`, `generations_max`, `lossless`, `succeeds`, and
+    `stays`: no worker is started anew.
     """
 
     seed: str
@@ -98,6 +101,10 @@ class Plan:
     own_disks: bool = False
     kill_s: float = 0.03
     prepares: bool = False
+    in_place: bool = False
+    setup_s: float = 1.0
+    setup_fails: float = 0.0
+    share_s: float = 0.05
     loops: bool = False
     hangs: float = 0.0
     ends_after: int = 0
@@ -114,6 +121,7 @@ class Plan:
     leaves_within_s: float = 0.0
     generations_max: int = 0
     lossless: bool = False
+    stays: bool = False
     succeeds: bool = False
     doomed: tuple[str, ...] = ()
     safety_s: float = 40.0
@@ -153,6 +161,14 @@ KINDS: dict[str, tuple[float, float]] = {
     "drain": (0, 1),
 }
 """Faults that happen at a time, and how long they last (at least, at most)."""
+
+IN_PLACE_KINDS: dict[str, tuple[float, float]] = {
+    "worker_killed": (0, 0),
+    "two_workers_killed": (0, 0),
+    "worker_stuck": (0.5, 15),
+    "worker_lost": (0, 0),
+}
+"""Faults of workers that can go on in place, besides."""
 
 AT_ETCD = ("outage", "etcd_restart", "leases_dropped", "compaction", "resubmit", "wiped")
 
@@ -207,6 +223,12 @@ def draw(seed: int) -> Plan:
             at = round(rng.uniform(2.0, safety_s), 2)
             other = rng.choice([name for name in names if name != who]) if kind == "cut_pair" and nodes > 1 else ""
             faults.append(Fault(at, kind, who, round(rng.uniform(shortest, longest), 2), other))
+    living = random.Random(f"living plan {seed}")
+    in_place = living.random() < 2 / 3
+    for kind, (shortest, longest) in IN_PLACE_KINDS.items() if in_place else ():
+        for _ in range(living.choice((0, 0, 1, 1, 2, 3))):
+            at, for_s = round(living.uniform(2.0, safety_s), 2), round(living.uniform(shortest, longest), 2)
+            faults.append(Fault(at, kind, living.choice(names), for_s))
     core = max(least, 1)
     doomed = tuple(rng.sample(names, rng.randint(0, nodes - core))) if rng.random() < 0.5 else ()
     skewed = rng.random() < 0.5
@@ -225,7 +247,11 @@ def draw(seed: int) -> Plan:
         step_s=rng.choice((0.3, 0.6)),
         commit_every=rng.choice((1, 3, 5)),
         prepares=rng.random() < 0.4,
-        loops=rng.random() < 0.5,
+        loops=rng.random() < 0.5 or in_place,
+        in_place=in_place,
+        setup_s=living.choice((0.5, 2.0, 6.0)),
+        setup_fails=living.choice((0.0, 0.0, 0.2, 0.5)),
+        share_s=living.choice((0.02, 0.3)),
         hangs=some((0.2, 0.7), 0.3),
         ends_after=rng.choice((0, 0, 0, 15, 30)),
         build_s=rng.choice((2.0, 6.0)),

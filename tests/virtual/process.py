@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent import memory, node
 from elasticrt.agent.agent import Agent
-from elasticrt.agent.group import Command
+from elasticrt.agent.group import Command, WorkerEnded
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.node import Node
 from elasticrt.agent.settings import Settings
@@ -29,7 +29,7 @@ from elasticrt.contract.messages import Warm
 from elasticrt.errors import ElasticError
 from elasticrt.rendezvous.decision import Decision, Me, Publish
 from elasticrt.rendezvous.handler import Rendezvous
-from elasticrt.rendezvous.records import Result
+from elasticrt.rendezvous.records import Generation, Result, Seat
 from elasticrt.store.protocol import Address, Credentials
 from tests.virtual.conduct import Intent
 from tests.virtual.edges import (
@@ -60,6 +60,8 @@ class Process:
         self.workers = sim.plan.workers[index]
         self.address = f"10.0.0.{index + 1}"
         self.gone = self.paused = False
+        self.loses = False  # While its agent hears that a worker has ended.
+        self.going_on: Generation | None = None  # While its agent seats its workers.
         self.deferred: list[tuple[Task, int]] = []
         self.code: int | None = None
         self.ended_at: float | None = None
@@ -138,6 +140,13 @@ class VirtualAgent(Agent):
         self.process.sim.invariants.conduct.decided(self.process, decision)
         return decision
 
+    def _run(self, generation: Generation, seat: Seat) -> None:
+        self.process.going_on = generation
+        try:
+            super()._run(generation, seat)
+        finally:
+            self.process.going_on = None
+
     def say(self, text: str) -> None:
         """The story has it already."""
 
@@ -157,6 +166,14 @@ class VirtualNode(Node):
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Not here: there is no process whose time and stacks could be looked at."""
+
+    def _worker_ended(self, event: WorkerEnded) -> None:
+        process = process_of(self._settings)
+        process.loses = True
+        try:
+            super()._worker_ended(event)
+        finally:
+            process.loses = False
 
     def close(self) -> None:
         """End everything that this node has started."""

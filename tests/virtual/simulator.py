@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elasticrt.contract.env import WorkerEnv
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
 from elasticrt.rendezvous.records import Keys
 from elasticrt.spec import RunSpec, resized
@@ -21,10 +22,12 @@ from tests.virtual.copies import State, Trained
 from tests.virtual.engine import STORY_TAIL, Engine, Violation, require
 from tests.virtual.faults import Faults
 from tests.virtual.invariants import Invariants
+from tests.virtual.living import Worker
 from tests.virtual.plan import Plan, Snag
 from tests.virtual.process import Process, virtual
+from tests.virtual.process_group import ProcessGroup
 from tests.virtual.training import Training
-from tests.virtual.workers import Group
+from tests.virtual.workers import Group, VirtualGroup
 
 RECOVER_S = 60.0
 FINISH_S = 60.0
@@ -70,7 +73,9 @@ class Simulator:
         self.engine = Engine()
         self.net = random.Random(f"net {plan.seed}")
         self.copying = random.Random(f"copies {plan.seed}")
+        self.living = random.Random(f"living {plan.seed}")
         self.fired: Counter[str] = Counter()
+        self.torn = ""  # The node of which a worker dies when another has just finished a step, and it has not.
         self.calm = False
         self.spec = plan.spec
         self.again = False
@@ -89,6 +94,7 @@ class Simulator:
         self.copies: dict[str, State] = {}
         self.spoilt: set[str] = set()
         self.trainings: dict[str, Training] = {}
+        self.process_groups: dict[str, ProcessGroup] = {}
         self.down_until = 0.0
         self.trouble_at = 0.0
         self.cut_etcd: dict[str, float] = {}
@@ -184,6 +190,16 @@ class Simulator:
         if group.nonce not in self.trainings:
             self.trainings[group.nonce] = Training(self, group)
         return self.trainings[group.nonce]
+
+    def worker(self, owner: VirtualGroup, env: WorkerEnv) -> Worker:
+        """A new process that can go on in place."""
+        return Worker(owner, env)
+
+    def process_group(self, worker: Worker) -> ProcessGroup:
+        """The process group of a worker's generation."""
+        if worker.nonce not in self.process_groups:
+            self.process_groups[worker.nonce] = ProcessGroup(self, worker)
+        return self.process_groups[worker.nonce]
 
     def probe(self, asker: Process, address: str, port: int, incarnation: str) -> str:
         """What asking an agent finds; takes time."""
@@ -334,11 +350,16 @@ class Simulator:
         """Whether all agents have seats, or there are no more. A resized run may have others."""
         seats, living = self.invariants.roster(), [one for one in self.processes.values() if not one.gone]
         most = self.invariants.spec.spec.max_nodes if self.invariants.spec is not None else self.spec.max_nodes
-        return len(seats) == most or (len(seats) < most and all(one.paused or one.name in seats for one in living))
+        in_all = len(seats) == most or (len(seats) < most and all(one.paused or one.name in seats for one in living))
+        full = all(seat.workers == self.processes[seat.node].workers for seat in seats.values())
+        return in_all and full
 
     def _finish(self) -> None:
         """Let the script end soon, and see every agent end after it."""
-        self.last_step = max((training.step for training in self.trainings.values()), default=0) + 3
+        every = (*self.trainings.values(), *self.process_groups.values())
+        furthest = max((each.step for each in every), default=0)
+        if self.last_step is None or furthest < self.last_step:  # Else some have ended.
+            self.last_step = furthest + 3
         self._until(self.engine.now + FINISH_S, lambda: False, "L1", "no result")
         ended_at = self.engine.now
         while any(not process.gone and not process.paused for process in self.processes.values()):

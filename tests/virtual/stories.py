@@ -7,8 +7,9 @@ catches some of the mutants (`MUTANTS.md`).
 from __future__ import annotations
 
 from tests.virtual.plan import Plan
+from tests.virtual.stories_in_place import IN_PLACE
 from tests.virtual.stories_of_change import CHANGES
 from tests.virtual.stories_of_copies import COPIES
 from tests.virtual.stories_of_loss import LOSSES
 
-STORIES: dict[str, Plan] = {plan.seed: plan for plan in (*LOSSES, *CHANGES, *COPIES)}
+STORIES: dict[str, Plan] = {plan.seed: plan for plan in (*LOSSES, *CHANGES, *COPIES, *IN_PLACE)}

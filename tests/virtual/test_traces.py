@@ -19,15 +19,22 @@ TRACES = Path(__file__).with_name("traces")
 
 
 def _plan(
-    name: str, nodes: int, *faults: Fault, arrivals: tuple[float, ...] = (), loops: bool = False, **changes: object
+    name: str,
+    nodes: int,
+    *faults: Fault,
+    arrivals: tuple[float, ...] = (),
+    workers: tuple[int, ...] = (),
+    loops: bool = False,
+    in_place: bool = False,
+    **changes: object,
 ) -> Plan:
     spec = RunSpec(**{"min_nodes": 1, "max_nodes": nodes, "command": ("script", "train.py"), "join": "now", **changes})
     arrivals = arrivals or (0.0,) * nodes
-    ones = (1,) * nodes
+    ones = workers or (1,) * nodes
     return Plan(
         seed=name, nodes=nodes, spec=spec, workers=ones, arrivals=arrivals, offsets=(0.0,) * nodes,
         clock_rates=(1.0,) * nodes, latency_s=0.002, step_s=1.0, commit_every=2, faults=faults, safety_s=15.0,
-        returns=0.0, loops=loops,
+        returns=0.0, loops=loops or in_place, in_place=in_place,
     )  # fmt: skip
 
 
@@ -60,6 +67,26 @@ PLANS: dict[str, tuple[str, Plan]] = {
     "below_minimum": (
         "Two of three nodes are lost without a word; two are needed: the third waits until one comes back.",
         _plan("below_minimum", 3, Fault(5.0, "power_loss", "n1"), Fault(5.0, "power_loss", "n2"), min_nodes=2),
+    ),
+    "in_place_kill": (
+        "One of a node's two workers is killed: all others go on, and it is let in again when it has set up.",
+        _plan("in_place_kill", 2, Fault(6.0, "worker_killed", "n1", other="1"), workers=(1, 2), in_place=True),
+    ),
+    "in_place_join": (
+        "A third node sets up beside the training, and is let in after an agreed step; nobody else starts anew.",
+        _plan("in_place_join", 3, arrivals=(0.0, 0.0, 6.0), in_place=True),
+    ),
+    "in_place_leave": (
+        "A node is told to leave: after an agreed step the others go on without it, as the processes that they are.",
+        _plan("in_place_leave", 3, Fault(6.0, "leave", "n1"), in_place=True),
+    ),
+    "in_place_ahead": (
+        "A worker dies when another has finished a step and it has not: the others get the state of the one ahead.",
+        _plan("in_place_ahead", 3, Fault(6.0, "torn_step", "n2"), in_place=True),
+    ),
+    "in_place_stuck": (
+        "A node is killed, and a survivor does not come back from the cut: its agent ends it, and starts another.",
+        _plan("in_place_stuck", 3, Fault(6.0, "worker_stuck", "n1"), Fault(6.6, "crash", "n2"), in_place=True),
     ),
 }
 

@@ -11,7 +11,9 @@ from tests.virtual.engine import require
 
 if TYPE_CHECKING:
     from tests.virtual.invariants import Invariants
+    from tests.virtual.living import Worker
     from tests.virtual.process import Process
+    from tests.virtual.process_group import ProcessGroup
     from tests.virtual.simulator import Simulator
     from tests.virtual.training import Training
     from tests.virtual.workers import Group
@@ -35,7 +37,7 @@ class Work:
         self.least = step
         self.told_step.clear()
 
-    def started(self, group: Group) -> None:
+    def started(self, group: Group | Worker) -> None:
         """S3: ranks of a generation belong to one node each, and are those of its roster."""
         if group.nonce not in self.history.seats and self.sim.wiped_at is not None:
             return  # A generation of a store that is gone: its last news were under way.
@@ -46,6 +48,8 @@ class Work:
         life = group.process.agent.me.record.incarnation
         require(seat.incarnation == life, "S3", f"{seat.node} took the seat of another life")
         self.worked.add(life)
+        if self.sim.plan.in_place:
+            return
         owners = self.started_ranks.setdefault(group.nonce, {})
         generation = next(one for one in self.history.generations if one.nonce == group.nonce)
         for env in group.envs:
@@ -77,7 +81,71 @@ class Work:
             require(training.step == self.furthest + 1, "S10", f"step {training.step} after {self.furthest}")
         self.furthest = max(self.furthest, training.step)
 
-    def exited(self, group: Group) -> None:
+    def has_ranks(self, workers: list[Worker]) -> None:
+        """S3: whoever gets ranks in a generation, started or seated in place, gets those of its node's seat there."""
+        first = workers[0]
+        if first.nonce not in self.history.seats and self.sim.wiped_at is not None:
+            return
+        seat = self.history.seats.get(first.nonce, {}).get(first.process.name)
+        text = f"{first.process.name} in generation {first.generation}"
+        require(seat is not None, "S3", f"{text} has no seat")
+        assert seat is not None
+        life = first.process.agent.me.record.incarnation
+        require(seat.incarnation == life == first.incarnation, "S3", f"{text} took the seat of another life")
+        owners = self.started_ranks.setdefault(first.nonce, {})
+        record = next(one for one in self.history.generations if one.nonce == first.nonce)
+        for worker in workers:
+            env = worker.env
+            require(env.rank not in owners, "S3", f"rank {env.rank} of generation {env.generation} is given twice")
+            owners[env.rank] = life
+            told = (env.world_size, env.master_addr, env.master_port, env.generation, env.group_rank)
+            expected = (record.world_size, record.master_address, record.master_port, record.number, seat.index)
+            require(told == expected, "S3", f"rank {env.rank} was told {told}, not {expected}")
+            own = range(seat.rank_offset, seat.rank_offset + seat.workers)
+            require(env.rank in own, "S3", f"{text} has rank {env.rank}, not one of {own}")
+
+    def arrived(self, worker: Worker) -> None:
+        """S20: who comes to a process group has a rank of it."""
+        owner = self.started_ranks.get(worker.nonce, {}).get(worker.env.rank)
+        known = worker.nonce in self.history.seats
+        text = f"{worker.process.name} comes as rank {worker.env.rank} of generation {worker.generation}"
+        require(not known or owner == worker.incarnation, "S20", text)
+
+    def formed_anew(self, group: ProcessGroup) -> None:
+        """S6: all that are started anew start from one point."""
+        states = {worker.trained for worker in group.members.values()}
+        require(len(states) == 1, "S6", f"generation {group.generation} starts from {len(states)} states")
+
+    def shares(self, group: ProcessGroup, workers: list[Worker], source: int) -> None:
+        """S18: no finished step is lost while a rank that shares its state has it."""
+        whole = [worker.step for worker in workers if worker.whole]
+        text = f"generation {group.generation} goes on after step {workers[source].step}, and rank had {max(whole)}"
+        require(workers[source].whole and workers[source].step == max(whole), "S18", text)
+
+    def finished(self, worker: Worker, group: ProcessGroup) -> None:
+        """S5, S10: a rank has finished a step of its generation: the one after the last, in every rank's history."""
+        steps = tuple(step for step, _ in worker.trained)
+        require(steps == tuple(range(1, worker.step + 1)), "S5", f"{worker.process.name} has trained {steps}")
+        generation = next((one for one in self.history.generations if one.nonce == group.nonce), None)
+        if generation is None:
+            return
+        start = generation.memory.step if generation.memory is not None else step_of(generation.resume)
+        require(worker.step > start or self.sim.plan.own_disks, "S10", f"step {worker.step} is done again")
+        if self.sim.plan.lossless:
+            require(worker.step >= self.furthest, "S10", f"step {worker.step} after {self.furthest}")
+        self.furthest = max(self.furthest, worker.step)
+
+    def killed(self, process: Process, workers: list[Worker]) -> None:
+        """L9: a membership that goes on in place ends no worker that could go on with it."""
+        going_on = process.going_on is not None and process.going_on.in_place
+        if not going_on and not process.loses:
+            return
+        now, slack = self.sim.engine.now, 1.0 + self.sim.slack
+        well = [worker.env.local_rank for worker in workers if worker.healthy and now > worker.at_home_at + slack]
+        text = f"{process.name} ends its workers {well}, who could go on"
+        require(not well, "L9", text)
+
+    def exited(self, group: Group | Worker) -> None:
         """A node's workers have ended well."""
         self.well.setdefault(group.nonce, set()).update(env.rank for env in group.envs)
 

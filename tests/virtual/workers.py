@@ -22,6 +22,7 @@ from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import require
 
 if TYPE_CHECKING:
+    from tests.virtual.living import Worker
     from tests.virtual.process import Process
     from tests.virtual.simulator import Simulator
 
@@ -214,12 +215,18 @@ class VirtualGroup:
         self.process = process
         self.put = put
         self.groups: dict[int, Group] = {}
+        self.workers: list[Worker] = []  # Those that can go on in place.
+        self.dead: list[Worker] = []
+        self._newest = 0
 
     def start(  # noqa: PLR0917  As `WorkerGroup` has them.
         self, generation: int, envs: Sequence[WorkerEnv], command: object, listen: object, base: Mapping[str, str],
         directory: object, descriptors: Mapping[int, Mapping[str, int]],
     ) -> None:  # fmt: skip
         """See `WorkerGroup`."""
+        if self.process.sim.plan.in_place:
+            self._start(generation, envs, descriptors)
+            return
         group = self.groups[generation] = Group(self, envs)
         sim = self.process.sim
         sim.invariants.work.started(group)
@@ -235,7 +242,48 @@ class VirtualGroup:
         else:
             sim.engine.after(start_s, sim.training(group).arrive, group)
 
-    def _lacks_copy(self, group: Group, descriptors: Mapping[str, int]) -> str:
+    def _start(self, generation: int, envs: Sequence[WorkerEnv], descriptors: Mapping[int, Mapping[str, int]]) -> None:
+        sim = self.process.sim
+        started = [sim.worker(self, env) for env in envs]
+        self.dead += [each for each in self.workers if each.told]
+        self.workers = [each for each in self.workers if not each.told] + started
+        self._newest = generation or self._newest
+        if generation:
+            sim.invariants.work.started(started[0])
+            sim.invariants.work.has_ranks(started)
+        problem = self._lacks_copy(started[0], descriptors.get(0, {}))
+        if problem:
+            sim.engine.after(0.1, lambda: started[0].fail(problem, collateral=False))
+            started = started[1:]
+        for worker in started:
+            worker.begin()
+
+    def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: object) -> bool:
+        """See `WorkerGroup`."""
+        worker = self._worker(local_rank, generation)
+        if worker is None or worker.told:
+            return False
+        worker.env = env
+        worker.page.stop = worker.page.go = worker.page.save = 0
+        self._newest = env.generation
+        self.process.sim.invariants.work.has_ranks([worker])
+        self.process.sim.engine.after(self.process.sim.living.uniform(0.0, 0.02), worker.seat_comes, env)
+        return True
+
+    def dismiss(self, generation: int) -> None:
+        """See `WorkerGroup`."""
+        for worker in self._of(generation):
+            worker.later(0.005, worker.dismissed)
+
+    def _of(self, generation: int | None) -> list[Worker]:
+        wanted = self._newest if generation is None else generation
+        return [worker for worker in self.workers if worker.generation == wanted]
+
+    def _worker(self, local_rank: int, generation: int | None) -> Worker | None:
+        found = [worker for worker in self._of(generation) if worker.env.local_rank == local_rank]
+        return next((worker for worker in found if not worker.told), found[0] if found else None)
+
+    def _lacks_copy(self, group: Group | Worker, descriptors: Mapping[str, int]) -> str:
         """Why rank 0 cannot resume from the copy that it is to resume from, "" if it can; damage is told."""
         env = group.envs[0]
         if group.copy is None or env.rank != 0:
@@ -248,14 +296,24 @@ class VirtualGroup:
         self.process.sim.engine.after(0.1, group.emit, told)
         return "the copy is damaged"
 
-    def kill(self, generation: int | None = None) -> None:
+    def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
         """See `WorkerGroup`."""
+        doomed = [each for each in self._of(generation) if not local_ranks or each.env.local_rank in local_ranks]
+        self.process.sim.invariants.work.killed(self.process, doomed)
+        self._end(doomed, self.process.sim.plan.kill_s, signal.SIGKILL)
         self._stop(generation, self.process.sim.plan.kill_s)
 
     def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
         """See `WorkerGroup`."""
-        self._stop(generation, self.process.sim.net.uniform(0.05, grace_s))
+        after_s = self.process.sim.net.uniform(0.05, grace_s)
+        self._end(self._of(generation), after_s, signal.SIGTERM)
+        self._stop(generation, after_s)
         return self.process.clock() + grace_s
+
+    def _end(self, workers: Sequence[Worker], after_s: float, number: int) -> None:
+        for worker in workers:
+            worker.stopping = True
+            self.process.sim.engine.after(after_s, worker.die, -number)
 
     def _stop(self, generation: int | None, after_s: float) -> None:
         group = self.groups.get(generation or max(self.groups, default=0))
@@ -268,12 +326,18 @@ class VirtualGroup:
 
     def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
         """See `WorkerGroup`."""
+        worker = self._worker(local_rank, generation)
+        if worker is not None and not worker.told:
+            worker.later(0.0, worker.answered, message)
         group = self.groups.get(generation or 0)
         if group is not None:
             self.process.sim.engine.after(0.0, group.answered, message)
 
     def page(self, local_rank: int, generation: int | None = None) -> Any:
         """See `WorkerGroup`."""
+        worker = self._worker(local_rank, generation)
+        if worker is not None:
+            return worker.page
         group = self.groups.get(generation or 0)
         if group is None or not group.alive:
             raise KeyError("no such worker")
@@ -281,15 +345,17 @@ class VirtualGroup:
 
     def pids(self, generation: int | None = None) -> dict[int, int]:
         """See `WorkerGroup`."""
+        if self.process.sim.plan.in_place:
+            return {worker.env.local_rank: 1 for worker in self._of(generation or 0) if not worker.told}
         group = self.groups.get(generation or 0)
         return {0: 1} if group is not None and group.alive else {}
 
     def vanish(self, why: str) -> None:
         """The agent has died: so do its workers."""
-        for group in self.groups.values():
-            group.end(why)
+        for each in (*self.groups.values(), *self.workers):
+            each.end(why)
 
     @property
-    def living(self) -> list[Group]:
-        """Groups that have processes."""
-        return [group for group in self.groups.values() if group.alive]
+    def living(self) -> list[Group | Worker]:
+        """Groups that have processes, or the processes."""
+        return [each for each in (*self.groups.values(), *self.workers) if each.alive]
