@@ -25,10 +25,12 @@ from elasticrt.errors import explain
 from elasticrt.train import collective
 from elasticrt.train.archive import parse
 
-CHUNK_BYTES = 16 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
 PACK_BYTES = 1024 * 1024
 ROW_BYTES = 64 * 1024
 HUGE_BYTES = 2 * 1024 * 1024
+AHEAD = 4
+"""Pieces that are on their way at a time, for each of receiving and sending."""
 _MARK = "elasticrt-tensor"
 
 
@@ -81,9 +83,9 @@ def share(mine: Standing, state: Callable[[], dict[str, Any]], overwrites: Calla
         _send(state(), agreed.behind[0])
     elif rank in agreed.behind:
         overwrites()
-        along = (agreed.source, *agreed.behind, None)
-        index = along.index(rank)
-        return _receive(state(), along[index - 1], along[index + 1])
+        index = agreed.behind.index(rank)
+        along = (agreed.source, *agreed.behind)
+        return _receive(state(), along[index], next(iter(agreed.behind[index + 1 :]), None))
     return None
 
 
@@ -124,7 +126,7 @@ _Piece = tuple[torch.Tensor, Callable[[], None] | None]
 class _Way:
     """The state's way along the ranks that need it: each takes it from the one before and passes it on at once.
 
-    So nobody sends it more than once, however many need it. The next piece travels while one is summed up.
+    So nobody sends it more than once, however many need it. The next pieces travel while one is summed up.
     """
 
     def __init__(self, before: int | None, behind: int | None) -> None:
@@ -143,7 +145,7 @@ class _Way:
         coming: deque[tuple[_Piece, Callable[[], torch.Tensor]]] = deque()
         for piece in pieces:
             coming.append((piece, self._begin(piece[0])))
-            if len(coming) > 1:
+            if len(coming) > AHEAD:
                 sums.append(self._end(*coming.popleft()))
         sums += [self._end(*each) for each in coming]
         self._sent(0)
@@ -172,7 +174,7 @@ class _Way:
         total = _checksum(travelling)
         if piece[1] is not None:
             piece[1]()
-        self._sent(1)
+        self._sent(AHEAD)
         return total
 
     def _sent(self, left: int) -> None:
