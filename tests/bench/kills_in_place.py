@@ -64,16 +64,17 @@ def main():
             dies = not elder and own_steps > 1 and ctx.world_size == 2 and died < KILLS
             with loop.step():
                 loss = nn.functional.mse_loss(model(x), y)
+                # Before the optimizer steps: whoever has lost a peer after that has the state of no step.
+                over = torch.tensor([int(STEPS is None and died >= KILLS and ctx.world_size == 2)])
+                if STEPS is None:
+                    dist.all_reduce(over, dist.ReduceOp.MAX)
+                is_over = bool(over)
                 die(died, dies and died % 3 == 0)
                 loss.backward()
                 die(died, dies and died % 3 == 1)
                 optimizer.step()
                 optimizer.zero_grad()
                 die(died, dies and died % 3 == 2)
-                over = torch.tensor([int(STEPS is None and died >= KILLS and ctx.world_size == 2)])
-                if STEPS is None:
-                    dist.all_reduce(over, dist.ReduceOp.MAX)
-                is_over = bool(over)
             own_steps += 1
             if elder and at_start is None and died >= min(WARM_UP, KILLS):
                 at_start = held()
