@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import collective, handover, leaving, link, misuse, rng, stateful
+from elasticrt.train import collective, handover, leaving, link, misuse, regroup, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
 from elasticrt.train.deferred import Later
@@ -521,6 +521,7 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         now = time.monotonic()
+        regroup.tidy(now)
         self._save_if_due(now)
         if self._copies.due(now, self._position.steps):
             self._copies.take(self._state(), self._position.steps, self._position.epoch)
