@@ -108,8 +108,8 @@ def in_place(kills: int, timeout_s: float) -> bool:
         disturbed, alone = Path(name, "a"), Path(name, "b")
         disturbed.mkdir()
         alone.mkdir()
-        command = [sys.executable, "-m", "elasticrt", "run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", str(10 * kills + 10), "--log-dir", f"{name}/logs"]
+        command = [sys.executable, "-m", "elasticrt", "run", "--standalone", "--nproc-per-node", "2", "--join", "now"]
+        command += ["--max-restarts", str(10 * kills + 10), "--run-dir", f"{name}/logs"]
         began = time.monotonic()
         _finish([*command, script, str(disturbed), str(kills)], env, timeout_s)
         took = time.monotonic() - began
@@ -126,9 +126,17 @@ def in_place(kills: int, timeout_s: float) -> bool:
 
 
 def _finish(command: list[str], env: dict[str, str], timeout_s: float) -> None:
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            ended = f"exit code {process.wait(timeout_s)}"
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(60)
+            ended = f"nothing within {timeout_s:g} s"
+        if ended != "exit code 0":
+            log.seek(0)
+            raise SystemExit(f"{' '.join(command)}: {ended}\n{log.read()[-3000:]}")
 
 
 def main() -> None:
