@@ -12,6 +12,7 @@ What is not swallowed: any error that does not say that a peer is gone, and such
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Undo:
 
     def __init__(self, modules: Sequence[torch.nn.Module], seeded: bool) -> None:
         self._modules = list(modules)
+        self._owners: list[dict[str, torch.Tensor | None]] | None = None
         self._seeded = seeded
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
@@ -54,12 +56,19 @@ class Undo:
         self._vars: dict[str, Any] = {}
 
     def note(self, variables: Mapping[str, Any], *, accumulates: bool) -> None:
-        """The step begins. `accumulates`: no optimizer has stepped since, so that older gradients still count."""
-        buffers = [each for module in self._modules for each in module.buffers()]
-        if [id(each) for each in buffers] != [id(each) for each in self._buffers]:
+        """The step begins. `accumulates`: no optimizer has stepped since, so that older gradients still count.
+
+        The modules are walked through once, as DDP does it: that takes longer than all the rest.
+        """
+        if self._owners is None:
+            layers = [layer for module in self._modules for layer in module.modules()]
+            self._owners = [layer._buffers for layer in layers if layer._buffers]
+        buffers = [each for owner in self._owners for each in owner.values() if each is not None]
+        if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
         elif buffers:
-            torch._foreach_copy_(self._kept, buffers)
+            with torch.no_grad():
+                torch._foreach_copy_(self._kept, buffers)
         self._numbers = None if self._seeded else rng.note()
         self._vars = dict(variables)
         self._gradients = None

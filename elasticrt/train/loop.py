@@ -550,6 +550,7 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         now = time.monotonic()
+        regroup.tidy(now)
         self._save_if_due(now)
         total = self._run.total
         if self._copies.due(now, total):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 COLOURS = ("#0b7a75", "#4fb3a9", "#c9a227", "#c8553d", "#6d3b47", "#5b7db1", "#8a8a8a")
-LEFT, WIDTH, RIGHT = 200, 620, 150
+LEFT, WIDTH, RIGHT = 250, 620, 150
 TOP, BAR, GAP = 78, 13, 14
-LEAST_S = 0.05
-TICKS_S = (0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
+LEAST_S = 0.02
+TICKS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60)
 LEGEND_COLUMNS = 3
 
 

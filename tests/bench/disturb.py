@@ -96,13 +96,13 @@ class Disturbed:
         return self._await(at, self._timeout_s, size)
 
     def ready(self, steps: int) -> bool:
-        """Train until so many steps past the first save, or past what has been reached. False: the job is not well."""
+        """Train until so many steps past the first ones, or past what has been reached. False: the job is not well."""
         if not self._until(self._whole, self._timeout_s):
             self.well = False
             return False
         marks = self.job.marks
         marks.forget(time.monotonic() - MEMORY_S)
-        target = max(self.job.pace.steps_per_save, *(mark.step for mark in marks.read())) + steps
+        target = max(self.job.pace.least_steps, *(mark.step for mark in marks.read())) + steps
         self.well = self._until(
             lambda now: self._whole(now) and max(mark.step for mark in now) >= target, self._timeout_s
         )
@@ -114,15 +114,15 @@ class Disturbed:
     def _do(self, row: Row, holder: dict[int, int]) -> tuple[float, int]:
         """Do it; when, and how many ranks there should be afterwards."""
         job = self.job
-        if row.name == "join":
+        if row.event == "join":
             at = time.monotonic()
             job.start_node()
             return at, self.size + 1
         victim = self._victim(row, holder)
-        match row.name:
-            case "worker" | "setup":
+        match row.event:
+            case "worker":
                 below = set(victim.processes())
-                left = self.size - 1 if job.runtime.shrinks else self.size
+                left = self.size - 1 if job.runtime.survives else self.size
                 return kill_all([pid for pid in holder.values() if pid in below]), left
             case "leave":
                 at = time.monotonic()
@@ -132,16 +132,16 @@ class Disturbed:
                 return kill_all([*victim.processes(), *job.store_processes()]), self.size - 1
             case "power":
                 return job.power_off(victim), self.size - 1
-        assert row.name in ("node", "rank0"), row.name
+        assert row.event in ("node", "rank0"), row.event
         return kill_all(victim.processes()), self.size - 1
 
     def _victim(self, row: Row, holder: dict[int, int]) -> Node:
         """torchrun's store is on the first node; ours is on none, unless the row is about that."""
         living, zero = self.job.living(), self.job.node_of(holder[0])
         first = self.job.nodes[0]
-        if row.name == "store":
+        if row.event == "store":
             return living[0]
-        if row.name == "rank0":
+        if row.event == "rank0":
             assert self.job.runtime.lasts or zero is not first, "rank 0 is on the node that hosts the store"
             return zero
         return next(node for node in reversed(living) if node is not zero and node is not first)

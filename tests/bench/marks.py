@@ -147,8 +147,16 @@ def recovery(marks: list[Mark], event_at: float, world: int, formed_at: float) -
         lost=max(0, last - (min(mark.step for mark in new) - 1)),
         repeated=_repeated(marks, event_at),
         attempts=max(Counter(mark.parent for mark in began).values(), default=0),
-        two_worlds=bool(stepping(marks, formed_at + 0.2) - {world}),
+        two_worlds=_beside(marks, world, formed_at + 0.2),
     )
+
+
+def _beside(marks: list[Mark], world: int, since: float) -> bool:
+    """Whether another world has stepped since, and did not only follow this one."""
+    found = worlds(marks)
+    last = max(mark.at for mark in found[world])
+    others = stepping(marks, since) - {world}
+    return any(min(mark.at for mark in found[other]) < last - 0.2 for other in others)
 
 
 def _first(marks: Iterable[Mark]) -> dict[int, float]:

@@ -12,8 +12,9 @@ Rows:
 "next step" is from the kill (or the start of the process) until all ranks of the new world have finished a step of it,
 read from the marks of the workers themselves (CLOCK_MONOTONIC). "pause" is from the last step before until then: for a
 join the others train on while the newcomer starts. "never" means not within the timeout. Everybody saves every {every}
-steps. A job that recovers is disturbed again: every worker's death of a runtime is one job's, and under elasticrt and
-torchft nodes also go and come. Where torchrun can only wait, for half a minute and more, some jobs wait together.
+steps; of a large state nobody saves anything. A job that recovers is disturbed again: every worker's death of a runtime
+is one job's, and under elasticrt and torchft nodes also go and come. Where torchrun can only wait, for half a minute
+and more, some jobs wait together.
 """
 
 from __future__ import annotations
@@ -31,19 +32,29 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tests.bench import raw, report
+from tests.bench import broadcast, raw, report
 from tests.bench.disturb import START_S_MAX, Disturbed, Outcome
-from tests.bench.rows import ROWS, USUAL, tours
-from tests.bench.runtimes import RUNTIMES, Pace, Runtime
+from tests.bench.marks import Recovery
+from tests.bench.rows import ALL, ROWS, tours
+from tests.bench.runtimes import BARE, RUNTIMES, Pace, Runtime
 from tests.netns import missing
 
 PACE = Pace(steps_per_save=20, pause_s=0.02)
+LARGE_PACE = Pace(steps_per_save=10**9, pause_s=0.0, least_steps=3)
+"""With a large state: its steps take long by themselves."""
+
 DEFAULT_REPS = {"elasticrt": 10, "loop": 10, "tuned": 3, "fresh": 2, "default": 2, "plugin": 2, "torchft": 5}
 """torchrun's waits are constants of 15 and 30 s: repeating them tells little and takes long."""
 
 DEFAULT_RUNTIMES = ("elasticrt", "loop", "tuned", "fresh", "default")
-LEFT_OUT = {("loop", "start"), ("loop", "setup"), ("torchft", "store")}
+LEFT_OUT = {("loop", "start"), ("torchft", "store")}
 """Not measured: the same as without Loop; and torchft's lighthouse is on none of the nodes."""
+
+
+def measured(runtime: str, row: str) -> bool:
+    """Whether there is such a cell."""
+    return (runtime, row) not in LEFT_OUT and (runtime == "loop" or not ROWS[row].ours_alone)
+
 
 STARTING_S = 8.0
 """Jobs that wait together are started one after the other: starting is work for the processor."""
@@ -52,7 +63,7 @@ STARTING_S = 8.0
 def waits(runtime: str, row: str) -> bool:
     """Whether nearly all of what this takes is one of torchrun's timeouts, or nothing at all until ours."""
     if runtime in ("fresh", "default"):
-        return row not in ("worker", "setup")
+        return ROWS[row].event != "worker"
     return runtime == "tuned" and row in ("power", "join")
 
 
@@ -75,8 +86,10 @@ class Bench:
         alone, together = [], []
         rows = [row for row in self._arguments.rows if not self._skip(row)]
         for name in self._arguments.runtimes:
-            wanted = [row for row in rows if (name, row) not in LEFT_OUT]
+            wanted = [row for row in rows if measured(name, row)]
             reps = self._arguments.reps or DEFAULT_REPS[name]
+            if name == "loop":
+                self._broadcast([row for row in wanted if ROWS[row].state_mb and ROWS[row].event == "join"], reps)
             quick = [row for row in wanted if not waits(name, row)]
             alone += [(RUNTIMES[name], tour) for tour in self._tours(RUNTIMES[name], quick, reps)]
             slow = [row for row in wanted if waits(name, row)]
@@ -114,14 +127,16 @@ class Bench:
             for name, counts in tour:
                 row = ROWS[name]
                 same = job is not None and (runtime.lasts or row.change == 0) and name != "start"
-                if job is None or not (same and job.suits(row) and job.ready(self._steps())):
+                if job is None or not (same and job.suits(row) and job.ready(self._steps(job))):
+                    if not counts:
+                        continue  # It would only have made room for what comes next.
                     stack.close()
                     job = stack.enter_context(self._disturbed(runtime, name))
                     began = self._begin(job, name, together)
                     if name == "start":
                         self._record(runtime, name, began, together)
                         continue
-                    if began.cost is None or not job.ready(self._steps()):
+                    if began.cost is None or not job.ready(self._steps(job)):
                         self._record(runtime, name, Outcome(None, f"did not start: {began.note}"), together)
                         continue
                 outcome = job.disturb(row)
@@ -132,7 +147,8 @@ class Bench:
         arguments, keep = self._arguments, self._arguments.keep_logs
         if keep is not None:
             keep = keep / f"{name}-{runtime.name}-{secrets.token_hex(2)}"
-        pace = replace(PACE, setup_s=ROWS[name].setup_s)
+        row = ROWS[name]
+        pace = replace(LARGE_PACE if row.state_mb else PACE, setup_s=row.setup_s, state_mb=row.state_mb)
         return Disturbed(
             runtime,
             ROWS[name],
@@ -146,7 +162,7 @@ class Bench:
 
     def _begin(self, job: Disturbed, name: str, together: int) -> Outcome:
         """Start a job, with all its nodes; one fewer where another is to join."""
-        nodes = self._arguments.nodes - int(name == "join")
+        nodes = self._arguments.nodes - int(ROWS[name].event == "join")
         timeout_s = self._arguments.timeout if name == "start" else START_S_MAX
         if together == 1:
             return job.begin(nodes, timeout_s)
@@ -158,10 +174,17 @@ class Bench:
                     time.sleep(0.1)
             return began.result()
 
-    def _steps(self) -> int:
+    def _steps(self, job: Disturbed) -> int:
         """Somewhere between two saves, and not at the same place every time."""
         with self._lock:
-            return 1 + self._draw.randrange(PACE.steps_per_save)
+            return 1 + self._draw.randrange(job.job.pace.least_steps)
+
+    def _broadcast(self, rows: list[str], reps: int) -> None:
+        """What the bytes of these rows' states take by themselves, as a cell beside theirs."""
+        for row in rows:
+            for took in broadcast.measure(self._arguments.nodes, ROWS[row].state_mb, reps):
+                cost = Recovery(took, took, None, lost=0, repeated=0, attempts=0, two_worlds=False)
+                self._record(RUNTIMES[BARE], row, Outcome(cost), 1)
 
     def _record(self, runtime: Runtime, row: str, outcome: Outcome, together: int) -> None:
         cost = outcome.cost
@@ -169,7 +192,7 @@ class Bench:
             raw.Repetition(self.this.run, row, runtime.name, cost, outcome.note, outcome.phases_ms, together),
         )
         took = "never" if cost is None else f"{cost.next_step_s:.2f} s, {cost.lost} lost, {cost.attempts} tries"
-        print(f"{ROWS[row].title:28} {runtime.text:40} {took}  {outcome.note}".rstrip(), flush=True)
+        print(f"{row:14} {runtime.text:40} {took}  {outcome.note}".rstrip(), flush=True)
 
     def _put(self, line: raw.Line) -> None:
         with self._lock:
@@ -188,12 +211,13 @@ def _words(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 def main() -> None:
     """Measure, and write the table of everything measured so far."""
-    rows = "\n".join(f"    {row.name:10}{row.what}" for row in ROWS.values())
+    rows = "\n".join(f"    {row.name:14}{row.what}" for row in ROWS.values())
     about = (__doc__ or "").format(rows=rows, every=PACE.steps_per_save)
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rows", type=_words(tuple(ROWS)), default=USUAL, help=f"default: {','.join(USUAL)}")
-    add("--runtimes", type=_words(tuple(RUNTIMES)), default=DEFAULT_RUNTIMES, help=",".join(RUNTIMES))
+    add("--rows", type=_words(tuple(ROWS)), default=ALL, help=f"default: {','.join(ALL)}")
+    launched = tuple(name for name in RUNTIMES if name != BARE)
+    add("--runtimes", type=_words(launched), default=DEFAULT_RUNTIMES, help=",".join(launched))
     add("--reps", type=int, help=f"repetitions of every cell (default: {DEFAULT_REPS})")
     add("--nodes", type=int, default=3, help="nodes of the full job, at least 3 (default: 3)")
     add("--timeout", type=float, default=90.0, help="seconds until an event counts as never recovered (default: 90)")

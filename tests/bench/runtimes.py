@@ -36,8 +36,8 @@ TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 class Runtime:
     """One way to launch the script. `rendezvous` is added to torchrun's --rdzv-conf, `env` to its environment.
 
-    With `plug_in` torchrun's agents meet in an etcd by our rendezvous. With `shrinks` (torchft) the others go on
-    without a dead worker, which comes back later; every node is a torchrun of its own. With `lasts` a job is expected
+    With `plug_in` torchrun's agents meet in an etcd by our rendezvous. With `survives` the others go on without a dead
+    worker, which comes back later. With `torchft` every node is a torchrun of its own. With `lasts` a job is expected
     to take one disturbance after the other, nodes that go and come among them.
     """
 
@@ -46,23 +46,35 @@ class Runtime:
     script: str = "plain_ddp.py"
     ours: bool = False
     plug_in: bool = False
-    shrinks: bool = False
+    survives: bool = False
+    torchft: bool = False
     lasts: bool = False
     rendezvous: str = ""
     env: tuple[tuple[str, str], ...] = ()
 
+
+BARE = "bare"
+"""No runtime: what the network and memory of this machine take for it."""
 
 _FRESH_STORE = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
 RUNTIMES = {
     runtime.name: runtime
     for runtime in (
         Runtime("elasticrt", "elasticrt run", ours=True, lasts=True),
-        Runtime("loop", "elasticrt run, script with Loop", script="loop_ddp.py", ours=True, lasts=True),
+        Runtime("loop", "elasticrt run, with loop.step()", script="loop_ddp.py", ours=True, survives=True, lasts=True),
         Runtime("tuned", "torchrun, fresh store, tuned (unsafe)", rendezvous=TUNED, env=_FRESH_STORE),
         Runtime("fresh", "torchrun, fresh store", env=_FRESH_STORE),
         Runtime("default", "torchrun"),
         Runtime("plugin", "torchrun, elasticrt's rendezvous", plug_in=True),
-        Runtime("torchft", "torchft, script of its own (survivors)", script="torchft_ddp.py", shrinks=True, lasts=True),
+        Runtime(
+            "torchft",
+            "torchft, script of its own (survivors)",
+            script="torchft_ddp.py",
+            survives=True,
+            torchft=True,
+            lasts=True,
+        ),
+        Runtime(BARE, "a bare broadcast of the same bytes", lasts=True),
     )
 }
 
@@ -85,11 +97,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Pace:
-    """How the script trains: a save every so many steps, a pause in each step, its own set-up before the first."""
+    """How the script trains: a save every so many steps, a pause in each step, its own set-up before the first, and
+    how large its state is. `least_steps`: how many it is to have done before it is disturbed."""
 
     steps_per_save: int = 20
     pause_s: float = 0.02
     setup_s: float = 0.0
+    state_mb: float = 0.0
+    least_steps: int = 20
 
 
 @dataclass
@@ -127,7 +142,7 @@ class Job:
             server = EtcdServer(wheel_binary(), self.directory / "etcd")
             server.address = type(server.address)("http", self.place.host, server.port)
             self._etcd = self._stack.enter_context(server)
-        if self.runtime.shrinks:
+        if self.runtime.torchft:
             assert self.torchft is not None, "--torchft"
             quorum = ["--min_replicas", "1", "--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "20"]
             where = [f"{self.torchft}/torchft_lighthouse", "--bind", f"{self.place.host}:{self.port}"]
@@ -154,7 +169,7 @@ class Job:
         """Start one more node."""
         index, pace = len(self.nodes), self.pace
         script = [str(HERE / self.runtime.script), str(self.directory)]
-        script += [str(pace.steps_per_save), str(pace.pause_s), str(pace.setup_s)]
+        script += [str(pace.steps_per_save), str(pace.pause_s), str(pace.setup_s), str(pace.state_mb)]
         command = self.place.command(index, [*self._command(index), *script])
         process = self._popen(command, f"node-{index}.log", REPLICA=str(index))
         self.nodes.append(Node(index, process))
@@ -187,9 +202,9 @@ class Job:
     def _command(self, index: int) -> list[str]:
         if self.runtime.ours:
             return self._elasticrt(index)
-        python = sys.executable if not self.runtime.shrinks else f"{self.torchft}/python"
+        python = sys.executable if not self.runtime.torchft else f"{self.torchft}/python"
         command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "100"]
-        if self.runtime.shrinks:
+        if self.runtime.torchft:
             address = self.place.address(index)
             command += ["--nnodes", "1", "--rdzv-id", f"{self.id}-{index}", "--rdzv-backend", "c10d"]
             return [*command, "--rdzv-endpoint", f"{address}:0", "--rdzv-conf", "is_host=1", "--local-addr", address]

@@ -1,9 +1,10 @@
 """Undisturbed training: the step time of the same script under `elasticrt run` and under torchrun, in turn.
 
-    python -m tests.bench.steady [--pairs 5] [--seconds 8] [--nodes 2]
+    python -m tests.bench.steady [--pairs 5] [--seconds 8] [--nodes 2] [--runtime elasticrt|steps] [--pause S]
 
-A B A B ...: two nodes with one worker each train `plain_ddp.py` without pauses and without saves; what agents, etcd and
-torchrun's store do besides is in it. Prints each job's median and mean step time, and the ratios of their medians. A
+A B A B ...: two nodes with one worker each train `plain_ddp.py` without saves; what agents, etcd and torchrun's store
+do besides is in it. With --runtime steps elasticrt's side trains `steps_ddp.py`, with `loop.step()`. Steps take 1.4 ms,
+and --pause longer. Prints each job's median and mean step time, and the ratios of their medians. A
 ratio says something when it differs from 1 by more than the jobs of one runtime differ among themselves.
 """
 
@@ -18,6 +19,7 @@ from itertools import pairwise
 from tests.bench.marks import formed, worlds
 from tests.bench.runtimes import RUNTIMES, Job, Pace, Runtime
 
+STEPS = Runtime("steps", "elasticrt run, with loop.step()", script="steps_ddp.py", ours=True)
 START_S_MAX = 120.0
 SETTLE_S = 1.0
 """The first steps are not counted."""
@@ -32,9 +34,9 @@ class Steps:
     count: int
 
 
-def step_times(runtime: Runtime, nodes: int, seconds: float) -> Steps:
+def step_times(runtime: Runtime, nodes: int, seconds: float, pause_s: float) -> Steps:
     """Train for some seconds; rank 0's step times."""
-    with Job(runtime, nodes, Pace(steps_per_save=10**9, pause_s=0.0)) as job:
+    with Job(runtime, nodes, Pace(steps_per_save=10**9, pause_s=pause_s)) as job:
         for _ in range(nodes):
             job.start_node()
         deadline = time.monotonic() + START_S_MAX
@@ -57,15 +59,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--runtime", choices=("elasticrt", STEPS.name), default="elasticrt")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds more for each step (default: 0)")
     arguments = parser.parse_args()
-    ours, theirs = RUNTIMES["elasticrt"], RUNTIMES["fresh"]
+    ours, theirs = STEPS if arguments.runtime == STEPS.name else RUNTIMES["elasticrt"], RUNTIMES["fresh"]
     found: dict[str, list[Steps]] = {ours.name: [], theirs.name: []}
     for _ in range(arguments.pairs):
         for runtime in (ours, theirs):
-            steps = step_times(runtime, arguments.nodes, arguments.seconds)
+            steps = step_times(runtime, arguments.nodes, arguments.seconds, arguments.pause)
             found[runtime.name].append(steps)
             print(
-                f"{runtime.text:24} median {steps.median_us:7.0f} us  mean {steps.mean_us:7.0f} us  {steps.count} steps"
+                f"{runtime.text:32} median {steps.median_us:7.0f} us  mean {steps.mean_us:7.0f} us  {steps.count} steps"
             )
     for name in ("median", "mean"):
         mine, other = ([getattr(each, f"{name}_us") for each in found[runtime.name]] for runtime in (ours, theirs))

@@ -12,7 +12,7 @@ from tests.bench import chart, raw
 from tests.bench.disturb import slowest_phases
 from tests.bench.marks import Mark, Marks, Recovery, formed, new_ground_at, newest_whole, recovery
 from tests.bench.report import aims, cells_of, seconds, table, text
-from tests.bench.rows import ROWS, USUAL, tours
+from tests.bench.rows import ALL, ROWS, USUAL, tours
 
 
 def steps(world: int, ranks: int, first: int, count: int, *, at: float) -> list[Mark]:
@@ -109,7 +109,7 @@ def test_marks_are_read_once_and_can_be_forgotten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reps", [1, 3])
 def test_tours_measure_every_row(reps: int) -> None:
     """Every row counts exactly `reps` times, whichever rows share a job, and a join never meets a full job."""
-    for rows in (USUAL, ("join",), ("node", "join"), ("worker", "leave")):
+    for rows in (USUAL, ALL, ("join",), ("node", "join"), ("worker", "leave"), ("node-large", "join-large")):
         counted: Counter[str] = Counter()
         for tour in tours(rows, reps):
             missing = 0
@@ -144,6 +144,13 @@ def test_raw_lines_come_back(tmp_path: Path) -> None:
     assert "no steps (1x)" in whole
 
 
+def test_a_world_that_follows_is_not_a_second_one() -> None:
+    """A worker's replacement makes a third world soon after the survivors': one at a time, all is well."""
+    marks = [*steps(1, 3, 1, 9, at=0.1), *steps(2, 2, 10, 6, at=1.2), *steps(3, 3, 16, 9, at=1.8)]
+    cost = cost_of(marks, 1.0, 2)
+    assert (cost.two_worlds, cost.lost, cost.repeated) == (False, 0, 0)
+
+
 def test_never_is_worse_than_any_number() -> None:
     """A median over repetitions of which half never recovered is never; the worst is never as soon as one did not."""
     (cell,) = cells_of([repetition("fresh", 40.0), repetition("fresh", 50.0), repetition("fresh", None)])
@@ -154,11 +161,17 @@ def test_never_is_worse_than_any_number() -> None:
 
 
 def test_aims_are_held_against_the_cells() -> None:
-    """A median within reach is met, one beyond it is said to be missed; so is a factor."""
-    lines = aims(cells_of([*[repetition("elasticrt", 0.45)] * 3, repetition("fresh", 45.0)]))
-    assert [line.split()[0] for line in lines if line.startswith(("met", "MISSED"))] == ["met", "met", "met"]
-    lines = aims(cells_of([*[repetition("elasticrt", 0.55)] * 3, repetition("fresh", 22.0)]))
-    assert [line.split()[0] for line in lines if line.startswith(("met", "MISSED"))] == ["MISSED", "met", "MISSED"]
+    """A median within reach is met, one beyond it is said to be missed; so are a factor and a lost step."""
+
+    def verdicts(*repetitions: raw.Repetition) -> list[str]:
+        lines = aims(cells_of(repetitions))
+        return [line.split()[0] for line in lines if line.startswith(("met", "MISSED"))]
+
+    assert verdicts(repetition("elasticrt", 0.45), repetition("fresh", 45.0)) == ["met"]
+    assert verdicts(repetition("elasticrt", 0.55), repetition("fresh", 22.0)) == ["MISSED"]
+    assert verdicts(*[repetition("loop", 0.09)] * 3) == ["met", "met", "MISSED"]
+    joins = [repetition("loop", 0.5, "join-large"), repetition("bare", 0.4, "join-large")]
+    assert verdicts(*joins) == ["met", "MISSED"]
 
 
 def test_phases_are_those_of_the_slowest_node() -> None:
