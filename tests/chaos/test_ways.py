@@ -149,3 +149,17 @@ def test_in_every_way(tmp_path: Path, alone: dict[str, Notes], case: Case) -> No
     if case[0] in COMPILED and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a compiler; there is no g++ here")
     _check(tmp_path, case, alone)
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_lost_outside_of_a_step(tmp_path: Path, alone: dict[str, Notes]) -> None:
+    """W02: a collective in `pause` fails where no block can be left: all restart, and the result is the same."""
+    script = [str(SCRIPT), "evaluated", str(tmp_path), "1", "20", "evaluate"]
+    with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], script) as cluster:
+        cluster.start("node")
+        assert cluster.ended(90) == {"node": 0}, cluster.story()
+    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
+    ((*_, reference),) = alone["evaluated"].values()
+    assert len(ends) == 3
+    for end in ends:
+        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
