@@ -339,6 +339,7 @@ class Loop:
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             if self._redo:
+                self._undo.forget_between(self._objects, self.vars)
                 continue
             self._settle(passed=True)
             if share.last and moves == self._moves:  # Between two parts of a step the state is that of neither side.
@@ -364,6 +365,8 @@ class Loop:
                 yield counted
                 misuse.check_entered(self._asked)
                 misuse.check_has_step(self._redo or self._share is not None or self._position.steps > counted)
+                if self._redo:
+                    self._undo.forget_between(self._objects, self.vars)
                 self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
