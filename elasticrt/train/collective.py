@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,15 @@ def require_group(where: str) -> None:
 def alone() -> bool:
     """Whether there is nobody else to talk to."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
+def sequence_number() -> int:
+    """How many collectives this rank has begun in the default group: it says whether there was one in between."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    world: Any = dist.group.WORLD
+    number: int = world._get_sequence_number_for_group()
+    return number
 
 
 def device() -> torch.device:

@@ -11,6 +11,7 @@ What is not swallowed: any error that does not say that a peer is gone, and such
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import time
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elasticrt.contract.collateral import is_collateral, is_of_a_collective
 from elasticrt.contract.messages import Down, Ready
-from elasticrt.train import barrier, context, link, regroup, rng
+from elasticrt.train import barrier, context, link, regroup, rng, stateful
 from elasticrt.train.context import wrappers
 
 _log = logging.getLogger(__name__)
@@ -37,17 +38,42 @@ SEAT_S_MAX = 1800.0
 when the agent itself is gone the wait ends at once."""
 
 
+_LARGE = (torch.nn.Module, torch.optim.Optimizer)
+"""Objects that only an optimizer's step changes, and what belongs to it."""
+
+
+def _copied(value: Any, into: Any) -> Any:
+    """A copy of a state, in the tensors of an older one where they fit."""
+    if isinstance(value, torch.Tensor):
+        fits = isinstance(into, torch.Tensor) and (into.shape, into.dtype) == (value.shape, value.dtype)
+        return into.copy_(value.detach()) if fits and into.device == value.device else value.detach().clone()
+    if isinstance(value, dict):
+        old = into if isinstance(into, dict) else {}
+        return {key: _copied(each, old.get(key)) for key, each in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        older = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
+        return type(value)(_copied(*pair) for pair in zip(value, older, strict=True))
+    return copy.deepcopy(value)
+
+
 class Undo:
     """What a step may have changed before its optimizer stepped: noted when it begins, put back when it is to be
     redone.
 
-    Parameters and optimizers are not among it: only an optimizer's step changes them, and a rank that has made one
-    without ending its step gets the state of another.
+    Parameters and optimizers are among it only where a step goes on to communicate after an optimizer has stepped (two
+    models in turn, a sum of the losses at the end): there all ranks can be in that state at once. Otherwise a rank that
+    has stepped without ending its step gets the state of another.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], seeded: bool) -> None:
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], scalers: Sequence[torch.amp.GradScaler], seeded: bool
+    ) -> None:
         self._modules = list(modules)
         self._owners: list[dict[str, torch.Tensor | None]] | None = None
+        self._scalers = list(scalers)
+        self._state: dict[str, Any] | None = None
+        self._spare: dict[str, Any] | None = None
+        self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._seeded = seeded
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
@@ -60,6 +86,7 @@ class Undo:
 
         The modules are walked through once, as DDP does it: that takes longer than all the rest.
         """
+        self._spare, self._state = self._state or self._spare, None
         if self._owners is None:
             layers = [layer for module in self._modules for layer in module.modules()]
             self._owners = [layer._buffers for layer in layers if layer._buffers]
@@ -85,10 +112,50 @@ class Undo:
         regroup.drop_gradients(self._modules)
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
+        for scaler in self._scalers:
+            scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
         if self._numbers is not None:
             rng.restore(self._numbers())
         variables.clear()
         variables.update(self._vars)
+
+    def note_state(self, state: dict[str, Any]) -> None:
+        """An optimizer is about to step, and the step will communicate after it: keep all of the state."""
+        self._state = _copied(state, self._spare)
+
+    def put_back_state(self, objects: Mapping[str, Any]) -> bool:
+        """An optimizer has stepped in the step that is to be done again. False: what was before is not known."""
+        state, self._state = self._state, None
+        self._spare = None  # An optimizer adopts the tensors that it loads.
+        if state is None:
+            return False
+        stateful.put_back(objects, state, "the beginning of the step")
+        return True
+
+    def note_between(self, objects: Mapping[str, Any], variables: Mapping[str, Any]) -> None:
+        """The step is undone. What the script does between this and the next try must not count either."""
+        plain = {name: each for name, each in objects.items() if not isinstance(each, _LARGE)}
+        self._between = copy.deepcopy((stateful.collect(plain), dict(variables)))
+
+    def forget_between(self, objects: Mapping[str, Any], variables: dict[str, Any]) -> None:
+        """The next try begins."""
+        if self._between is None:
+            return
+        (states, kept), self._between = self._between, None
+        stateful.put_back({name: objects[name] for name in states}, states, "the beginning of the step")
+        variables.clear()
+        variables.update(kept)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Those of all modules' parameters, in order."""
+        return [each.grad for module in self._modules for each in module.parameters()]
+
+    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The reverse; none given: forget them."""
+        regroup.drop_gradients(self._modules)
+        owners = [each for module in self._modules for each in module.parameters()] if gradients else []
+        for owner, gradient in zip(owners, gradients, strict=True):
+            owner.grad = gradient
 
 
 class InPlace:

@@ -27,7 +27,7 @@ from elasticrt.train.deferred import Later
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.in_place import InPlace, Undo
 from elasticrt.train.ledger import Ledger
-from elasticrt.train.order import Share
+from elasticrt.train.order import WHOLE, Share
 from elasticrt.train.places import run_of
 from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
@@ -39,6 +39,9 @@ from elasticrt.train.weighting import Weighting
 
 _entered: list[bool] = []
 """One for each Loop that this process has entered."""
+
+GRADIENTS = "gradients"
+"""Beside the state that one rank gives another: what has been added up since the optimizer stepped."""
 
 _running: list[Loop] = []
 """The loops that are inside `epochs`, the outermost first; each has a checkpoint directory of its own."""
@@ -121,14 +124,22 @@ class Loop:
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
         self._touched = False  # Whether one has begun to, in the present step.
         self._loader: object = None
+        self._sequence = 0  # Of the collective before the first optimizer of the step.
+        self._communicates_late = False  # Whether a step has collectives after an optimizer's step.
+        self._asked: _Step | None = None  # What `step()` gave and no `with` has entered.
         self._in_step = self._within_step = self._accumulates = False
+        self._has_blocks = False  # Whether the script has had a `with loop.step()`.
+        self._fed = False  # Whether the script has a batch of `batches` at hand.
         self._whole = True  # Whether the state is that of just the steps that are done.
+        self._told = 0  # The world size that `on_change` was told last.
         self._moves = 0  # How often this process has got another place.
-        self._redo = self._only = False
+        self._only = False
+        self._redo = self._ended = False  # Whether the last step is done again; whether its boundary is to come.
         self._completes = True
         self._in_place = InPlace(stateful_objects.values())
         modules = [each for each in self._objects.values() if isinstance(each, torch.nn.Module)]
-        self._undo = Undo(modules, seed is not None)
+        scalers = [each for each in self._objects.values() if isinstance(each, torch.amp.GradScaler)]
+        self._undo = Undo(modules, scalers, seed is not None)
         self._changed: list[Callable[[Change], None]] = []
         self._stage = "new"
         self.vars: dict[str, Any] = {}
@@ -145,7 +156,10 @@ class Loop:
 
     @property
     def complete(self) -> bool:
-        """Whether the present batch completes its global batch: the moment for `optimizer.step()`."""
+        """Whether the present batch completes its global batch: the moment for `optimizer.step()`.
+
+        After a block that was left because the membership has changed it is false: that step is done again.
+        """
         return self._completes if self._share is None else self._share.last
 
     # Epochs
@@ -156,7 +170,7 @@ class Loop:
         The first use restores the newest checkpoint. An epoch whose batches were all trained, but whose body had not
         ended, is entered again with an empty `batches`. Leaving, unless by an exception, saves and waits for the save.
         """
-        misuse.check_counts(total, max_steps)
+        misuse.check_counts(total, max_steps, "epochs")
         if self._stage != "new":
             raise ConfigError(explain("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop"))
         self._steps_max = max_steps
@@ -225,6 +239,7 @@ class Loop:
         if state is not None:
             self._restore(state.data, state.world_size)
         self._has_state(self._checkpointer.start)
+        self._tell_change()
 
     def _has_state(self, start: str) -> None:
         """The state is that of the generation that begins: tell who watches. `start`: its name in the ledger."""
@@ -321,9 +336,13 @@ class Loop:
                 self._position = self._position._replace(drained=True)
                 break
             self._begin(share)
+            self._fed = True
             try:
                 yield batch
+                self._fed = False
+                misuse.check_entered(self._asked)
             except GeneratorExit:
+                self._fed = False
                 self._expect_steps(0)
                 if leaving.on_purpose(sys._getframe(1)):
                     self._settle()
@@ -333,6 +352,7 @@ class Loop:
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             if self._redo:
+                self._undo.forget_between(self._objects, self.vars)
                 continue
             self._settle(passed=True)
             if share.last and moves == self._moves:  # Between two parts of a step the state is that of neither side.
@@ -348,95 +368,133 @@ class Loop:
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
 
-        Gives the number of steps that are done. The step itself is `with loop.step():` in the body, once; it comes
-        again with the same number when the world has changed meanwhile. Restores, saves and leaves as `epochs` does.
+        Gives the number of steps that are done, from 0. The body has one `with loop.step():`. When the membership has
+        changed in it, the same number comes again. Restores, saves and leaves as `epochs` does; once per Loop.
         """
+        misuse.check_counts(total, None, "steps")
         for _ in self.epochs(1, max_steps=total):
             while not self._position.limit_reached(total):
-                yield self._position.steps
+                self._redo, counted = False, self._position.steps
+                yield counted
+                misuse.check_entered(self._asked)
+                misuse.check_has_step(self._redo or self._share is not None or self._position.steps > counted)
+                if self._redo:
+                    self._undo.forget_between(self._objects, self.vars)
+                self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
-        """Numbers of this step for who watches the run (a tensor is read at most once a second, and kept detached)."""
+        """Numbers of this step for who watches the run: `loop.report(loss=loss)`.
+
+        Args:
+            scalars: numbers, or tensors of one element. These are kept detached, and read at most once a second.
+        """
         self._check_running("report")
         if self._reporter is not None:
             self._reporter.scalars.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
-        """Call this when the world has changed and this process lives on: to make subgroups again, or set a learning
-        rate.
+        """Have `call(Change)` called when the first epoch begins, and whenever the membership has changed.
 
-        All ranks that live on call theirs at the same place, between two tries of a step. Newcomers do not.
+        Args:
+            call: gets the generation's number, its world size and the one before (0 at first). It is called on every
+                rank, newcomers too, with the process group there and the state that of the same step: the place to make
+                subgroups.
         """
         self._changed.append(call)
 
     def step(self) -> AbstractContextManager[None]:
         """One step, or one micro-batch of it: `with loop.step(): ...`. This is what lets a process live on.
 
-        When the membership changes in the middle of it, the block is left at the line that failed and the step is done
-        again in the new world, with the state that it began with. In a loop without `batches` its end is the step's
-        end.
+        When the membership changes in the middle of it, the block is left at the line that failed, what it did is
+        undone, and the step is done again in the new world: the loop gives its batch, or its number, once more.
+        Put all that belongs to the step inside. Code between this block and the loop's end runs after a try that is
+        undone, too; `loop.complete` is false there.
         """
         self._check_running("step")
-        return _Step(self)
+        misuse.check_entered(self._asked)
+        self._asked = _Step(self)
+        return self._asked
 
     def _step_begins(self) -> None:
+        self._asked = None
         self._check_running("step")
-        if self._in_step:
-            raise ConfigError(explain("a step inside a step", "step", expected="one `with loop.step():` at a time"))
+        misuse.check_alone(in_step=self._in_step, second=self._fed and self._share is None)
+        if not self._fed:
+            self._pass_on()
+            self._begin(WHOLE)
+        if self._redo:
+            self._undo.forget_between(self._objects, self.vars)
         if self._only:  # A newcomer could not know which of several loops the others are in.
-            self._in_place.begin(self._loader if self._share is not None else None)
-        self._in_step, self._redo = True, False
-        if self._share is None:
-            self._stepped = False
+            self._in_place.begin(self._loader if self._fed else None)
+        self._in_step = self._has_blocks = True
+        self._redo = False
         if not self._within_step:
             self._touched = False
             self._undo.note(self.vars, accumulates=self._accumulates)
+
+    def _pass_on(self) -> None:
+        """Another step by hand is asked for: the one before is done."""
+        if self._share is not None:
+            self._settle(passed=True)
+            self._ended = True
+        if self._ended:
+            self._ended = False
+            self._boundary()
 
     def _step_ends(self, error: BaseException | None) -> bool:
         """Whether `error` is dealt with: the step will be done again."""
         self._in_step = False
         share = self._share
+        assert share is not None, "a step has begun"
         if error is None:
-            self._within_step = share is not None and not share.last
-            if not self._within_step:
+            self._within_step = not share.last
+            if share.last:
                 self._accumulates = not self._stepped
-            if share is None:
-                self._count()
-                self._boundary()
-            else:
+                if self._stepped and collective.sequence_number() != self._sequence:
+                    self._communicates_late = True
+            # Where no optimizer has stepped, a `break` may have left it: it counts when the next one is asked for.
+            if self._stepped or not share.last or not (self._fed or self._hooks):
                 self._settle(passed=True)
+                self._ended = not self._fed
             return False
         if self._stage != "running" or not self._in_place.lost(error, self._position.steps):
+            if not self._fed:
+                self._interrupted()
             return False
         self._weighting.end()
         self._share = None
-        self._within_step = False
-        if self._touched:
+        self._within_step = self._completes = False
+        if self._touched and not self._undo.put_back_state(self._objects):
             self._overwritten()
         self._undo.put_back(self.vars)
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
         self._go_on()
+        self._undo.note_between(self._objects, self.vars)
         return True
 
     def _go_on(self) -> None:
         """Take the seat in the next generation, and be as far as all the others there."""
         self._expect_steps(0)
-        before = self._world_size
-        while True:
+        arrived = False
+        while not arrived:
             if not self._in_place.wait_for_seat():
                 raise handover.departure(self._position.steps)
             if not self._in_place.meet(self._position.steps):
                 continue
-            self._rank, self._world_size = collective.rank_and_world()
-            self._numbers.moved(self._rank)
             try:
-                standing = Standing(self._position.steps if self._whole else -1, self._whole)
-                told = share(standing, self._given, self._overwritten)
-                break
+                self._arrive()
+                arrived = True
             except RuntimeError as error:
                 if not self._in_place.lost(error, self._position.steps):
                     raise
+
+    def _arrive(self) -> None:
+        """All of a new generation are here: agree on the state, and let the script know."""
+        self._rank, self._world_size = collective.rank_and_world()
+        self._numbers.moved(self._rank)
+        standing = Standing(self._position.steps if self._whole else -1, self._whole)
+        told = share(standing, self._given, self._overwritten)
         worker = self._in_place.worker
         assert worker is not None, "who has a seat has an agent"
         history = self._ledger.history(self._position.steps)
@@ -454,9 +512,13 @@ class Loop:
         self._checkpointer.move(worker)
         self._has_state(worker.nonce)
         self._ledger.renew()
-        change = Change(worker.generation, self._world_size, before)
-        for call in self._changed if before else ():
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        change = Change(0 if self._worker is None else self._worker.generation, self._world_size, self._told)
+        for call in self._changed:
             call(change)
+        self._told = self._world_size
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
@@ -467,18 +529,19 @@ class Loop:
     def _given(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
         ledger = self._ledger.history(self._position.steps)
-        numbers: dict[str, Any] = {"rng": rng.capture(), "alike": self._numbers.alike}
-        if self._accumulates:  # By hand, over several steps: what has been added up so far is part of the state.
-            numbers["gradients"] = [each.grad for each in self._parameters()]
+        numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
         return {
             **stateful.collect(self._objects),
             stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger, "total": self._run.total},
+            GRADIENTS: self._undo.gradients() if self._accumulates else [],
         }
 
     def _take_over(self, data: dict[str, Any]) -> None:
         """Be where the rank is that has sent this."""
-        ours = data[stateful.OURS]
+        ours, gradients = data[stateful.OURS], data.pop(GRADIENTS)
         stateful.put_back(self._objects, data, "the state of another rank")
+        self._undo.set_gradients(gradients)
+        self._accumulates = any(each is not None for each in gradients)
         if self._sampler is not None and ours["sampler"] is not None:
             self._sampler.load_state_dict(ours["sampler"])
         self._position = Position.from_dict(ours["position"])
@@ -487,14 +550,6 @@ class Loop:
         self.vars.update(ours["vars"])
         self._run.total = ours["total"]
         self._numbers.take_over(ours["rng"], ours["alike"], self._position.steps)
-        self._accumulates = "gradients" in ours
-        parameters = list(self._parameters())
-        for owner, gradient in zip(parameters, ours.get("gradients", [None] * len(parameters)), strict=True):
-            owner.grad = gradient
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        modules = (each for each in self._objects.values() if isinstance(each, torch.nn.Module))
-        return (parameter for module in modules for parameter in module.parameters())
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -550,7 +605,6 @@ class Loop:
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
         now = time.monotonic()
-        regroup.tidy(now)
         self._save_if_due(now)
         total = self._run.total
         if self._copies.due(now, total):
@@ -583,11 +637,17 @@ class Loop:
     def _before_optimizer(self, *_: Any) -> None:
         self._checkpointer.settle()
         self._copies.settle()
+        if self._has_blocks and not self._in_step:
+            raise ConfigError(misuse.outside_of_step())
+        if not self._touched and self._communicates_late:
+            self._undo.note_state(stateful.collect(self._objects))
         self._touched = True
         if self._share is not None and not self._share.last:
             raise RuntimeError(misuse.unfinished_batch(self._position.steps + 1))
 
     def _after_optimizer(self, *_: Any) -> None:
+        if not self._stepped:
+            self._sequence = collective.sequence_number()
         self._stepped = True
 
     # Saving

@@ -7,15 +7,15 @@ from elasticrt.train.sampler import ElasticBatchSampler
 from elasticrt.train.weighting import Weighting
 
 
-def check_counts(total: object, max_steps: object) -> None:
-    """The arguments of `Loop.epochs`. Raises TypeError, ValueError."""
+def check_counts(total: object, max_steps: object, where: str) -> None:
+    """The arguments of `Loop.epochs` and `Loop.steps`. Raises TypeError, ValueError."""
     for name, value in (("total", total), ("max_steps", max_steps)):
         if value is None and name == "max_steps":
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(explain(f"{name} is not a whole number", "epochs", got=value))
+            raise TypeError(explain(f"{name} is not a whole number", where, got=value))
         if value < 0:
-            raise ValueError(explain(f"{name} is negative", "epochs", got=value))
+            raise ValueError(explain(f"{name} is negative", where, got=value))
 
 
 def check_stage(stage: str, where: str) -> None:
@@ -30,7 +30,7 @@ def check_stage(stage: str, where: str) -> None:
             )
         )
     if stage != "running":
-        remedy = "Use it inside `for epoch in loop.epochs(...)`"
+        remedy = "Use it inside `for epoch in loop.epochs(...)` or `for step in loop.steps(...)`"
         raise ConfigError(explain("the Loop is not running", where, got=stage, remedy=remedy))
 
 
@@ -68,6 +68,42 @@ def check_exchange(sampler: ElasticBatchSampler, world_size: int, weighting: Wei
                 remedy="Give Loop the wrapped model: Loop(..., model=DDP(net))",
             )
         )
+
+
+def check_entered(asked: object) -> None:
+    """Raises ConfigError when `loop.step()` was called, and its block not entered."""
+    if asked is not None:
+        expected = "with loop.step(): ..."
+        remedy = "Put the step into its block; numbers to show go to loop.report(...)"
+        raise ConfigError(
+            explain("called, and not entered", "step", got="loop.step()", expected=expected, remedy=remedy)
+        )
+
+
+def check_alone(*, in_step: bool, second: bool) -> None:
+    """Raises ConfigError for a step inside a step, and for a second one with the same batch."""
+    if in_step:
+        raise ConfigError(explain("a step inside a step", "step", expected="one `with loop.step():` at a time"))
+    if second:
+        remedy = "Put both into one block"
+        raise ConfigError(explain("a second step with the same batch", "step", expected="one", remedy=remedy))
+
+
+def check_has_step(has_step: bool) -> None:
+    """Raises ConfigError when a body of `loop.steps` has come to its end without a step: it would do so for ever."""
+    if not has_step:
+        expected = "one `with loop.step():` in the body"
+        raise ConfigError(explain("a step that was not made", "steps", got="no block", expected=expected))
+
+
+def outside_of_step() -> str:
+    """The optimizer stepped outside of the block, in a script that has blocks."""
+    return explain(
+        "the optimizer stepped outside of the step",
+        "optimizer.step",
+        expected="inside `with loop.step():`, because what is outside is not undone when the membership changes",
+        remedy="Put backward, optimizer.step(), zero_grad() and scheduler.step() into the block",
+    )
 
 
 def unfinished_batch(step: int) -> str:

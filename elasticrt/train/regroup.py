@@ -156,8 +156,12 @@ def tidy() -> None:
     """Let go of what was left long ago. Called where no collective is under way."""
     if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
         until = time.monotonic() - RETIRED_S
+        keeper = sys.modules.get("elasticrt.worker.groups")  # It keeps every group for the script's own end.
         while _retired and _retired[0][0] < until:
-            del _retired[0]
+            _, left = _retired.pop(0)
+            if keeper is not None:
+                keeper.release(left)
+            del left
 
 
 def _idle() -> bool:

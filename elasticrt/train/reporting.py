@@ -34,12 +34,14 @@ class Scalars:
         for name, value in scalars.items():
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
-                    raise TypeError(explain(f"{name} is not one number", "step", got=f"shape {tuple(value.shape)}"))
+                    raise TypeError(explain(f"{name} is not one number", "report", got=f"shape {tuple(value.shape)}"))
                 self._kept[name[:_NAME_MAX]] = value.detach()
             elif isinstance(value, (int, float)):
                 self._kept[name[:_NAME_MAX]] = value
             else:
-                raise TypeError(explain(f"{name} is not a number", "step", got=value, expected="a number or a tensor"))
+                raise TypeError(
+                    explain(f"{name} is not a number", "report", got=value, expected="a number or a tensor")
+                )
         while len(self._kept) > _SCALARS_MAX:
             self._kept.popitem()
 

@@ -9,6 +9,7 @@ until the process ends. `destroy_process_group` still shuts a group down.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 _kept: list[Any] = []
@@ -20,6 +21,12 @@ class _Kept(dict[Any, Any]):
     def __setitem__(self, group: Any, about: Any) -> None:
         _kept.append(group)
         super().__setitem__(group, about)
+
+
+def release(groups: Iterable[object]) -> None:
+    """Let go of groups that have nothing to do any more, and no thread of theirs either: destroying those is safe."""
+    for group in groups:
+        _kept[:] = [each for each in _kept if each is not group]
 
 
 def keep() -> None:

@@ -16,7 +16,7 @@ from tests.compat.styles import EXAMPLES, Style, both
 
 FOLDER = "from_tutorials"
 PAIRS = sorted(path.name for path in (EXAMPLES / FOLDER).iterdir() if (path / "before.py").exists())
-LINES_MAX = 8
+LINES_MAX = 9
 ONE = ("--standalone", "--nproc-per-node", "1")
 TWO_BY_TWO = ("--nnodes", "2", "--nproc-per-node", "2")
 
@@ -40,9 +40,13 @@ SCRIPTS = (
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_at_most_eight_lines(pair: str) -> None:
-    """Before and after differ in at most eight lines: so many are taken out, and so many put in."""
-    before, after = ((EXAMPLES / FOLDER / pair / f"{name}.py").read_text().splitlines() for name in ("before", "after"))
+def test_at_most_nine_lines(pair: str) -> None:
+    """Before and after differ in at most nine lines: so many are taken out, and so many put in.
+
+    A line that is only indented further, because it is in the step's block now, does not count.
+    """
+    scripts = ((EXAMPLES / FOLDER / pair / f"{name}.py").read_text() for name in ("before", "after"))
+    before, after = ([line.strip() for line in script.splitlines()] for script in scripts)
     changes = [line for line in difflib.ndiff(before, after) if line[:1] in "+-" and line[2:].strip()]
     counts = [sum(line.startswith(sign) for line in changes) for sign in "+-"]
     assert 0 < max(counts) <= LINES_MAX, "\n".join(changes)

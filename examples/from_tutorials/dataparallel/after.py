@@ -24,10 +24,11 @@ loop = elasticrt.Loop("ckpt", sampler=sampler, every="1 epoch", model=model, opt
 
 for epoch in loop.epochs(EPOCHS):
     for x, y in loop.batches(loader):
-        loss = nn.functional.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+        with loop.step():
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
     print(f"epoch {epoch}", flush=True)
 print(f"result: {[p.double().norm().item() for p in model.parameters()]}", flush=True)

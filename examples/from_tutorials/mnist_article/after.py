@@ -55,11 +55,12 @@ def train(gpu, args):
     loop = elasticrt.Loop("ckpt", sampler=sampler, every="1 epoch", model=model, optimizer=optimizer)
     for epoch in loop.epochs(args.epochs):
         for images, labels in loop.batches(loader):
-            loss = criterion(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+            with loop.step():
+                loss = criterion(model(images), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
         if rank == 0:
             print(f"epoch {epoch}", flush=True)
     if rank == 0:

@@ -27,11 +27,12 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loop = elasticrt.Loop("ckpt", sampler=sampler, every="1 epoch", model=model, optimizer=optimizer)
 for epoch in loop.epochs(20):
     for x, y in loop.batches(loader):
-        loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
+        with loop.step():
+            loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.02)  # a step that takes a moment, so that there is time to kill it
     if rank == 0:
         print(f"epoch {epoch}", flush=True)
 if rank == 0:

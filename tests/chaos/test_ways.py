@@ -1,0 +1,165 @@
+"""What scripts do: in each way of writing a training loop a rank is killed, and the others live on, in place.
+
+One agent has three workers. One of them kills itself at a point of a step; its replacement sets up beside the training
+and is let in at step 30 or soon after. What is compared are the weights of all three at the end, with those of the same
+script, undisturbed and alone, and the steps that each process has finished: none is lost, and none is done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.ways import LET_IN, SAMPLES, STEPS, WAYS
+from tests.cluster import REPOSITORY, Cluster
+
+SCRIPT = REPOSITORY / "tests" / "chaos" / "ways.py"
+COMPILED = ("compiled", "compiled_inside")
+NOT_DEFINED = ("drawn_by_rank", "no_sync", "strided")
+"""Here other ranks mean other samples, or what a lost rank had not told the others yet: no other run is the same."""
+
+Case = tuple[str, int, int, str]
+FAST: tuple[Case, ...] = (
+    ("plain", 1, 11, "backward"),
+    ("subgroups", 2, 11, "forward"),
+    ("gan", 1, 12, "stepped"),
+    ("drawn_by_hand", 0, 10, "backward"),
+)
+SLOW: tuple[Case, ...] = (
+    ("plain", 0, 17, "begin"),
+    ("plain", 2, 9, "stepped"),
+    ("plain", 1, 0, "backward"),
+    ("micro_batches", 1, 10, "backward"),
+    ("stateful_loader", 1, 12, "backward"),
+    ("loader_workers", 2, 13, "forward"),
+    ("persistent_workers", 0, 14, "begin"),
+    ("subgroups", 1, 10, "begin"),
+    ("gan", 0, 7, "begin"),
+    ("averaged", 2, 9, "stepped"),
+    ("scaled", 1, 10, "backward"),
+    ("scaled", 2, 11, "stepped"),
+    ("accumulated", 1, 10, "backward"),
+    ("no_sync", 0, 11, "begin"),
+    ("evaluated", 1, 13, "backward"),
+    ("early", 1, 10, "backward"),
+    ("own_rate", 2, 10, "backward"),
+    ("summed_late", 1, 12, "stepped"),
+    ("outside", 1, 12, "backward"),
+    ("compiled", 1, 10, "begin"),
+    ("compiled_inside", 2, 12, "backward"),
+    ("norm_of_all", 1, 10, "forward"),
+    ("drawn_by_rank", 1, 10, "backward"),
+    ("drawn_in_epochs", 2, 10, "stepped"),
+    ("strided", 1, 12, "backward"),
+    ("without_sampler", 1, 12, "backward"),
+)
+
+
+def _name(case: Case) -> str:
+    return "-".join(map(str, case))
+
+
+Notes = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Notes]:
+    """Every script's notes, undisturbed, in a world of one. Compiling is left to the slow tests' own processes."""
+    directory = tmp_path_factory.mktemp("alone")
+    names = [name for name in WAYS if name not in (*NOT_DEFINED, *COMPILED)]
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory), *names],
+        check=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+    )
+    found = {name: _notes(directory / name) for name in names}
+    return found | dict.fromkeys(COMPILED, found["simple"])
+
+
+def _notes(directory: Path) -> Notes:
+    """What each process has written down, by process id."""
+    return {
+        int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in directory.glob("[0-9]*.jsonl")
+    }
+
+
+def _check(tmp_path: Path, case: Case, alone: dict[str, Notes]) -> None:
+    name, victim, step, point = case
+    options = ["--nproc-per-node", "3"]
+    script = [str(SCRIPT), name, str(tmp_path), str(victim), str(step), point]
+    with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", options, script) as cluster:
+        cluster.start("node")
+        assert cluster.ended(60) == {"node": 0}, cluster.story()
+        numbers = [event["number"] for event in cluster.events("generation")]
+        assert numbers == [1, 2, 3], cluster.story()
+    notes = _notes(tmp_path)
+    ends = {pid: each[-1] for pid, each in notes.items() if each and "end" in each[-1]}
+    assert sorted(end["rank"] for end in ends.values()) == [0, 1, 2], cluster.story()
+    survivors = [pid for pid in ends if not notes[pid][0]["beside"]]
+    assert len(survivors) == 2, "they went on in place: their processes are the first ones"
+    (expected,) = {tuple(end["end"]) for end in ends.values()}
+    (steps,) = {end["steps"] for end in ends.values()}
+    finished = {pid: [note["step"] for note in each if "step" in note] for pid, each in notes.items()}
+    for pid in survivors:
+        assert finished[pid] == list(range(1, steps + 1)), "no step is lost, none done again"
+    (newcomer,) = set(ends) - set(survivors)
+    assert finished[newcomer] == list(range(finished[newcomer][0], steps + 1))
+    assert finished[newcomer][0] > LET_IN
+    if name not in NOT_DEFINED:
+        ((*_, reference),) = alone[name].values()
+        assert reference["steps"] == steps
+        assert list(expected) == pytest.approx(reference["end"], rel=0, abs=1e-11)
+    if point in ("begin", "forward") and any("samples" in note for note in notes[survivors[0]]):
+        _check_samples(notes)
+
+
+def _check_samples(notes: Notes) -> None:
+    """Each epoch's samples were trained once each, by the ranks together: no batch of an old slicing came through."""
+    trained: dict[int, list[int]] = {}
+    done = max(note["step"] for each in notes.values() for note in each if "step" in note)
+    assert done == STEPS
+    for each in notes.values():
+        for note in each:
+            if "samples" in note:
+                trained.setdefault(note["epoch"], []).extend(note["samples"])
+    for samples in trained.values():
+        assert sorted(samples) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("case", FAST, ids=_name)
+def test_survivors_live_on(tmp_path: Path, alone: dict[str, Notes], case: Case) -> None:
+    """W02, S5: in the README's script, with subgroups, two models, and data that the script draws itself."""
+    _check(tmp_path, case, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=_name)
+def test_in_every_way(tmp_path: Path, alone: dict[str, Notes], case: Case) -> None:
+    """W02, S5: whatever the script does between two steps, and at whatever point of one the rank is lost."""
+    if case[0] in COMPILED and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a compiler; there is no g++ here")
+    _check(tmp_path, case, alone)
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_lost_outside_of_a_step(tmp_path: Path, alone: dict[str, Notes]) -> None:
+    """W02: a collective in `pause` fails where no block can be left: all restart, and the result is the same."""
+    script = [str(SCRIPT), "evaluated", str(tmp_path), "1", "20", "evaluate"]
+    with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], script) as cluster:
+        cluster.start("node")
+        assert cluster.ended(90) == {"node": 0}, cluster.story()
+    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
+    ((*_, reference),) = alone["evaluated"].values()
+    assert len(ends) == 3
+    for end in ends:
+        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)

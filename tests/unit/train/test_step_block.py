@@ -1,0 +1,136 @@
+"""The step's block: what counts as a step, and what is said about wrong use of it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from elasticrt.errors import ConfigError
+from elasticrt.train.loop import Change, Loop
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = nn.Linear(1, 1)
+    data = TensorDataset(torch.ones(6, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data)
+
+
+def test_a_step_that_is_asked_for_and_not_entered(tmp_path: Path) -> None:
+    """`loop.step()` without `with` is noticed when the next batch is asked for, and the remedy is told."""
+    loop = Loop(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)called, and not entered.*loop\.report"):
+        for _ in loop.epochs(1):
+            for _ in loop.batches(_parts()[2]):
+                loop.step()
+
+
+def test_a_step_in_a_step_and_outside_of_epochs(tmp_path: Path) -> None:
+    """Both are refused."""
+    loop = Loop(tmp_path)
+    with pytest.raises(ConfigError, match="the Loop is not running"):
+        loop.step()
+    with pytest.raises(ConfigError, match="a step inside a step"):
+        for _ in loop.steps(2):
+            with loop.step(), loop.step():
+                pass
+
+
+def test_two_blocks_for_one_batch(tmp_path: Path) -> None:
+    """The second one would be a step without samples."""
+    model, optimizer, loader = _parts()
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    with pytest.raises(ConfigError, match="a second step with the same batch"):
+        for _ in loop.epochs(1):
+            for _ in loop.batches(loader):
+                for _ in range(2):
+                    with loop.step():
+                        optimizer.step()
+
+
+def test_an_optimizer_outside_of_the_block(tmp_path: Path) -> None:
+    """What is outside could not be undone: refused at the first step."""
+    model, optimizer, loader = _parts()
+    loop = Loop(tmp_path, model=model, optimizer=optimizer)
+    with pytest.raises(ConfigError, match="the optimizer stepped outside of the step"):
+        for _ in loop.epochs(1):
+            for (x,) in loop.batches(loader):
+                with loop.step():
+                    model(x).sum().backward()
+                optimizer.step()
+
+
+def test_steps_without_a_block(tmp_path: Path) -> None:
+    """A body of `loop.steps` that makes no step would be entered for ever."""
+    loop = Loop(tmp_path)
+    with pytest.raises(ConfigError, match="a step that was not made"):
+        for _ in loop.steps(3):
+            pass
+    with pytest.raises(ValueError, match=r"steps"):
+        next(Loop(tmp_path).steps(-1))
+
+
+def test_steps_by_hand_go_on_where_they_were(tmp_path: Path) -> None:
+    """Each number comes once, over two starts; a schedule after the block is saved with its step."""
+    seen: list[int] = []
+    for total in (3, 5):
+        model, optimizer, _ = _parts()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loop = Loop(tmp_path, model=model, optimizer=optimizer, schedule=schedule)
+        for step in loop.steps(total):
+            with loop.step():
+                seen.append(step)
+                optimizer.step()
+            assert (loop.complete, loop.steps_done) == (True, step + 1)
+            schedule.step()
+        assert schedule.last_epoch == total
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_break_inside_the_block(tmp_path: Path, stepped: bool) -> None:
+    """The step counts if the optimizer has stepped, with a batch and without."""
+    model, optimizer, loader = _parts()
+    loop = Loop(tmp_path / "batches", model=model, optimizer=optimizer)
+    for _ in loop.epochs(1):
+        for _ in loop.batches(loader):
+            with loop.step():
+                if stepped:
+                    optimizer.step()
+                break
+    assert loop.steps_done == int(stepped)
+    loop = Loop(tmp_path / "steps", model=model, optimizer=optimizer)
+    for _ in loop.steps(4):
+        with loop.step():
+            if stepped:
+                optimizer.step()
+            break
+    assert loop.steps_done == int(stepped)
+
+
+def test_an_error_in_a_step_by_hand(tmp_path: Path) -> None:
+    """A step that an error has left is not counted, also where the script goes on."""
+    loop = Loop(tmp_path)
+    tries = 0
+    for _ in loop.epochs(1):
+        while loop.steps_done < 2:
+            tries += 1
+            with contextlib.suppress(ValueError), loop.step():
+                if tries == 1:
+                    raise ValueError
+            assert loop.steps_done == tries - 1
+    assert tries == 3
+
+
+def test_on_change_is_told_at_the_beginning(tmp_path: Path) -> None:
+    """Who makes subgroups does so in one place."""
+    loop = Loop(tmp_path)
+    told: list[Change] = []
+    loop.on_change(told.append)
+    for _ in loop.epochs(1):
+        assert told == [Change(generation=0, world_size=1, world_size_before=0)]
