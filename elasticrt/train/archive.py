@@ -88,6 +88,8 @@ class Archive:
     def move(self, worker: WorkerEnv) -> None:
         """This process belongs to another generation: the directory is claimed anew at the next save."""
         self._worker, self._generation = worker, worker.generation
+        if self._directory is not None:
+            self.serial = max(self.serial, self.history().serial)  # Another rank 0 may have saved here.
         self._claimed = False
 
     @property
@@ -128,7 +130,6 @@ class Archive:
             ) from error
         if other is not None:
             raise duplicate(self.path, str(other))
-        self.serial = max(self.serial, self.history().serial)  # Another rank 0 may have saved here.
         self._before = frozenset(map(_nonce_of, self._opened().names())) - {""}
         self._claimed = True
 

@@ -67,7 +67,8 @@ if how.startswith("loop"):
     limit(100)
     for epoch in loop.epochs(2):
         for x in loop.batches([1, 2]):
-            loop.step()
+            with loop.step():
+                pass
         break
 else:
     saver = elasticrt.Checkpointer(directory)

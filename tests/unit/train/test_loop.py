@@ -515,7 +515,7 @@ def steps_of(directory: Path, total: int, batches: int = 3) -> list[int]:
     loop, steps = Loop(directory, every="1 steps"), []
     for _ in loop.epochs(total):
         for _ in loop.batches(range(batches)):
-            steps.append(loop.steps)
+            steps.append(loop.steps_done)
     return steps
 
 

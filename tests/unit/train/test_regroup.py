@@ -143,7 +143,7 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
     net(torch.randn(4, 3)).sum().backward()
     before = {name: each.clone() for name, each in net.named_buffers()}
     gradients = {name: each.grad.clone() for name, each in net.named_parameters() if each.grad is not None}
-    undo = Undo([net], seeded=False)
+    undo = Undo([net], [], seeded=False)
     undo.note(variables, accumulates=accumulates)
     drawn = torch.rand(2), random.random()
     net(torch.randn(4, 3)).sum().backward()
@@ -164,7 +164,7 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
 def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
     """A module may have other buffers than at the step before."""
     net = Net()
-    undo = Undo([net], seeded=True)
+    undo = Undo([net], [], seeded=True)
     undo.note({}, accumulates=False)
     net.register_buffer("late", torch.ones(1))
     undo.note({}, accumulates=False)
