@@ -89,7 +89,7 @@ class Undo:
         self._spare, self._state = self._state or self._spare, None
         if self._owners is None:
             layers = [layer for module in self._modules for layer in module.modules()]
-            self._owners = [layer._buffers for layer in layers if layer._buffers]
+            self._owners = [layer._buffers for layer in layers]
         buffers = [each for owner in self._owners for each in owner.values() if each is not None]
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]

@@ -185,7 +185,14 @@ class Worker:
             self.emit(GroupEnded(env.generation, 0))
 
     def fail(
-        self, summary: str, *, collateral: bool, local_rank: int = 0, final_code: int = 0, exception: str = ""
+        self,
+        summary: str,
+        *,
+        collateral: bool,
+        local_rank: int = 0,
+        final_code: int = 0,
+        exception: str = "",
+        early: str = "",
     ) -> None:
         """It raises. An error that only says that a peer is gone is none where it can go on in place."""
         if not self.alive or self.stopping or self.left:
@@ -198,7 +205,7 @@ class Worker:
             rank=env.rank, local_rank=env.local_rank, node=env.node, generation=env.generation, code=1,
             last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
         )  # fmt: skip
-        failure = replace(failure, collateral=collateral, final_code=final_code)
+        failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
         if exception:
             failure = replace(failure, exception=exception)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")

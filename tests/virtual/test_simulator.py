@@ -23,7 +23,9 @@ def test_invariants_hold_in_a_thousand_seeds() -> None:
     """The same with a thousand seeds, in each of which every kind of fault has a chance; each fires in a fifth."""
     tally = run_all(0, 1000, 2)
     assert not tally.failures, tally.failures[0][1]
-    rare = {kind: count for kind, count in tally.in_seeds.items() if count < tally.seeds / 5}
+    # Two seeds of three have scripts whose workers go on in place; only there these can happen.
+    chances = dict.fromkeys(("worker_lost", "setup_failed"), tally.seeds * 2 / 3)
+    rare = {kind: count for kind, count in tally.in_seeds.items() if count < chances.get(kind, tally.seeds) / 5}
     assert not rare, report(tally, 0.0)
 
 
