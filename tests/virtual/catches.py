@@ -298,6 +298,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_after_hold without: missing and led.now < until": ("S10", "a node joins, and nothing is lost"),
     "_after_hold without: missing": ("S5", "a node does not answer a hold"),
     "_re_form without: len(candidates(led.view)) < led.spec.min_nodes": ("S3", "a generation would be too small"),
+    "_wish without: any((entry.record.status in ('finishing', 'ok') for entry in led.reports.values(": (
+        "S12",
+        "a newcomer comes while a worker has ended well",
+    ),
     "_wish without: draining": ("L2", "a node drains, and nothing is lost"),
     "_wish without: led.me.starting and (not enough)": (
         "S10",

@@ -37,6 +37,16 @@ CHANGES: list[Plan] = [
     story("a commit arrives twice", 2, Snag("n0", "commit step 4", "belated", 2.0)),
     # The end.
     story(
+        "a newcomer comes while a worker has ended well",
+        3,
+        Snag("n1", "reports ok", "slow", 3.0),
+        arrivals=(0.0, 0.1, 4.0),
+        loops=False,
+        ends_after=6,
+        spec=spec_for(3, settle_quiet_s=0.0),
+        warm_s=0.1,
+    ),
+    story(
         "a result arrives twice",
         2,
         Snag("n0", "result", "belated", 2.0),
