@@ -93,7 +93,7 @@ class Agent(Cycle):
 
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
-        allow_files(self.settings.workers, self.spec.max_nodes)
+        allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
         for number in self.settings.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG

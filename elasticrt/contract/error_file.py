@@ -10,6 +10,11 @@ import traceback
 from pathlib import Path
 
 from elasticrt.contract.modes import make_directory, write_text
+from elasticrt.text import cut
+
+MESSAGE_BYTES_MAX = 16 * 1024
+CALLSTACK_BYTES_MAX = 48 * 1024
+"""An agent reads a quarter of a MiB; what is cut in the middle of its JSON says nothing. The end is in the log."""
 
 
 def write_error_file(error: BaseException, hint: int = 0) -> None:
@@ -21,9 +26,9 @@ def write_error_file(error: BaseException, hint: int = 0) -> None:
     if not path:
         return
     message = {
-        "message": f"{type(error).__name__}: {text_of(error)}",
+        "message": cut(f"{type(error).__name__}: {text_of(error)}", MESSAGE_BYTES_MAX),
         "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            "py_callstack": cut("".join(traceback.format_exception(error)), CALLSTACK_BYTES_MAX),
             "timestamp": str(int(time.time())),
         },
     }

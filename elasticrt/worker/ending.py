@@ -10,6 +10,7 @@ import io
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -73,6 +74,7 @@ def linger(channel_fd: int) -> None:
 
     The wait ends with Release, or when the agent is gone.
     """
+    _leave_groups()
     link = sys.modules.get("elasticrt.train.link")
     if link is not None and hasattr(link, "linger"):
         # The training library has the channel, and whatever was received on it.
@@ -89,6 +91,18 @@ def linger(channel_fd: int) -> None:
                 return
     except ChannelClosed:
         return  # The agent is gone, or has given up on this group: there is nobody left to wait for.
+
+
+def _leave_groups() -> None:
+    """Let peers that wait for this process in a collective find it gone. Connections of the store stay."""
+    store = os.environ.get("MASTER_PORT", "")
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+            if not tcp or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            if store not in {str(each.getsockname()[1]), str(each.getpeername()[1])}:
+                each.shutdown(socket.SHUT_RDWR)
 
 
 def leave(code: int, names: Sequence[str], *, host_fd: int = -1) -> NoReturn:

@@ -312,3 +312,23 @@ def test_what_is_certain_to_fail_again_ends_the_run(tmp_path: Path, script: str,
     done = alone(tmp_path, script)
     assert done.returncode == 1
     assert f"in generation {generations}\n" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_who_ends_early_is_the_cause_whichever_rank_it_is(tmp_path: Path, rank: str) -> None:
+    """W12: one rank ends with 0 while the other is in a collective: that one is named, also rank 0, which lingers."""
+    script = (
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        f"if os.environ['RANK'] == '{rank}':\n"
+        "    sys.exit(0)\n"
+        "for _ in range(10):\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    done = alone(tmp_path, script, "--max-restarts", "0")
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert re.search(rf"failed: rank {rank} on \S+: ended with exit code 0, while others were in a collective", said), (
+        said
+    )
