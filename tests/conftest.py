@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 MARK = "ELASTICRT_TEST_RUN"
-GRACE_S = 5.0
+GRACE_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 NAMES = ("elasticrt", "faketime_", "sem.faketime_")
 """How names begin that nothing may leave behind. libfaketime's stay if its first process is killed."""

@@ -29,7 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "text": set(),
     "errors": {"text"},
     "spec": {"errors", "text"},
-    "contract": set(),
+    "contract": {"text"},
     "store": {"errors"},
     "rendezvous": {"store", "contract", "spec", "errors", "text"},
     "agent": {"rendezvous", "store", "contract", "spec", "errors", "text"},

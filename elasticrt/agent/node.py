@@ -521,13 +521,15 @@ class Node:
             self._beside.ended(event, time.monotonic())
             return
         if event.generation == self._running:
+            stepped = self.progress.step()
+            self.progress.remember()  # While its page is among those that are looked at.
             self._seated.discard(event.local_rank)
         if event.generation != self._running or event.local_rank in self._ends.handed:
             return
         if event.failure is not None:
             self._ends = replace(self._ends, failures=(*self._ends.failures, event.failure))
             if self._failed_at is None:
-                met = not never_met(event.failure) or self.progress.step()
+                met = not never_met(event.failure) or stepped
                 self._ends = replace(self._ends, unmet=0 if met else self._ends.unmet + 1)
                 # The end of a generation that has been replaced, and was let finish a build, is nobody's news.
                 self._failed_at = time.monotonic() if self._wanted is None else None
