@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from elasticrt.agent.report import AWAY, Failure, describe, first_cause, how_to_meet, never_met, render
 from elasticrt.agent.settings import Settings
@@ -183,29 +184,39 @@ def worker_env(
     settings: Settings, generation: Generation, seat: Seat, local_rank: int, place: int | None = None
 ) -> WorkerEnv:
     """What one worker of this seat is told. `place`: its number among the seat's workers, where some are missing."""
-    return WorkerEnv(
-        rank=seat.rank_offset + (local_rank if place is None else place),
+    return _env(
+        settings,
+        generation,
         local_rank=local_rank,
+        node=seat.node,
+        rank=seat.rank_offset + (local_rank if place is None else place),
         world_size=generation.world_size,
         local_world_size=settings.workers if generation.in_place else seat.workers,
         group_rank=seat.index,
         group_world_size=generation.nodes,
-        master_addr=generation.master_address,
-        master_port=generation.master_port,
-        restart_count=generation.restarts_total,
+        generation=generation.number,
+        resume=generation.resume.commit() if generation.resume else None,
+        copy=generation.memory.as_copy() if generation.memory else None,
+    )
+
+
+def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -> WorkerEnv:
+    """What any worker is told of its run and node; `place`: who it is there."""
+    return WorkerEnv(
+        local_rank=local_rank,
+        master_addr=of.master_address,
+        master_port=of.master_port,
+        restart_count=of.restarts_total,
         max_restarts=settings.max_restarts,
         run_id=settings.run_id,
-        attempt=generation.attempt,
-        generation=generation.number,
-        nonce=generation.nonce,
-        node=seat.node,
+        attempt=of.attempt,
+        nonce=of.nonce,
         run_dir=str(settings.run_dir),
         role=settings.role,
         as_srun=settings.as_srun,
         gpu=settings.gpus[local_rank] if settings.gpus else "",
         signals=",".join(number.name for number in settings.signals),
-        resume=generation.resume.commit() if generation.resume else None,
-        copy=generation.memory.as_copy() if generation.memory else None,
+        **place,
     )
 
 
@@ -220,27 +231,17 @@ def others_go_on(view: View, node: str) -> bool:
 
 def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
     """What a worker is told that sets up beside `generation`: where it would be if it were let in now."""
-    return WorkerEnv(
-        rank=generation.world_size + local_rank,
+    return _env(
+        settings,
+        generation,
         local_rank=local_rank,
+        node=settings.node,
+        rank=generation.world_size + local_rank,
         world_size=generation.world_size + local_rank + 1,
         local_world_size=settings.workers,
         group_rank=index,
         group_world_size=max(generation.nodes, index + 1),
-        master_addr=generation.master_address,
-        master_port=generation.master_port,
-        restart_count=generation.restarts_total,
-        max_restarts=settings.max_restarts,
-        run_id=settings.run_id,
-        attempt=generation.attempt,
         generation=0,
-        nonce=generation.nonce,
-        node=settings.node,
-        run_dir=str(settings.run_dir),
-        role=settings.role,
-        as_srun=settings.as_srun,
-        gpu=settings.gpus[local_rank] if settings.gpus else "",
-        signals=",".join(number.name for number in settings.signals),
         beside=True,
     )
 
