@@ -14,9 +14,11 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elasticrt.contract.collateral import is_collateral, is_of_a_collective
 from elasticrt.contract.messages import Down, Ready
-from elasticrt.train import barrier, context, link, regroup, rng, stateful
+from elasticrt.train import barrier, context, link, regroup, rng, share, stateful
 from elasticrt.train.context import wrappers
 
 _log = logging.getLogger(__name__)
@@ -238,6 +240,26 @@ class InPlace:
 
     def _overtaken(self) -> bool:
         return self._link is not None and self._link.overtaken
+
+    def rehearse(self, objects: Mapping[str, Any]) -> None:
+        """Do once, alone, what the others will wait for when they let this process in: a first time takes longest."""
+        assert self.worker is not None, "who sets up beside others has an agent"
+        listening = socket.create_server(("127.0.0.1", 0))
+        alone = replace(
+            self.worker,
+            rank=0,
+            world_size=1,
+            nonce=f"{self.worker.nonce}-rehearsal",
+            master_addr="127.0.0.1",
+            master_port=listening.getsockname()[1],
+            listen_fd=listening.detach(),
+        )
+        regroup.leave()
+        regroup.meet(alone, "gloo", context.timeout_s(), self._overtaken)
+        regroup.rebuild(self._layers)
+        regroup.warm_up()
+        large = {name: each for name, each in objects.items() if isinstance(each, _LARGE)}
+        stateful.put_back(large, share.rehearse(stateful.collect(large)), "this process itself")
 
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""

@@ -216,6 +216,7 @@ class Loop:
         _entered.append(True)
         if self._in_place.beside:
             self._whole = False
+            self._in_place.rehearse(self._objects)
             self._in_place.announce_ready()
             self._go_on()
         else:

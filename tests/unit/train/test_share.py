@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticrt.train.share import Plan, Standing, plan, share
+from elasticrt.train.share import Plan, Standing, plan, rehearse, share
 
 WHOLE, TORN, NEW = True, False, Standing(-1, False)
 
@@ -235,3 +235,13 @@ def _nobody(_: int) -> Any:
 def test_without_a_state_all_are_told(tmp_path: Path) -> None:
     """When no rank has a whole state every rank raises, and none waits."""
     assert all("no rank of this generation has a state" in each for each in ranks(tmp_path, _nobody))
+
+
+def test_a_rehearsal_leaves_the_state_where_and_as_it_is() -> None:
+    """What is practised alone is what is done with a peer: the same values, in the very same tensors."""
+    state = _state(3)
+    expected = _state(3)
+    told = rehearse(state)
+    for name, tensor in state["model"].items():
+        assert told["model"][name] is tensor
+        assert torch.equal(tensor, expected["model"][name])
