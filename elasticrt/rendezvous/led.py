@@ -170,7 +170,7 @@ def _newest_copy(
 
     Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
     copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
-    which was committed in that generation or is what it resumed from, and be newer; see `_least_step`.
+    which was committed in that generation or is what it resumed from, and be newer.
     """
     if view.generation is None:
         return None, None
@@ -179,7 +179,7 @@ def _newest_copy(
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
     best: tuple[CopyRecord | None, Entry[Member] | None] = (None, None)
-    reports, step = view.reports, _least_step(view, chosen)
+    reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
         report = reports.get(entry.record.node)
         if report is not None and report.record.incarnation == entry.record.incarnation:
@@ -191,25 +191,6 @@ def _newest_copy(
         if copy is not None and copy.step > step:
             best, step = (copy, entry), copy.step
     return best
-
-
-def _least_step(view: View, chosen: list[Entry[Member]]) -> int:
-    """The step that a copy must be newer than: the head's, except where that is on the disk of a node that is not here.
-
-    Then a generation has looked for it in vain, and the next goes back to what is in memory, from which the head
-    descends. Those that follow go on from there, whoever comes back meanwhile, until there is another head.
-    """
-    assert view.generation is not None
-    if view.head is None:
-        return -1
-    before, head = view.generation.record, view.head.record
-    same = before.resume is not None and before.resume.nonce == head.nonce
-    if same and before.memory is not None and before.memory.step <= head.reached:
-        return -1
-    failures = [report.record.failure for report in view.reports.values()]
-    looked_for = any(failure is not None and failure.away for failure in failures)
-    here = head.node in {entry.record.node for entry in chosen}
-    return -1 if looked_for and not here else head.reached
 
 
 def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:

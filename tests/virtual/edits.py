@@ -7,7 +7,7 @@ from __future__ import annotations
 _R, _A = "elasticrt.rendezvous.", "elasticrt.agent."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "led", _R + "seats"
 _FENCE, _HANDLER, _COMMIT = _R + "fence", _R + "handler", _A + "commit"
-_SHARE = "elasticrt.train.share"
+_SHARE, _OFFER = "elasticrt.train.share", "elasticrt.train.offer"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
 
@@ -94,26 +94,13 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a new life keeps its claims": ((_A + "agent", "Agent._left_out", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
-        (_LED, "_least_step", "-1 if looked_for and not here else head.reached", "-1"),
+        (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),
-    "nobody goes back behind a checkpoint that is lost": ((_LED, "_least_step", "looked_for and not here", "False"),),
-    "a checkpoint is passed over although its node is back": (
-        (_LED, "_least_step", "looked_for and not here", "looked_for"),
+    "an ancestor is resumed from although the head is here": (
+        (_OFFER, "choose", "(each[1].kind, ", "(each[1].kind == OLDER, "),
     ),
-    "who has gone back goes to the lost checkpoint again": (
-        (_LED, "_least_step", "same and before.memory is not None and before.memory.step <= head.reached", "False"),
-    ),
-    "a copy of another generation than the lost checkpoint's is resumed from": (
-        (_A + "memory", "Memory._best_spare", "self._generation != head.generation", "False"),
-    ),
-    "a copy of a later step than the lost checkpoint's is resumed from": (
-        (_A + "memory", "Memory._best_spare", " if copy.step <= head.reached", ""),
-    ),
-    "no copy is spared": (
-        (_A + "memory", "Memory.renew", "(None, -1) if resumed or head is None else self._best_spare(head)", "(None, -1)"),
-    ),
-    "what the run has gone back to is let go": (
-        (_A + "memory", "Memory._best_spare", "gone_back = self.kept is not None and self.kept.step <= head.reached", "gone_back = False"),
+    "nobody goes back behind a checkpoint that nobody has": (
+        (_OFFER, "choose", "if best.kind != NOTHING:", "if best.kind >= RESUME:"),
     ),
     "a copy that does not descend from the head is resumed from": (
         (_LED, "_newest_copy", "head is not None and head.generation != before.number and head.nonce not in known", "False"),

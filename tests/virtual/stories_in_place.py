@@ -144,6 +144,18 @@ IN_PLACE: list[Plan] = [
         hangs=0.5,
         safety_s=30.0,
     ),
+    _living(
+        "the node that has the checkpoint on its disk dies, and then all other workers",
+        3,
+        Fault(0.5, "crash", "n0", on="= head: step 10"),
+        Fault(2.5, "worker_killed", "n1", on="= head: step 10"),
+        Fault(2.5, "worker_killed", "n2", on="= head: step 10"),
+        own_disks=True,
+        commit_every=10,
+        stays=False,
+        lossless=False,
+        succeeds=True,
+    ),
     _living("all workers of all nodes are killed", 2, *(Fault(6.0, "worker_killed", f"n{i}") for i in range(2)),
         stays=False, lossless=False, commit_every=2, commits_within_s=8.0),
 ]  # fmt: skip
