@@ -54,6 +54,7 @@ from elasticrt.rendezvous.led import (
     list_names,
     out_of_reach,
     publish,
+    re_form,
     returned,
     settled_at,
     text_of,
@@ -272,12 +273,9 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
     """A node is gone: the others re-form. It costs no restart."""
     if len(gone) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
-    short = too_few(led.view, led.spec, led.now)
-    if short is not None:
-        return short
     left = all(led.said(seat, "left") for seat in gone)
     cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
-    return publish(led.view, led.spec, "lost", cause, restarts=Restarts.of(led.generation), me=led.me)
+    return re_form(led, "lost", cause)
 
 
 def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
@@ -304,10 +302,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
         )
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
-    short = too_few(led.view, spec, led.now)
-    if short is not None:
-        return short
-    return publish(led.view, spec, "failure", first.summary, restarts=restarts, me=led.me)
+    return re_form(led, "failure", first.summary, restarts)
 
 
 def _doubted(led: Led, seat: Seat) -> bool:

@@ -115,13 +115,12 @@ def publish(
     """
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
-    alive = {entry.record.incarnation for entry in survivors(view)}
-    have = [entry for entry in able if entry.record.incarnation in alive][: spec.max_nodes]
-    ready = [entry for entry in able if entry.record.ready] if have else []
+    ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
     in_place = len(ready) >= max(1, spec.min_nodes)
-    chosen = seat_order(ready if in_place else able, view.order(), spec.max_nodes)
-    if in_place and not any(entry in have for entry in chosen):
-        chosen = seat_order([have[0], *chosen[:-1]], view.order(), spec.max_nodes)
+    # In place those that have the state come first, so that one of them gets in.
+    having = {entry.record.incarnation for entry in survivors(view)}
+    before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
+    chosen = seat_order(ready if in_place else able, before, spec.max_nodes)
     memory, holder = (None, None) if in_place else _newest_copy(view, chosen, me)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
@@ -140,6 +139,16 @@ def publish(
         in_place=in_place,
     )
     return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+
+
+def re_form(
+    led: Led, kind: Literal["failure", "lost", "join", "drain", "resize"], cause: str, restarts: Restarts | None = None
+) -> Decision:
+    """The next generation of a run that goes on, if there are enough for it. `restarts`: None: it costs none."""
+    short = too_few(led.view, led.spec, led.now)
+    if short is not None:
+        return short
+    return publish(led.view, led.spec, kind, cause, restarts=restarts or Restarts.of(led.generation), me=led.me)
 
 
 def survivors(view: View) -> list[Entry[Member]]:

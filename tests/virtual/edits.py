@@ -70,6 +70,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),
         (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
     ),
+    "nobody asks whether enough are left": ((_LED, "re_form", "if short is not None:", "if False:"),),
+    "in place those seated before come first, whether or not they have the state": (
+        (_LED, "publish", "not in_place or seat.incarnation in having", "True"),
+    ),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_LED, "counting", "before.restarts_total + 1", "before.restarts_total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
@@ -114,7 +118,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "what a fenced node holds comes back with it": ((_A + "node", "Node.kill", "self._memory.close()", "pass"),),
     "a damaged copy is offered again": ((_A + "memory", "Memory.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, spec.min_nodes)", "in_place = False"),),
-    "all go on, and nobody has the state": ((_LED, "publish", "if entry.record.incarnation in alive]", "]"), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
+    "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "the last that has the state drains, and does not save": (
         (_R + "planned", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
     ),

@@ -156,6 +156,18 @@ IN_PLACE: list[Plan] = [
         lossless=False,
         succeeds=True,
     ),
+    _living(
+        "all workers are killed when the checkpoint and the one before it are on two disks",
+        3,
+        Fault(0.5, "crash", "n0", on="= head: step 20"),
+        Fault(0.3, "start", "n0", on="= generation 2"),
+        *(Fault(2.5, "worker_killed", f"n{i}", on="n0 joined") for i in range(3)),
+        own_disks=True,
+        commit_every=20,
+        stays=False,
+        lossless=False,
+        succeeds=True,
+    ),
     _living("all workers of all nodes are killed", 2, *(Fault(6.0, "worker_killed", f"n{i}") for i in range(2)),
         stays=False, lossless=False, commit_every=2, commits_within_s=8.0),
 ]  # fmt: skip
