@@ -56,10 +56,6 @@ class CheckpointError(ElasticError):
     exit_code = EXIT_CHECKPOINT
 
 
-class CheckpointAwayError(CheckpointError):
-    """The checkpoint to resume from is on a node that is not here. Final unless a node has an older copy in memory."""
-
-
 class PreparationError(ElasticError):
     """The user's build function failed. It travels in the error file and is final."""
 

@@ -2,9 +2,8 @@
 
 An empty memory file for the running workers to leave their state in; their two newest copies (a leader may have chosen
 the last but one when the last arrives); and one copy of the step that the running generation resumed from: should it
-fail before it has any newer, the next one can resume from there again. When it resumes from a checkpoint, one older
-copy is spared until there is a new one, in case the checkpoint is on the disk of a node that is gone. A memory file has
-no name: when its last descriptor is closed, as at the latest with the agent, the kernel frees it.
+fail before it has any newer, the next one can resume from there again. A memory file has no name: when its last
+descriptor is closed, as at the latest with the agent, the kernel frees it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 
-from elasticrt.contract.env import Commit, Copy
+from elasticrt.contract.env import Copy
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ class Memory:
         fd: where the running generation's local rank 0 may leave its state, -1 for none.
         left: what has been left there.
         kept: the copy that the running generation resumed from, or one of the same step.
-        spare: one that is older than the checkpoint that it resumed from, and of the same generation as that.
     """
 
     def __init__(self) -> None:
@@ -35,10 +33,6 @@ class Memory:
         self.left: Copy | None = None
         self.kept: Copy | None = None
         self._kept_fd = -1
-        self.spare: Copy | None = None
-        self._spare_fd = -1
-        self._generation = 0  # Whose copies these are; the spare one is that generation's whose checkpoint it is for.
-        self._spare_of = 0
         self._copies: list[tuple[Copy, int]] = []
 
     @property
@@ -49,44 +43,26 @@ class Memory:
     def put(self, copy: Copy, fd: int) -> None:
         """Keep a copy that the running workers have taken, in the memory file `fd`, which is ours from now on."""
         self._copies.append((copy, fd))
-        self._close(self._spare_fd)
-        self.spare, self._spare_fd = None, -1
         while len(self._copies) > COPIES_MAX:
             self._close(self._copies.pop(0)[1])
 
-    def renew(self, resumed: Copy | None, generation: int, head: Commit | None) -> None:
-        """Begin `generation`, which resumes from the copy `resumed`, or from the checkpoint `head`, or from nothing."""
-        spare = (None, -1) if resumed or head is None else self._best_spare(head)
-        held = [*self._copies, (self.kept, self._kept_fd), (self.left, self.fd), (self.spare, self._spare_fd)]
+    def renew(self, resumed: Copy | None) -> None:
+        """Begin a generation, which resumes from the copy `resumed`, or from what is on disk, or from nothing."""
+        held = [*self._copies, (self.kept, self._kept_fd), (self.left, self.fd)]
         # Another node's copy of the same step is as good: it is only asked for when that node is gone.
         same = [(copy, fd) for copy, fd in held if copy and resumed and copy.step == resumed.step]
         exact = [(copy, fd) for copy, fd in same if copy == resumed]
         chosen = next(iter(exact or same), (None, -1))
         for _, fd in held:
-            if fd not in (chosen[1], spare[1]):
+            if fd != chosen[1]:
                 self._close(fd)
         self.kept, self._kept_fd = chosen
-        (self.spare, self._spare_fd), self._spare_of = spare, head.generation if head else 0
-        self._generation = generation
         self.left, self._copies = None, []
         try:
             self.fd = os.memfd_create("elasticrt-state", os.MFD_CLOEXEC)
         except OSError as error:
             log.warning("no memory for handing states over: %s", error.strerror)
             self.fd = -1
-
-    def _best_spare(self, head: Commit) -> tuple[Copy | None, int]:
-        """The newest copy that the checkpoint descends from: of the generation that saved it, and of no later step.
-
-        Where the run has gone back to that copy since, it is what the last generation has resumed from.
-        """
-        if self._generation != head.generation:
-            if self._spare_of != head.generation:
-                return None, -1
-            gone_back = self.kept is not None and self.kept.step <= head.reached
-            return (self.kept, self._kept_fd) if gone_back else (self.spare, self._spare_fd)
-        older = [(copy, fd) for copy, fd in reversed(self._copies) if copy.step <= head.reached]
-        return older[0] if older else (self.kept, self._kept_fd)
 
     def forget(self) -> None:
         """The copy that the running generation is to resume from is damaged: it is offered to nobody again."""
@@ -102,10 +78,10 @@ class Memory:
 
     def close(self) -> None:
         """Give everything back."""
-        for fd in (self.fd, self._kept_fd, self._spare_fd, *(fd for _, fd in self._copies)):
+        for fd in (self.fd, self._kept_fd, *(fd for _, fd in self._copies)):
             self._close(fd)
-        self.fd = self._kept_fd = self._spare_fd = -1
-        self.left = self.kept = self.spare = None
+        self.fd = self._kept_fd = -1
+        self.left = self.kept = None
         self._copies = []
 
     @staticmethod

@@ -330,8 +330,8 @@ class Node:
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
-        self._memory.renew(memory, generation.number, generation.resume.commit() if generation.resume else None)
-        self._ends = replace(self._ends, kept=self._memory.newest, spare=self._memory.spare)
+        self._memory.renew(memory)
+        self._ends = replace(self._ends, kept=self._memory.newest)
         listen = self.ports.take(generation.master_port, shared=self._method == "fork") if seat.index == 0 else None
         envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
         told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts"})

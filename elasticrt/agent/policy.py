@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elasticrt.agent.report import AWAY, Failure, describe, first_cause, how_to_meet, never_met, render
+from elasticrt.agent.report import Failure, describe, first_cause, how_to_meet, never_met, render
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
@@ -21,10 +21,9 @@ class Ends:
 
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
     most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
-    newest copy taken meanwhile, or one of the step that the generation resumed from. `spare`: an older one, for when
-    nobody has the checkpoint that it resumes from. `unmet`: in so many generations in a row, up to this one, workers
-    here could not reach the others. `ready`: workers that can go on in the next generation; `has_state`: whether one of
-    them has the state.
+    newest copy taken meanwhile, or one of the step that the generation resumed from. `unmet`: in so many generations in
+    a row, up to this one, workers here could not reach the others. `ready`: workers that can go on in the next
+    generation; `has_state`: whether one of them has the state.
     """
 
     generation: int
@@ -36,7 +35,6 @@ class Ends:
     handed: frozenset[int] = frozenset()
     memory: Copy | None = None
     kept: Copy | None = None
-    spare: Copy | None = None
     unmet: int = 0
     ready: int = 0
     has_state: bool = False
@@ -53,7 +51,7 @@ class Ends:
                 incarnation=incarnation,
                 status="failed",
                 failure=failure_record(self.failures, self.well, unmet=self.unmet),
-                memory=copy_record(self.kept or self.spare),
+                memory=copy_record(self.kept),
                 ready=self.ready,
                 has_state=self.has_state,
             )
@@ -117,7 +115,6 @@ def failure_record(failures: Sequence[Failure], well: Sequence[int] = (), *, unm
         text="\n".join(filter(None, (advice, render(failures)))),
         stalled=cause.kind == "stalled",
         unmet=unmet >= UNMET_MAX,
-        away=cause.exception.rpartition(".")[2] == AWAY,
         early=cause.early,
         beats=max(failure.beats for failure in failures),
     )

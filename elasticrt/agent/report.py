@@ -33,11 +33,8 @@ WHO_KILLED = (
     "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
     "`sacct`, `kubectl describe pod`), or from a person"
 )
-AWAY = "CheckpointAwayError"
-"""Name of the exception that says so of the checkpoint to resume from."""
 _FINAL: dict[str, Literal[5, 6, 7]] = {
     "CheckpointError": 5,
-    AWAY: 5,
     "PreparationError": 6,
     "DuplicateError": 7,
 }

@@ -54,13 +54,14 @@ from elasticrt.rendezvous.led import (
     list_names,
     out_of_reach,
     publish,
+    re_form,
     returned,
     settled_at,
     text_of,
     too_few,
 )
 from elasticrt.rendezvous.planned import handing_over, planned
-from elasticrt.rendezvous.records import FailureRecord, Member, Report, Seat
+from elasticrt.rendezvous.records import Member, Report, Seat
 from elasticrt.rendezvous.seats import Restarts, seats_for
 from elasticrt.rendezvous.view import Entry, View
 from elasticrt.spec import RunSpec, difference, resized
@@ -71,10 +72,6 @@ milliseconds, its peers' failing collectives later, so this is rarely used up.""
 
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
-
-COPIES_GRACE_S = 6.0
-"""How long to wait for what all nodes have in memory, where nobody has the checkpoint: they find that out together, so
-that it is rarely used up."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
@@ -214,7 +211,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         return Finish("succeeded", 0, f"{workers} ended with exit code 0")
     for entry in led.reports.values():
         failure = entry.record.failure
-        if failure is not None and failure.final_code and not failure.away:
+        if failure is not None and failure.final_code:
             return Finish("failed", failure.final_code, failure.summary, failure.text)
 
     doubted = tuple(seat for seat in led.seats if seat.node != me.record.node and _doubted(led, seat))
@@ -276,19 +273,14 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
     """A node is gone: the others re-form. It costs no restart."""
     if len(gone) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
-    short = too_few(led.view, led.spec, led.now)
-    if short is not None:
-        return short
     left = all(led.said(seat, "left") for seat in gone)
     cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
-    return publish(led.view, led.spec, "lost", cause, restarts=Restarts.of(led.generation), me=led.me)
+    return re_form(led, "lost", cause)
 
 
 def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
     first, only_collateral = first_cause(led.reports.values())
-    if first.away:
-        return _without_head(led, first, failed)
     if only_collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
@@ -310,27 +302,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
         )
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
-    short = too_few(led.view, spec, led.now)
-    if short is not None:
-        return short
-    return publish(led.view, spec, "failure", first.summary, restarts=restarts, me=led.me)
-
-
-def _without_head(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Decision:
-    """The checkpoint to resume from is on a node that is not here: an older copy in memory is better than the end."""
-    until = min(entry.since for entry in failed) + COPIES_GRACE_S
-    if len(failed) < len(led.seats) and led.now < until:
-        return Wait("nobody has the checkpoint; waiting for what the other nodes have in memory", until)
-    short = too_few(led.view, led.spec, led.now)
-    if short is not None:
-        return short
-    head = led.view.head.record if led.view.head else None
-    cause = f"the checkpoint of step {head.step} is away with {head.node}" if head else first.summary
-    again = publish(led.view, led.spec, "lost", cause, restarts=Restarts.of(led.generation), me=led.me)
-    back = head is not None and head.node in {seat.node for seat in again.draft.seats}
-    if again.draft.memory is None and not back:
-        return Finish("failed", first.final_code, first.summary, first.text)
-    return again
+    return re_form(led, "failure", first.summary, restarts)
 
 
 def _doubted(led: Led, seat: Seat) -> bool:

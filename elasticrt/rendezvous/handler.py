@@ -222,16 +222,14 @@ class Rendezvous:
 
     def file(self, decision: File) -> bool:
         """Store the report."""
-        return self._done(fence.file(self.keys, self._guard(), decision.report))
+        return bool(self._done(fence.file(self.keys, self._guard(), decision.report)))
 
     def evict(self, decision: Fence) -> bool:
         """Fence a member."""
-        done = self._commit(fence.evict(self.keys, self._guard(), decision.member))
-        if not done.succeeded:
-            self.refresh()
-            return False
-        self._fold(Event(self.keys.member(decision.member.record.node), None, done.revision))
-        return True
+        revision = self._done(fence.evict(self.keys, self._guard(), decision.member))
+        if revision:
+            self._fold(Event(self.keys.member(decision.member.record.node), None, revision))
+        return bool(revision)
 
     def publish(self, decision: Publish) -> bool:
         """Write the roster, then swap the generation; take the roster back if somebody else was faster."""
@@ -252,25 +250,22 @@ class Rendezvous:
     def ask(self, decision: Ask) -> bool:
         """Ask for a handover, or say after which step it happens."""
         seen = self.view.handover
-        done = self._commit(
+        revision = self._done(
             fence.ask(self.keys, self._guard(), self.view.node, decision.handover, seen.mod_revision if seen else 0)
         )
-        if not done.succeeded:
-            self.refresh()
-            return False
-        created = seen.create_revision if seen else done.revision
-        self._fold(_put(self.keys.handover, decision.handover, done.revision, created))
-        return True
+        if revision:
+            self._fold(_put(self.keys.handover, decision.handover, revision, seen.create_revision if seen else None))
+        return bool(revision)
 
     def withdraw(self) -> bool:
         """Give the handover up."""
         seen = self.view.handover
-        done = self._commit(fence.withdraw(self.keys, self._guard(), self.view.node, seen.mod_revision if seen else 0))
-        if not done.succeeded:
-            self.refresh()
-            return False
-        self._fold(Event(self.keys.handover, None, done.revision))
-        return True
+        revision = self._done(
+            fence.withdraw(self.keys, self._guard(), self.view.node, seen.mod_revision if seen else 0)
+        )
+        if revision:
+            self._fold(Event(self.keys.handover, None, revision))
+        return bool(revision)
 
     def finish(self, decision: Finish, step: int) -> bool:
         """Write the run's result."""
@@ -284,12 +279,10 @@ class Rendezvous:
             step=step,
             text=decision.text,
         )
-        done = self._commit(fence.finish(self.keys, self._guard(), self.view.node, result))
-        if done.succeeded:
-            self._fold(_put(self.keys.result(result.attempt), result, done.revision))
-        else:
-            self.refresh()
-        return done.succeeded
+        revision = self._done(fence.finish(self.keys, self._guard(), self.view.node, result))
+        if revision:
+            self._fold(_put(self.keys.result(result.attempt), result, revision))
+        return bool(revision)
 
     def leave(self, report: Report | None) -> None:
         """Take the own key out at once, telling the others why. Raises StoreUnavailable."""
@@ -312,21 +305,21 @@ class Rendezvous:
         log.debug("transaction: %s", txn.why)
         return self.store.commit(txn)
 
-    def _done(self, txn: Txn) -> bool:
+    def _done(self, txn: Txn) -> int:
+        """The revision at which it took effect; 0 if it did not, and then the view has been read anew."""
         done = self._commit(txn)
-        if not done.succeeded:
-            self.refresh()
-        return done.succeeded
+        if done.succeeded:
+            return done.revision
+        self.refresh()
+        return 0
 
     def _write(self, txn: Txn, member: Member) -> bool:
-        done = self._commit(txn)
-        if not done.succeeded:
-            self.refresh()
-            return False
-        old = self.view.members.get(member.node)
-        created = old.create_revision if old is not None else done.revision
-        self._fold(_put(self.keys.member(member.node), member, done.revision, created))
-        return True
+        revision = self._done(txn)
+        if revision:
+            old = self.view.members.get(member.node)
+            created = old.create_revision if old is not None else None
+            self._fold(_put(self.keys.member(member.node), member, revision, created))
+        return bool(revision)
 
     def _fold(self, event: Event) -> None:
         self.view = apply_written(self.view, self.keys, event, self._now())

@@ -115,13 +115,12 @@ def publish(
     """
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
-    alive = {entry.record.incarnation for entry in survivors(view)}
-    have = [entry for entry in able if entry.record.incarnation in alive][: spec.max_nodes]
-    ready = [entry for entry in able if entry.record.ready] if have else []
+    ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
     in_place = len(ready) >= max(1, spec.min_nodes)
-    chosen = seat_order(ready if in_place else able, view.order(), spec.max_nodes)
-    if in_place and not any(entry in have for entry in chosen):
-        chosen = seat_order([have[0], *chosen[:-1]], view.order(), spec.max_nodes)
+    # In place those that have the state come first, so that one of them gets in.
+    having = {entry.record.incarnation for entry in survivors(view)}
+    before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
+    chosen = seat_order(ready if in_place else able, before, spec.max_nodes)
     memory, holder = (None, None) if in_place else _newest_copy(view, chosen, me)
     if holder is not None:
         chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
@@ -140,6 +139,16 @@ def publish(
         in_place=in_place,
     )
     return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+
+
+def re_form(
+    led: Led, kind: Literal["failure", "lost", "join", "drain", "resize"], cause: str, restarts: Restarts | None = None
+) -> Decision:
+    """The next generation of a run that goes on, if there are enough for it. `restarts`: None: it costs none."""
+    short = too_few(led.view, led.spec, led.now)
+    if short is not None:
+        return short
+    return publish(led.view, led.spec, kind, cause, restarts=restarts or Restarts.of(led.generation), me=led.me)
 
 
 def survivors(view: View) -> list[Entry[Member]]:
@@ -170,7 +179,7 @@ def _newest_copy(
 
     Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
     copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
-    which was committed in that generation or is what it resumed from, and be newer; see `_least_step`.
+    which was committed in that generation or is what it resumed from, and be newer.
     """
     if view.generation is None:
         return None, None
@@ -179,7 +188,7 @@ def _newest_copy(
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
     best: tuple[CopyRecord | None, Entry[Member] | None] = (None, None)
-    reports, step = view.reports, _least_step(view, chosen)
+    reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
         report = reports.get(entry.record.node)
         if report is not None and report.record.incarnation == entry.record.incarnation:
@@ -191,25 +200,6 @@ def _newest_copy(
         if copy is not None and copy.step > step:
             best, step = (copy, entry), copy.step
     return best
-
-
-def _least_step(view: View, chosen: list[Entry[Member]]) -> int:
-    """The step that a copy must be newer than: the head's, except where that is on the disk of a node that is not here.
-
-    Then a generation has looked for it in vain, and the next goes back to what is in memory, from which the head
-    descends. Those that follow go on from there, whoever comes back meanwhile, until there is another head.
-    """
-    assert view.generation is not None
-    if view.head is None:
-        return -1
-    before, head = view.generation.record, view.head.record
-    same = before.resume is not None and before.resume.nonce == head.nonce
-    if same and before.memory is not None and before.memory.step <= head.reached:
-        return -1
-    failures = [report.record.failure for report in view.reports.values()]
-    looked_for = any(failure is not None and failure.away for failure in failures)
-    here = head.node in {entry.record.node for entry in chosen}
-    return -1 if looked_for and not here else head.reached
 
 
 def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:

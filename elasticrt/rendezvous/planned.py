@@ -20,7 +20,7 @@ from typing import Literal
 
 from elasticrt.contract.words import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, Release, Wait, Withdraw
-from elasticrt.rendezvous.led import Led, candidates, go_on, list_names, publish
+from elasticrt.rendezvous.led import Led, candidates, go_on, list_names, publish, re_form
 from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
 from elasticrt.rendezvous.seats import Restarts
 from elasticrt.rendezvous.view import Entry, View
@@ -82,7 +82,7 @@ def planned(led: Led) -> Decision:
         return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
     if wish.save and not asked.record.save:
         return _once_more(led, wish)
-    return _re_form(led, wish)
+    return re_form(led, wish.kind, wish.cause)
 
 
 def _after_hold(led: Led, wish: Change, handover: int, since: float) -> Decision:
@@ -95,12 +95,12 @@ def _after_hold(led: Led, wish: Change, handover: int, since: float) -> Decision
         else:
             missing.append(seat)
     if 0 in entered:
-        return _re_form(led, wish)
+        return re_form(led, wish.kind, wish.cause)
     until = since + HOLD_S_MAX
     if missing and led.now < until:
         return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
     if missing:
-        return _re_form(led, wish)
+        return re_form(led, wish.kind, wish.cause)
     record = HandoverRecord(generation=led.generation.number, cause=wish.cause, step=max(entered), save=wish.save)
     return Ask(record, f"{wish.cause}: all leave after step {record.step}")
 
@@ -117,12 +117,6 @@ def _once_more(led: Led, wish: Change) -> Decision:
     return publish(
         led.view, led.spec, wish.kind, cause, restarts=Restarts.of(led.generation), me=led.me, members=members
     )
-
-
-def _re_form(led: Led, wish: Change) -> Decision:
-    if len(candidates(led.view)) < led.spec.min_nodes:
-        return Wait(f"{counted(led.spec.min_nodes, 'node')} needed")
-    return publish(led.view, led.spec, wish.kind, wish.cause, restarts=Restarts.of(led.generation), me=led.me)
 
 
 def _wish(led: Led) -> Change | Wait:

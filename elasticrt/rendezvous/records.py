@@ -238,8 +238,8 @@ class Generation(Record):
     head's step at the last counted failure; `restart_beats` the most optimizer steps that a generation of a script
     without a Loop had made by then; `early` that failure's, if it came before the first step.
 
-    `resume` is where its workers start from, unless there is a `memory` copy, in the memory of the node with rank 0: a
-    later step, or an earlier one when the head is on the disk of a node that is not here.
+    `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
+    node with rank 0.
     """
 
     number: Annotated[int, Field(ge=1)]
@@ -266,10 +266,9 @@ class Generation(Record):
 class FailureRecord(BaseModel):
     """What a report says about the worker that failed first on its node.
 
-    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `away`:
-    nobody here has the checkpoint to resume from. `unmet`: workers here could not reach other nodes', once more.
-    `early`: a digest of what was raised before the first step. `beats`: the optimizer steps of a script without a Loop
-    in this generation.
+    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `unmet`:
+    workers here could not reach other nodes', once more. `early`: a digest of what was raised before the first step.
+    `beats`: the optimizer steps of a script without a Loop in this generation.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -280,7 +279,6 @@ class FailureRecord(BaseModel):
     summary: Annotated[str, words(400)]
     text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
     stalled: bool = False
-    away: bool = False
     unmet: bool = False
     early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     beats: Count = 0
@@ -295,8 +293,8 @@ class Report(Record):
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
     behind; with "failed", where `ready` workers live and can go on, it may be the newest copy of their state, or the
-    one that the generation resumed from, if this node keeps one: an older one where the checkpoint to resume from is
-    away. `handover` is the create revision of the record that asked for it.
+    one that the generation resumed from, if this node keeps one. `handover` is the create revision of the record that
+    asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]

@@ -31,7 +31,7 @@ from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.contract.error_file import write_error_file
 from elasticrt.contract.messages import Own, Reply
 from elasticrt.contract.owner import Owner
-from elasticrt.errors import CheckpointAwayError, CheckpointError, ElasticError, explain
+from elasticrt.errors import CheckpointError, ElasticError, explain
 from elasticrt.train import collective, handover, link
 from elasticrt.train.archive import Archive, duplicate, parse, take_alone
 from elasticrt.train.background import Background
@@ -128,6 +128,14 @@ class Checkpointer:
     def head_step(self) -> int:
         """The step of the newest commit that this process knows, -1 for none. Only rank 0 knows any."""
         return -1 if self._committer.parent is None else self._committer.parent.step
+
+    @property
+    def lacks_head(self) -> bool:
+        """Whether the newest commit is not in this directory: its node may be gone. Only for rank 0."""
+        head = self._worker.resume if self._worker is not None and self._moved else self._committer.parent
+        if head is None or head.place not in ("", self.place):
+            return False
+        return not os.path.lexists(self._archive.path / head.file)
 
     def save(
         self, state: Mapping[str, Any], *, step: int, epoch: int = 0, about: Mapping[str, Any] | None = None
@@ -231,8 +239,9 @@ class Checkpointer:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
 
         Under an agent that is exactly the commit that the run resumes from, whichever node has it. When its file is
-        damaged or lost, its nearest valid ancestor, with a warning. Collective. Raises CheckpointError when there are
-        checkpoints but none can be used, and when the one to resume from is on a node that is not here.
+        damaged or on no node that is here, its nearest valid ancestor, with a warning. Collective. Raises
+        CheckpointError when there are checkpoints but none can be used, RuntimeError when going back to an ancestor
+        can't be recorded.
         """
         return self._restore(claim=False, fresh=False)
 
@@ -309,9 +318,6 @@ class Checkpointer:
                 self._committer.resumed(self._resume)
             return None
         payload = handover.read(worker)
-        if self._resume is not None and copy.step < self._resume.reached:
-            away, back = (self._resume.step, self._resume.node), copy.step
-            _log.warning("the checkpoint of step %d is away with %s; going back to step %d, in memory", *away, back)
         self._committer.descends_from(self._resume)
         return payload
 
@@ -351,12 +357,9 @@ class Checkpointer:
         """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
         outcome = search.run()
         rank, _ = collective.rank_and_world()
-        if outcome.choice.what in ("refuse", "away"):
+        if outcome.choice.what == "refuse":
             text = self._refusal(outcome) if rank == 0 else ""
-            # An older copy in memory can only stand in for the run's own resume point.
-            away = outcome.choice.what == "away" and self._worker is not None and self._resume == self._worker.resume
-            kind = CheckpointAwayError if away else CheckpointError
-            raise kind(bytes(collective.broadcast_bytes(text.encode())).decode())
+            raise CheckpointError(bytes(collective.broadcast_bytes(text.encode())).decode())
         found = outcome.found
         if rank == 0:
             for trouble in outcome.troubles:
@@ -396,24 +399,17 @@ class Checkpointer:
 
     def _refusal(self, outcome: Outcome) -> str:
         """Why the run stops here, for whoever has to decide what is to become of it."""
-        resume = self._resume
-        found = "; ".join(outcome.troubles)
-        if outcome.choice.what == "refuse" or resume is None:
-            how = self._how_to_start_over()
-            return explain(
-                "no checkpoint can be used",
-                self._shown,
-                expected="the head or one of its ancestors, whole and unchanged",
-                remedy=f"Found: {found or 'nothing'}. Put a good copy back, or start over ({how})",
-            )
+        resume, found = self._resume, "; ".join(outcome.troubles) or "nothing"
+        expected, ways = "a committed checkpoint that is whole", "Put a good copy back"
+        if resume is not None:
+            expected = f"the newest, step {resume.step:,}, or one that its manifest shows to be before it, whole"
+            ways += f", start {resume.node} together with these nodes" if resume.node else ""
+            ways += ", go on from the newest that is here with another --run-id"
         return explain(
-            f"the newest checkpoint, step {resume.step:,}, is on a node that is not here",
-            resume.directory,
-            got=f"no {resume.file} on any node of this generation",
-            expected=f"node {resume.node}, which wrote it",
-            remedy=f"Start {resume.node} together with these nodes, or copy the file to one of them. Without it, "
-            "another --run-id goes on from the newest that is here, with --fresh from the beginning"
-            + (f". Found: {found}" if found else ""),
+            "no checkpoint can be used",
+            self._shown,
+            expected=expected,
+            remedy=f"Found: {found}. {ways}, or start over ({self._how_to_start_over()})",
         )
 
     def _write_guarded(self, state: dict[str, Any], deferred: Deferred, *arguments: Any) -> None:

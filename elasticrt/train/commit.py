@@ -30,6 +30,7 @@ class Committer:
 
     def __init__(self, worker: WorkerEnv | None, link: Link | None, place: str) -> None:
         self._link = link
+        self._worker = worker
         self._agent = worker is not None and link is not None
         self._run = run_of(worker)
         self._place = place
@@ -56,18 +57,26 @@ class Committer:
 
     def move(self, worker: WorkerEnv) -> None:
         """Another generation, whose record says what the head is. That answers what was asked in the last one."""
-        self._open = None
+        self._open, self._worker = None, worker
         if worker.resume is not None and worker.resume.place in ("", self._place):
             self.descends_from(worker.resume)
         self.joined()
 
     def went_to(self, commit: Commit) -> None:
-        """`commit` is what was restored: make it the head if it is not. Should that fail, the next save does it too."""
+        """`commit` is what was restored: make it the head if it is not.
+
+        Raises RuntimeError when it can't take the place of the head that was passed over: copies in memory would be
+        taken for that one's descendants.
+        """
         self.parent = commit
-        if commit.nonce != self._head:
-            refusal = self.commit(replace(commit, place=self._place))
-            if refusal:
-                _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
+        if commit.nonce == self._head:
+            return
+        generation = commit.generation if self._worker is None else self._worker.generation
+        refusal = self.commit(replace(commit, place=self._place, generation=generation))
+        if refusal and self._head:
+            raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {refusal}")
+        if refusal:
+            _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
 
     def commit(self, commit: Commit) -> str:
         """Ask for `commit` to replace the known head; "" when it did, else why not. Waits up to COMMIT_TIMEOUT_S."""

@@ -133,7 +133,7 @@ class Loop:
         self._whole = True  # Whether the state is that of just the steps that are done.
         self._told = 0  # The world size that `on_change` was told last.
         self._moves = 0  # How often this process has got another place.
-        self._only = False
+        self._only = self._owes_save = False  # The latter: the newest checkpoint may be lost with another node.
         self._redo = self._ended = False  # Whether the last step is done again; whether its boundary is to come.
         self._completes = True
         self._in_place = InPlace(stateful_objects.values())
@@ -247,6 +247,7 @@ class Loop:
         self._numbers.begin_step(self._position)
         self._ledger.open(start, self._position)
         self._reporter = Reporter(self._run.total)
+        self._owes_save = self._rank == 0 and self._checkpointer.lacks_head
         if self._page is not None:
             self._page.restored_at_ns = time.monotonic_ns()
         self._reporter.entered(self._run.total + 1)
@@ -656,7 +657,8 @@ class Loop:
     def _save_if_due(self, now: float) -> None:
         if self._rank != 0 or self._checkpointer.busy:
             return
-        if self._checkpointer.spoilt or self._every.is_due(self._position, self._saved, now - self._saved_at):
+        owed = self._owes_save or self._checkpointer.spoilt
+        if owed or self._every.is_due(self._position, self._saved, now - self._saved_at):
             self._save()
 
     def _save_last(self) -> None:
@@ -682,6 +684,7 @@ class Loop:
         self._checkpointer.save(self._state(), step=position.steps, epoch=position.epoch, about=self._about())
         self._saved = self._position
         self._saved_at = time.monotonic()
+        self._owes_save = False
 
     def _check_running(self, where: str) -> None:
         misuse.check_stage(self._stage, where)

@@ -14,8 +14,6 @@ from typing import Literal
 NOTHING, OLDER, RESUME, BEYOND = 0, 1, 2, 3
 """How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it, which etcd has
 forgotten. Without one all that is offered is OLDER: the newest is the best."""
-MARKED, WRITER_SEEN = 1, 2
-"""Signs in a directory, added up."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,7 @@ class Offer:
         step: of the checkpoint offered.
         highest: the highest serial number that this rank knows of.
         troubles: `digest_of` what is wrong with its files; 0: nothing.
-        signs: MARKED: this directory has commits, usable or not; WRITER_SEEN: the resume point's writer is here, or has
-            left a trace in the directory.
+        marked: 1 where this directory has commits, usable or not.
     """
 
     kind: int = NOTHING
@@ -37,7 +34,7 @@ class Offer:
     step: int = 0
     highest: int = 0
     troubles: int = 0
-    signs: int = 0
+    marked: int = 0
 
     def to_numbers(self) -> list[int]:
         """Each of 64 bits with a sign; `Offer(*numbers)` is the reverse."""
@@ -49,13 +46,12 @@ class Choice:
     """What to do, and why.
 
     Attributes:
-        what: "take" what `rank` offers; "begin" at the beginning; or stop: "refuse", because nothing that was committed
-            can be used, or "away", because the newest is on a node that is not here.
+        what: "take" what `rank` offers; "begin" at the beginning; or "refuse": nothing that was committed can be used.
         why: in words.
         rank: who sends; -1 for nobody.
     """
 
-    what: Literal["take", "begin", "refuse", "away"]
+    what: Literal["take", "begin", "refuse"]
     why: str
     rank: int = -1
 
@@ -63,16 +59,13 @@ class Choice:
 def choose(offers: Sequence[Offer], *, resuming: bool) -> Choice:
     """What follows from all ranks' offers. `resuming`: the run says where to resume.
 
-    A resume point that nobody here has is only passed over for its ancestors when it is surely lost: its writer is one
-    of us, or this directory has files of that writer, so that it is one that all nodes share.
+    A resume point that is damaged, or that nobody here has, is passed over for its nearest ancestor that is offered.
     """
     rank, best = max(enumerate(offers), key=lambda each: (each[1].kind, each[1].serial, each[1].step, -each[0]))
-    if resuming and best.kind < RESUME and not any(offer.signs & WRITER_SEEN for offer in offers):
-        return Choice("away", "nobody here has the resume point, or shares a directory with the node that wrote it")
     if best.kind != NOTHING:
         words = {OLDER: "the newest here", RESUME: "the resume point", BEYOND: "committed after the resume point"}
         return Choice("take", f"serial number {best.serial}, step {best.step}: {words[best.kind]}", rank)
-    if resuming or any(offer.signs & MARKED for offer in offers):
+    if resuming or any(offer.marked for offer in offers):
         return Choice("refuse", "there are commits, and none of them can be used")
     return Choice("begin", "nothing was ever committed")
 

@@ -22,11 +22,9 @@ from elasticrt.train.files import Unfit
 from elasticrt.train.manifest import History, Manifest
 from elasticrt.train.offer import (
     BEYOND,
-    MARKED,
     NOTHING,
     OLDER,
     RESUME,
-    WRITER_SEEN,
     Choice,
     Offer,
     choose,
@@ -86,9 +84,7 @@ class Search:
         self._left: list[tuple[int, Manifest]] = []
         self._has_resume = False
         self._troubles: list[str] = []
-        self._signs = 0
-        if worker is not None and self._resume is not None and self._resume.node in ("", worker.node):
-            self._signs = WRITER_SEEN  # A record that doesn't say who wrote it is not held against anybody.
+        self._marked = False
         local_rank = os.environ.get("LOCAL_RANK", "0") if worker is None else str(worker.local_rank)
         self._looks = self._rank == 0 or local_rank == "0"
 
@@ -113,13 +109,9 @@ class Search:
                 explain("the checkpoint directory can't be read", str(self._archive.path), got=str(error))
             ) from error
         self._troubles += self._archive.troubles
-        if history.marked:
-            self._signs |= MARKED
+        self._marked = bool(history.marked)
         if self._resume is not None:
             self._has_resume = self._resume.nonce in history.marked | history.manifests.keys()
-            writers = {manifest.commit.node for manifest in history.manifests.values()}
-            if self._has_resume or self._resume.node in writers:
-                self._signs |= WRITER_SEEN
         self._left = list(self._candidates(history))
         self._strike_out_missing()
 
@@ -141,7 +133,8 @@ class Search:
         troubles = self._tell(speakers(offers))
         lost = choice.what == "refuse" or (choice.what == "take" and offers[choice.rank].kind == OLDER)
         if self._resume is not None and lost and not any(self._resume.file in each for each in troubles):
-            troubles.insert(0, f"{self._resume.file}: no node has it")
+            wrote = f", {self._resume.node} has written it to {self._resume.directory}" if self._resume.node else ""
+            troubles.insert(0, f"{self._resume.file}: no node here has it{wrote}")
         return Outcome(choice, found, troubles)
 
     def _candidates(self, history: History) -> Iterator[tuple[int, Manifest]]:
@@ -168,19 +161,13 @@ class Search:
                     self._troubles.append(f"{manifest.commit.file}: {error}")
             except (Unfit, OSError) as error:
                 self._troubles.append(f"{manifest.commit.file}: {error}")
-                self._found_trace(kind)
             else:
-                self._found_trace(kind)
                 return
             del self._left[0]
 
-    def _found_trace(self, kind: int) -> None:
-        if kind == RESUME:
-            self._signs |= WRITER_SEEN
-
     def _offer(self) -> Offer:
         highest = max(self._archive.serial, 0 if self._resume is None else self._resume.serial)
-        common = (highest, digest_of(self._troubles), self._signs)
+        common = (highest, digest_of(self._troubles), int(self._marked))
         if not self._left:
             return Offer(NOTHING, 0, 0, *common)
         kind, manifest = self._left[0]

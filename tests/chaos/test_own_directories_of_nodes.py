@@ -30,7 +30,8 @@ directory = "ckpt-" + os.environ["ELASTICRT_NODE"]
 """
 
 SCRIPT = f"""{BEGINNING}
-loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, every="10 steps", memory=0)
+loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, memory=0,
+                      every=os.environ["EVERY"])
 for epoch in loop.epochs(1000, max_steps=int(sys.argv[1])):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
         F.mse_loss(model(x), y).backward()
@@ -78,8 +79,9 @@ def _resumed_from(cluster: Cluster) -> set[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_the_node_that_has_the_newest_sends_it(tmp_path: Path) -> None:
+def test_the_node_that_has_the_newest_sends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F16, S6: killed, and started again with another rank 0, with a node missing, with a new etcd."""
+    monkeypatch.setenv("EVERY", "10 steps")
     run_id = f"own-{secrets.token_hex(4)}"
     with EtcdServer(wheel_binary(), tmp_path / "etcd") as server:
         etcd = ("--etcd", str(server.address))
@@ -92,77 +94,81 @@ def test_the_node_that_has_the_newest_sends_it(tmp_path: Path) -> None:
         assert head >= 20
         assert _newest(tmp_path, "b") == 0
 
-        # Alone, b must not begin again: the head is on a.
+        # Alone, b must not begin again: the head is on a, and b knows of nothing before it.
         with _life(tmp_path, run_id, "b", *etcd) as cluster:
             assert cluster.ended() == {"b": 5}
             said = cluster.agents["b"].text()
-        assert f"step {head}, is on a node that is not here ({tmp_path}/ckpt-a)" in said
-        assert "Start a together with these nodes" in said
+        assert f"a has written it to {tmp_path}/ckpt-a" in said
+        assert "start a together with these nodes" in said
 
-        with _life(tmp_path, run_id, "ba", *etcd, steps=head + 25) as cluster:
-            assert cluster.ended() == {"a": 0, "b": 0}
+        # With a, b saves at once, and never again.
+        monkeypatch.setenv("EVERY", "100000 steps")
+        with _life(tmp_path, run_id, "ba", *etcd) as cluster:
+            cluster.wait_for_commits(1)
+            for agent in cluster.agents.values():
+                kill(agent.pid)
+            cluster.ended()
             assert _resumed_from(cluster) == {(head, head + 1)}
             assert f"step {head} comes from the checkpoint directory of node a" in cluster.agents["b"].text()
-    assert _newest(tmp_path, "a") == head
-    assert _newest(tmp_path, "b") == head + 25
+        assert _head_of_the_dead(server, run_id) == _newest(tmp_path, "b") == head + 1
+        assert _newest(tmp_path, "a") == head
 
-    # Another run, with an etcd that knows nothing: a has rank 0 and an older checkpoint.
-    with _life(tmp_path, f"{run_id}-again", "ab", steps=head + 40) as cluster:
+        # Alone, a has what was before that, as the head's record says.
+        monkeypatch.setenv("EVERY", "10 steps")
+        with _life(tmp_path, run_id, "a", *etcd, steps=head + 25) as cluster:
+            assert cluster.ended() == {"a": 0}
+            assert _resumed_from(cluster) == {(head, head + 1)}
+            said = cluster.agents["a"].text()
+        assert f"b has written it to {tmp_path}/ckpt-b" in said
+        assert f"going back from step {head + 1} to step {head}" in said
+    assert _newest(tmp_path, "a") == head + 25
+
+    # Another run, with an etcd that knows nothing: b has rank 0 and an older checkpoint.
+    with _life(tmp_path, f"{run_id}-again", "ba", steps=head + 40) as cluster:
         assert cluster.ended() == {"a": 0, "b": 0}
         assert _resumed_from(cluster) == {(head + 25, head + 26)}
-        assert f"ckpt-a/ on node b from step {head + 25}" in cluster.agents["a"].text()
-    assert _newest(tmp_path, "a") == head + 40
+        assert f"ckpt-b/ on node a from step {head + 25}" in cluster.agents["b"].text()
+    assert _newest(tmp_path, "b") == head + 40
 
 
-GOING_BACK = f"""{BEGINNING}
-# So small a share that there is no copy but the one below.
-share = float(os.environ["SHARE"])
-loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=share)
-for epoch in loop.epochs(1, max_steps=40):
+IN_PLACE = f"""{BEGINNING}
+loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimizer, every="15 steps", memory=0)
+for epoch in loop.epochs(1, max_steps=29):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-        if loop.steps_done == 12 and share:
-            loop._copies.wait()
-            loop._copies.take(loop._state(), loop.steps_done, epoch)
-            loop._copies.wait()
-        if loop.steps_done == 16:
+        if loop.steps_done in (16, 20):
             loop._checkpointer.wait()
             with loop.pause("the test looks around"):
-                while not Path("go").exists():
+                while not Path(f"go-{{loop.steps_done}}").exists():
                     time.sleep(0.01)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with loop.step():
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 """
-COPY, HEAD, LAST = 12, 15, 40
 
 
-@pytest.mark.parametrize("share", ["1e-9", "0"])
-def test_the_node_with_the_newest_checkpoint_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
-) -> None:
-    """F16, S6: the others go on from an older copy in memory; without one the run ends and says where the newest is."""
-    monkeypatch.setenv("SHARE", share)
+def test_the_node_with_the_newest_checkpoint_is_lost(tmp_path: Path) -> None:
+    """F16: whoever has rank 0 then saves at once, so that the run survives the loss of all other workers as well."""
     script = tmp_path / "train.py"
-    script.write_text(GOING_BACK)
+    script.write_text(IN_PLACE)
     options = ["--min-nodes", "2", "--max-nodes", "3", "--lease-ttl", "2"]
+
+    def commits(cluster: Cluster) -> list[int]:
+        return [event["step"] for event in cluster.events("committed")]
+
     with Cluster(tmp_path, f"back-{secrets.token_hex(4)}", options, [str(script)]) as cluster:
         for rank, name in enumerate("abc"):
             cluster.start(name, "--node-rank", str(rank))
-        copies = 3 if float(share) else 0
-        cluster.wait("copies", lambda: sum(event["step"] == COPY for event in cluster.events("copied")) == copies)
-        cluster.wait("the checkpoint", lambda: any(event["step"] == HEAD for event in cluster.events("committed")))
+        cluster.wait("the checkpoint", lambda: commits(cluster) == [15])
         kill(cluster.agents["a"].pid)
-        (tmp_path / "go").touch()
+        (tmp_path / "go-16").touch()
+        cluster.wait("the next checkpoint", lambda: commits(cluster) == [15, 17])
+        others = [cluster.agents[name] for name in "bc"]
+        for pid in {pid for agent in others for pid in agent.worker_pids().values()}:
+            kill(pid)
+        (tmp_path / "go-20").touch()
         codes = cluster.ended()
-        said = cluster.agents["b"].text() + cluster.agents["c"].text()
-    assert f"the newest checkpoint, step {HEAD}, is on a node that is not here ({tmp_path}/ckpt-a)" in said
-    if not copies:
-        assert (codes["b"], codes["c"]) == (5, 5)
-        return
-    assert (codes["b"], codes["c"]) == (0, 0)
-    assert f"the checkpoint of step {HEAD} is away with a; going back to step {COPY}, in memory" in said
-    assert {(event["resumed_from"], event["step"]) for event in cluster.events("first_step")} == {
-        (0, 1),
-        (COPY, COPY + 1),
-    }
-    assert max(_newest(tmp_path, "b"), _newest(tmp_path, "c")) == LAST
+        assert (codes["b"], codes["c"]) == (0, 0), cluster.story()
+        assert commits(cluster) == [15, 17, 29]
+        assert _resumed_from(cluster) == {(0, 1), (16, 17), (17, 18)}
+    assert (_newest(tmp_path, "a"), max(_newest(tmp_path, name) for name in "bc")) == (15, 29)

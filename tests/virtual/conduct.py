@@ -183,7 +183,7 @@ class Conduct:
         text = f"generation {new.number} starts all workers anew: {new.cause}"
         require(new.in_place or not self.sim.plan.stays, "L9", text)
         lives = {seat.incarnation for seat in seats.values()}
-        if new.kind == "lost" and not self.history.head_was_away():
+        if new.kind == "lost":
             lost = [seat for seat in old.values() if seat.incarnation not in lives]
             require(lost, "L7", f"generation {new.number} replaces one that has lost nobody: {new.cause}")
         if new.kind in ("join", "drain", "resize"):

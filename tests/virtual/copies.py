@@ -92,12 +92,9 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     """S5, S6: what a generation resumes from in memory.
 
     It is newer than the head and descends from it; the generation that is replaced has taken it, or has resumed from
-    the very same state; and it is kept by the node with rank 0, in the life that has taken it. When the head is on the
-    disk of a node that is not here, it may be older, and the head then descends from it; and the next generations go
-    on from there, until there is another head: soon beyond the lost head's step, without descending from it.
+    the very same state; and it is kept by the node with rank 0, in the life that has taken it.
     """
     if new.memory is None:
-        _need_not_be_looked_for(history, new)
         return
     text = f"generation {new.number} resumes from a copy of step {new.memory.step}"
     require(history.generations, "S6", f"{text}, and there was none before")
@@ -110,25 +107,8 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     require(steps == tuple(range(1, new.memory.step + 1)), "S5", f"{text}, which was trained on {steps}")
     resumed = before.memory is not None and copy.trained == copies[before.memory.digest].trained
     known = resumed or copy.taken_in in history.one_history()
-    if head is not None and history.has_gone_back():
-        require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
-        return
-    if head is not None and history.head_is_lost(new):
-        descends = history.sim.disk[head.nonce][: len(copy.trained)] == copy.trained
-        require(descends or new.memory.step > head.step, "S6", f"{text}, from which the lost head does not descend")
-        return
     require(new.memory.step > step_of(head), "S6", f"{text}, and the head is of step {step_of(head)}")
     require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
     base = history.sim.disk[head.nonce] if head is not None else ()
     descends = copy.trained[: len(base)] == base
-    require(descends or history.is_aside(), "S6", f"{text}, which does not descend from the head")
-
-
-def _need_not_be_looked_for(history: Invariants, new: Generation) -> None:
-    """S6: who has gone back behind a head that is lost does not go to it again, having heard that there are copies."""
-    view = None if history.conduct.writer is None else history.conduct.writer[2].view
-    if history.generations and history.has_gone_back() and view is not None and view.number == history.number():
-        lives = {seat.incarnation for seat in history.seats[new.nonce].values()}
-        last = [entry.record for entry in view.reports.values()]
-        stated = [report.node for report in last if report.memory is not None and report.incarnation in lives]
-        require(not stated, "S6", f"generation {new.number} resumes from the lost head, and {stated} have copies")
+    require(descends, "S6", f"{text}, which does not descend from the head")

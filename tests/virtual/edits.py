@@ -7,7 +7,7 @@ from __future__ import annotations
 _R, _A = "elasticrt.rendezvous.", "elasticrt.agent."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "led", _R + "seats"
 _FENCE, _HANDLER, _COMMIT = _R + "fence", _R + "handler", _A + "commit"
-_SHARE = "elasticrt.train.share"
+_SHARE, _OFFER = "elasticrt.train.share", "elasticrt.train.offer"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
 
@@ -70,6 +70,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),
         (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
     ),
+    "nobody asks whether enough are left": ((_LED, "re_form", "if short is not None:", "if False:"),),
+    "in place those seated before come first, whether or not they have the state": (
+        (_LED, "publish", "not in_place or seat.incarnation in having", "True"),
+    ),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_LED, "counting", "before.restarts_total + 1", "before.restarts_total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
@@ -94,26 +98,13 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a new life keeps its claims": ((_A + "agent", "Agent._left_out", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
-        (_LED, "_least_step", "-1 if looked_for and not here else head.reached", "-1"),
+        (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),
-    "nobody goes back behind a checkpoint that is lost": ((_LED, "_least_step", "looked_for and not here", "False"),),
-    "a checkpoint is passed over although its node is back": (
-        (_LED, "_least_step", "looked_for and not here", "looked_for"),
+    "an ancestor is resumed from although the head is here": (
+        (_OFFER, "choose", "(each[1].kind, ", "(each[1].kind == OLDER, "),
     ),
-    "who has gone back goes to the lost checkpoint again": (
-        (_LED, "_least_step", "same and before.memory is not None and before.memory.step <= head.reached", "False"),
-    ),
-    "a copy of another generation than the lost checkpoint's is resumed from": (
-        (_A + "memory", "Memory._best_spare", "self._generation != head.generation", "False"),
-    ),
-    "a copy of a later step than the lost checkpoint's is resumed from": (
-        (_A + "memory", "Memory._best_spare", " if copy.step <= head.reached", ""),
-    ),
-    "no copy is spared": (
-        (_A + "memory", "Memory.renew", "(None, -1) if resumed or head is None else self._best_spare(head)", "(None, -1)"),
-    ),
-    "what the run has gone back to is let go": (
-        (_A + "memory", "Memory._best_spare", "gone_back = self.kept is not None and self.kept.step <= head.reached", "gone_back = False"),
+    "nobody goes back behind a checkpoint that nobody has": (
+        (_OFFER, "choose", "if best.kind != NOTHING:", "if best.kind >= RESUME:"),
     ),
     "a copy that does not descend from the head is resumed from": (
         (_LED, "_newest_copy", "head is not None and head.generation != before.number and head.nonce not in known", "False"),
@@ -127,7 +118,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "what a fenced node holds comes back with it": ((_A + "node", "Node.kill", "self._memory.close()", "pass"),),
     "a damaged copy is offered again": ((_A + "memory", "Memory.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, spec.min_nodes)", "in_place = False"),),
-    "all go on, and nobody has the state": ((_LED, "publish", "if entry.record.incarnation in alive]", "]"), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
+    "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "the last that has the state drains, and does not save": (
         (_R + "planned", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
     ),

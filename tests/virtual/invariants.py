@@ -26,7 +26,7 @@ from elasticrt.rendezvous.records import (
 )
 from elasticrt.spec import resized
 from elasticrt.store.protocol import Changes, Event, Snapshot
-from tests.virtual import copies
+from tests.virtual import copies, disks
 from tests.virtual.conduct import Conduct
 from tests.virtual.engine import require
 from tests.virtual.work import Work, step_of
@@ -157,8 +157,6 @@ class Invariants:
         )
         self.seats[new.nonce] = {seat.node: seat for seat in seats}
         copies.check(self, new, seats[0])
-        if new.memory is not None and new.memory.step <= step_of(head):
-            self.work.gone_back(new.memory.step)
         before = self.generations[-1] if self.generations else None
         if before is not None and before.attempt == new.attempt:
             self.conduct.replaced(self.seats[before.nonce], new, self.seats[new.nonce])
@@ -190,7 +188,7 @@ class Invariants:
             return
         failed = [report for report in self.reported if report.generation == old.number and report.status == "failed"]
         failures = [(report.node, report.failure) for report in failed if report.failure is not None]
-        final = [node for node, failure in failures if failure.final_code and not failure.away]
+        final = [node for node, failure in failures if failure.final_code]
         require(not final, "S13", f"generation {new.number} comes after a failure on {final} that no restart can cure")
         if new.kind == "failure":
             again = [node for node, failure in failures if failure.early and failure.early == old.early]
@@ -216,16 +214,20 @@ class Invariants:
             return
         require(new.generation == self.number(), "S2", f"generation {new.generation} commits in {self.number()}")
         require(not self._ended(), "S2", f"step {new.step} is committed after the result")
+        if old is not None and new.nonce == old.parent:
+            disks.check_going_back(self.sim, old.commit(), new.commit(), self.roster())
+            self.work.gone_back(self.generations[-1].nonce, new.step)
+            self.heads.append(new)
+            self.sim.engine.say("etcd", f"= head: back to step {new.step} in generation {new.generation}")
+            return
         require(
             new.parent == (old.nonce if old else ""), "S2", f"step {new.step} does not follow the head {step_of(old)}"
         )
-        least = self.work.least if self.sim.plan.own_disks else step_of(old)
-        require(new.step > least, "S2", f"step {new.step} after {step_of(old)}")
+        require(new.step > step_of(old), "S2", f"step {new.step} after {step_of(old)}")
         trained = tuple(step for step, _ in self.sim.disk[new.nonce])
         require(trained == tuple(range(1, new.step + 1)), "S5", f"step {new.step} was trained on {trained}")
         self.heads.append(new)
         self.sim.committed.add(new.nonce)
-        self.work.least = new.step
         self.head_at = self.sim.engine.now
         self.sim.engine.say("etcd", f"= head: step {new.step} by generation {new.generation}")
 
@@ -284,37 +286,9 @@ class Invariants:
                 break
         return nonces
 
-    def head_was_away(self) -> bool:
-        """Whether the present generation has looked for the head in vain."""
-        said = [report.failure for report in self.reported if report.generation == self.number()]
-        return self.sim.plan.own_disks and any(failure is not None and failure.away for failure in said)
-
-    def head_is_lost(self, new: Generation) -> bool:
-        """Whether, besides, who wrote it is not in `new` either."""
-        return self.head_was_away() and self.heads[-1].node not in self.seats[new.nonce]
-
-    def has_gone_back(self) -> bool:
-        """Whether the present generation began behind the head, and there is no other since."""
-        last, head = self.generations[-1], self.heads[-1] if self.heads else None
-        return last.memory is not None and last.memory.step <= step_of(head) and last.resume == head
-
-    def is_aside(self) -> bool:
-        """Whether the present generation's history went back behind the head, and has gone on from there since."""
-        head = self.heads[-1] if self.heads else None
-        for last in reversed(self.generations):
-            if last.memory is None or last.resume != head:
-                return False
-            if last.memory.step <= step_of(head):
-                return True
-        return False
-
     def _s6_result(self, new: Result) -> None:
-        """A run ends for want of a checkpoint only when nobody has a copy from which it could go on."""
-        if new.code != EXIT_CHECKPOINT or not self.sim.plan.own_disks:
-            return
-        for process in self.sim.processes.values():
-            copy = None if process.gone or process.name not in self.roster() else process.agent.node._memory.spare
-            require(copy is None, "S6", f"the run ends, and {process.name} has a copy of step {copy and copy.step}")
+        if new.code == EXIT_CHECKPOINT and disks.NOBODY_HAS_IT in new.text:
+            disks.check_end(self.sim, self.heads[-1].commit(), self.roster())
 
     def _l3_result(self, new: Result) -> None:
         if new.code == 3:

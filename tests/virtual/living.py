@@ -28,6 +28,7 @@ from elasticrt.contract.messages import (
     Save,
     Step,
 )
+from tests.virtual import disks
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import nanoseconds, require
 from tests.virtual.workers import POLL_S, Words
@@ -191,7 +192,6 @@ class Worker:
         collateral: bool,
         local_rank: int = 0,
         final_code: int = 0,
-        exception: str = "",
         early: str = "",
     ) -> None:
         """It raises. An error that only says that a peer is gone is none where it can go on in place."""
@@ -206,8 +206,6 @@ class Worker:
             last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
         )  # fmt: skip
         failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
-        if exception:
-            failure = replace(failure, exception=exception)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
         self.die(1, failure)
 
@@ -361,7 +359,8 @@ class Worker:
             self.say(Step(self.step, 0, self.page.step_at_ns, self.step - 1, True))
         self.first = False
         ends = self.sim.last_step is not None and self.step >= self.sim.last_step
-        if self.env.rank == 0 and (ends or self.step % self.sim.plan.commit_every == 0):
+        due = self.step % self.sim.plan.commit_every == 0 or disks.lacks(self.sim, self.process.name, self.head)
+        if self.env.rank == 0 and (ends or due):
             self.save(self.step, self.trained)
         if self.env.local_rank == 0:
             self.copier.look(self.step, self.trained)
@@ -406,7 +405,14 @@ class Worker:
             step=step, epoch=0, generation=self.generation, nonce=nonce, parent=self.parent, directory="/ckpt",
             file=f"step-{step}", digest="d" * 64, size=1, node=self.process.name,
         )  # fmt: skip
-        self.sim.disk[nonce] = trained
+        self.sim.disk[nonce], self.sim.written[nonce] = trained, commit
+        self._commit(commit)
+
+    def go_back(self, to: Commit) -> None:
+        """Rank 0 asks that an ancestor of the head be the head."""
+        self._commit(replace(to, generation=self.generation))
+
+    def _commit(self, commit: Commit) -> None:
         self.saving = (self.requests + 1, commit)
         replaces = self.head
         self.ask(lambda number: Save(number, asdict(commit), replaces))

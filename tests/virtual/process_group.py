@@ -6,11 +6,10 @@ A rank that dies in that moment leaves others that are ahead of the rest by this
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from elasticrt.agent.report import AWAY
-from elasticrt.errors import EXIT_CHECKPOINT
 from elasticrt.train.share import Plan, Standing, plan
+from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import require
 from tests.virtual.living import Worker
@@ -18,8 +17,6 @@ from tests.virtual.workers import POLL_S
 
 if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
-
-AWAY_FROM_HERE: dict[str, Any] = {"collateral": False, "final_code": EXIT_CHECKPOINT, "exception": AWAY}
 
 
 class ProcessGroup:
@@ -77,19 +74,44 @@ class ProcessGroup:
             for worker in workers:
                 worker.page.in_place = 1
             self._share(workers)
-        elif self._head_is_away(workers[0]):
-            for worker in workers:
-                worker.later(self.sim.living.uniform(0.0, 0.3), lambda one=worker: one.fail("away", **AWAY_FROM_HERE))
         else:
             self.sim.invariants.work.formed_anew(self)
-            for worker in workers:
-                worker.later(0.0, self._settled, worker)
+            self._restore(workers)
 
-    def _head_is_away(self, root: Worker) -> bool:
-        """Whether the checkpoint that all are to resume from is on the disk of a node that is not here."""
-        if not self.sim.plan.own_disks or root.env.resume is None or root.env.copy is not None:
-            return False
-        return root.env.resume.node not in {worker.process.name for worker in self.members.values()}
+    def _restore(self, workers: list[Worker]) -> None:
+        """All start anew, from what one of them has on its disk, or rank 0 in memory."""
+        root = workers[0]
+        if root.env.resume is None or root.env.copy is not None:
+            self._begin(workers)
+            return
+        found = disks.found(self.sim, root.env.resume, {worker.process.name for worker in workers})
+        if found is None:
+            for worker in workers:
+                delay = self.sim.living.uniform(0.0, 0.3)
+                worker.later(delay, lambda one=worker: one.fail(disks.NOBODY_HAS_IT, **disks.LOST))
+        elif found == root.env.resume:
+            self._begin(workers)
+        else:
+            for worker in workers:
+                worker.trained = self.sim.disk[found.nonce]
+            root.go_back(found)
+            self._goes_back(workers)
+
+    def _goes_back(self, workers: list[Worker]) -> None:
+        """Wait until the ancestor is the head, which must be so before anybody trains."""
+        root = workers[0]
+        if self.over or not root.alive:
+            return
+        if root.saving is not None:
+            self.sim.engine.after(POLL_S, self._goes_back, workers)
+        elif self.sim.disk[root.head] == root.trained:
+            self._begin(workers)
+        else:
+            root.fail("going back could not be recorded", collateral=False)
+
+    def _begin(self, workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.later(0.0, self._settled, worker)
 
     # The state.
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticrt.contract.env import WorkerEnv
+from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
 from elasticrt.rendezvous.records import Keys
 from elasticrt.spec import RunSpec, resized
@@ -91,6 +91,7 @@ class Simulator:
         self.committed: set[str] = set()  # By their nonces, whether or not etcd has lost its data since.
         self.lives: Counter[str] = Counter()
         self.disk: dict[str, Trained] = {}
+        self.written: dict[str, Commit] = {}
         self.copies: dict[str, State] = {}
         self.spoilt: set[str] = set()
         self.trainings: dict[str, Training] = {}

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elasticrt.agent.group import WorkerSaid
-from elasticrt.agent.report import AWAY
 from elasticrt.contract.messages import Step
-from elasticrt.errors import EXIT_CHECKPOINT
+from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds
 from tests.virtual.workers import POLL_S, Group
 
 if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
-
-
-AWAY_FROM_HERE: dict[str, Any] = {"collateral": False, "final_code": EXIT_CHECKPOINT, "exception": AWAY}
 
 
 class Training:
@@ -72,22 +68,38 @@ class Training:
             self.sim.engine.after(POLL_S, self._form)
             return
         self.formed = True
-        if self._head_is_away():
+        self.sim.invariants.work.formed(self)
+        root = next(group for group in self.ready if group.envs[0].rank == 0)
+        if root.resume is None or root.copy is not None:
+            self._begin()
+            return
+        found = disks.found(self.sim, root.resume, {group.process.name for group in self.ready})
+        if found is None:
             for group in self.ready:
                 delay = self.sim.net.uniform(0.0, 0.3)
-                self.sim.engine.after(delay, lambda group=group: group.fail("away", **AWAY_FROM_HERE))
+                self.sim.engine.after(delay, lambda group=group: group.fail(disks.NOBODY_HAS_IT, **disks.LOST))
+        elif found == root.resume:
+            self._begin()
+        else:
+            self.step, self.trained = found.step, self.sim.disk[found.nonce]
+            root.go_back(found)
+            self._goes_back(root)
+
+    def _goes_back(self, root: Group) -> None:
+        """Wait until the ancestor is the head, which must be so before anybody trains."""
+        if self.over or not root.alive:
             return
+        if root.saving is not None:
+            self.sim.engine.after(POLL_S, self._goes_back, root)
+        elif self.sim.disk[root.head] == self.trained:
+            self._begin()
+        else:
+            root.fail("going back could not be recorded", collateral=False)
+
+    def _begin(self) -> None:
         for group in self.ready:
             group.copier.begin()
-        self.sim.invariants.work.formed(self)
         self._tick()
-
-    def _head_is_away(self) -> bool:
-        """Whether the checkpoint that all are to resume from is on the disk of a node that is not here."""
-        root = next(group for group in self.ready if group.envs[0].rank == 0)
-        if not self.sim.plan.own_disks or root.resume is None or root.copy is not None:
-            return False
-        return root.resume.node not in {group.process.name for group in self.ready}
 
     def _tick(self) -> None:
         if self.over or all(not group.alive for group in self.ready):
@@ -117,7 +129,8 @@ class Training:
             self._mark_steps()
         if self.sim.last_step is not None and self.step >= self.sim.last_step:
             self.finishing = True
-        if self.finishing or self.step % self.sim.plan.commit_every == 0:
+        due = self.step % self.sim.plan.commit_every == 0 or disks.lacks(self.sim, root.process.name, root.head)
+        if self.finishing or due:
             root.save(self.step, self.trained)
         for group in self.ready:
             group.copier.look(self.step, self.trained)

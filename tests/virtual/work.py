@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.agent.commit import Errand
 from elasticrt.contract.messages import Reply, Save
-from elasticrt.rendezvous.records import HeadRecord
+from elasticrt.rendezvous.records import Generation, HeadRecord
 from tests.virtual.engine import require
 
 if TYPE_CHECKING:
@@ -30,12 +30,16 @@ class Work:
         self.well: dict[str, set[int]] = {}
         self.told_step: dict[str, int] = {}
         self.furthest = 0
-        self.least = 0  # The step below which nobody may go: of the head, or of a copy where the head was lost.
+        self.starts: dict[str, int] = {}  # Where generations began that went back behind their head.
 
-    def gone_back(self, step: int) -> None:
-        """The head is lost with its node, and a generation goes back to a copy of `step`."""
-        self.least = step
+    def gone_back(self, nonce: str, step: int) -> None:
+        """The head is lost with its node, and a generation goes back to its parent, of `step`."""
+        self.starts[nonce] = step
         self.told_step.clear()
+
+    def _start(self, generation: Generation) -> int:
+        memory = generation.memory
+        return self.starts.get(generation.nonce, step_of(generation.resume) if memory is None else memory.step)
 
     def started(self, group: Group | Worker) -> None:
         """S3: ranks of a generation belong to one node each, and are those of its roster."""
@@ -73,10 +77,7 @@ class Work:
         generation = next((one for one in self.history.generations if one.nonce == training.nonce), None)
         if generation is None:
             return  # Of a store that has been wiped: its agents end it as soon as they know.
-        start = step_of(generation.resume)
-        if self.sim.plan.own_disks and generation.memory is not None:
-            start = generation.memory.step
-        require(training.step > start, "S10", f"step {training.step} is done again")
+        require(training.step > self._start(generation), "S10", f"step {training.step} is done again")
         if self.sim.plan.lossless:
             require(training.step == self.furthest + 1, "S10", f"step {training.step} after {self.furthest}")
         self.furthest = max(self.furthest, training.step)
@@ -129,8 +130,7 @@ class Work:
         generation = next((one for one in self.history.generations if one.nonce == group.nonce), None)
         if generation is None:
             return
-        start = generation.memory.step if generation.memory is not None else step_of(generation.resume)
-        require(worker.step > start or self.sim.plan.own_disks, "S10", f"step {worker.step} is done again")
+        require(worker.step > self._start(generation), "S10", f"step {worker.step} is done again")
         if self.sim.plan.lossless:
             require(worker.step >= self.furthest, "S10", f"step {worker.step} after {self.furthest}")
         self.furthest = max(self.furthest, worker.step)

@@ -85,16 +85,13 @@ class Group:
         collateral: bool,
         local_rank: int = 0,
         final_code: int = 0,
-        exception: str = "",
         early: str = "",
     ) -> None:
         """One worker ends badly; its agent kills the rest."""
         if not self.alive or self.stopping or self.left:
             return
         if self.process.paused and self.process.whole_node:
-            again = partial(
-                self.fail, summary, collateral=collateral, final_code=final_code, exception=exception, early=early
-            )
+            again = partial(self.fail, summary, collateral=collateral, final_code=final_code, early=early)
             self.sim.engine.after(POLL_S, again)
             return
         env = self.envs[local_rank % len(self.envs)]
@@ -103,8 +100,6 @@ class Group:
             last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
         )  # fmt: skip
         failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
-        if exception:
-            failure = replace(failure, exception=exception)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
         self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 1, 0, failure))
         self.sim.training(self).broken(self)
@@ -203,8 +198,16 @@ class Group:
             step=step, epoch=0, generation=self.generation, nonce=nonce, parent=self.parent, directory="/ckpt",
             file=f"step-{step}", digest="d" * 64, size=1, node=self.process.name,
         )  # fmt: skip
-        self.sim.disk[nonce] = trained
-        commit, replaces = self.saving, self.head
+        self.sim.disk[nonce], self.sim.written[nonce] = trained, self.saving
+        self._commit(self.saving)
+
+    def go_back(self, to: Commit) -> None:
+        """Rank 0 asks that an ancestor of the head be the head."""
+        self.saving = replace(to, generation=self.generation)
+        self._commit(self.saving)
+
+    def _commit(self, commit: Commit) -> None:
+        replaces = self.head
         self.ask(lambda number: Save(number, asdict(commit), replaces))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ranks import run
 
-AWAY, REFUSED = "is on a node that is not here", "no checkpoint can be used"
+REFUSED = "no checkpoint can be used"
 
 STORIES: dict[str, list[tuple[int | str | None, dict[str, Any]]]] = {
     "newest": [
@@ -21,11 +21,12 @@ STORIES: dict[str, list[tuple[int | str | None, dict[str, Any]]]] = {
     "head": [
         (None, {"nodes": "ab", "saves": [1, 2], "generation": 1}),
         (2, {"nodes": "ba", "saves": [3], "generation": 2, "head": "head-2"}),
-        (AWAY, {"nodes": "ca", "generation": 3, "head": "head-3"}),
+        (REFUSED, {"nodes": "dc", "generation": 3, "head": "head-3"}),
+        (2, {"nodes": "ca", "generation": 3, "head": "head-3"}),
         (3, {"nodes": "cba", "generation": 4, "head": "head-3"}),
         (3, {"nodes": "cab", "generation": 5, "head": "head-2"}),
         (2, {"nodes": "ab", "generation": 6, "head": "head-3", "lost": "b"}),
-        (AWAY, {"nodes": "b", "generation": 7, "head": "head-2"}),
+        (REFUSED, {"nodes": "b", "generation": 7, "head": "head-2"}),
     ],
     "another run's": [
         (None, {"nodes": "ab", "saves": [1], "generation": 1}),
@@ -106,15 +107,17 @@ def test_the_user_is_told_who_has_it(lives: Any) -> None:
     first, second, *others = lives["newest"][1]
     assert "node-b/ on rank 2 from step 2; ELASTICRT_FRESH=1 starts over" in first["said"]
     assert [each["said"] + "".join(each["warned"]) for each in (second, *others)] == ["", ""]
-    assert "step 3 comes from the checkpoint directory of node b" in lives["head"][3][0]["said"]
-    assert "etcd has forgotten" in "".join(lives["head"][4][0]["warned"])
+    assert "step 3 comes from the checkpoint directory of node b" in lives["head"][4][0]["said"]
+    assert "etcd has forgotten" in "".join(lives["head"][5][0]["warned"])
 
 
-def test_a_checkpoint_that_is_away_is_named(lives: Any) -> None:
-    """F16: the error names step, node and directory, and what can be done."""
-    error = lives["head"][2][0]["error"]
-    for part in ("step 3", "node b, which wrote it", "node-b)", "step-3-g2-", "Start b together", "--run-id"):
-        assert part in error, part
+def test_a_checkpoint_that_nobody_has_is_named(lives: Any) -> None:
+    """F16: the error names step, node and directory, and what can be done; so does the warning of who goes back."""
+    refused, back = lives["head"][2][0]["error"], "".join(lives["head"][3][0]["warned"])
+    for part in ("step 3", "step-3-g2-", "b has written it to", "node-b.", "start b together", "--run-id"):
+        assert part in refused, part
+    for part in ("step-3-g2-", "no node here has it", "b has written it to", "going back from step 3 to step 2"):
+        assert part in back, part
 
 
 def test_what_is_passed_over_is_named_with_its_node(lives: Any) -> None:
@@ -125,8 +128,8 @@ def test_what_is_passed_over_is_named_with_its_node(lives: Any) -> None:
     error = lives["damaged"][5][0]["error"]
     assert "node c: step-3-" in error
     assert "Found: step-1-" in error
-    warned = lives["head"][5][0]["warned"]
-    assert any("step-3-g2-" in text and "no node has it" in text for text in warned)
+    warned = lives["head"][6][0]["warned"]
+    assert any("step-3-g2-" in text and "no node here has it" in text for text in warned)
     assert "going back from step 3 to step 2" in "".join(warned)
 
 
@@ -134,7 +137,7 @@ def test_a_shared_directory_is_as_if_rank_0_were_alone(lives: Any) -> None:
     """F07: rank 0 sends, and what all see is said once."""
     whole, damaged, lost = lives["shared"][1:]
     assert [each["said"] + "".join(each["warned"]) for each in whole] == ["", ""]
-    for ranks, parts in ((damaged, ("skipped", "going back")), (lost, ("no node has it", "going back"))):
+    for ranks, parts in ((damaged, ("skipped", "going back")), (lost, ("no node here has it", "going back"))):
         assert [len(each["warned"]) for each in ranks] == [2] + [0] * (len(ranks) - 1)
         assert all(part in text for part, text in zip(parts, ranks[0]["warned"], strict=True))
         assert {each["said"] for each in ranks} == {""}

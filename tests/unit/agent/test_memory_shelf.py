@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 
 from elasticrt.agent.memory import Memory
-from elasticrt.contract.env import Commit, Copy
+from elasticrt.contract.env import Copy
 
 
 def _copy(step: int, digest: str = "a") -> Copy:
     return Copy(step, 0, 8, digest * 64, 2)
-
-
-def _head(step: int, generation: int) -> Commit:
-    return Commit(step, 0, generation, "n", "", "/ckpt", "file", "d", 1)
 
 
 def _file(content: bytes) -> int:
@@ -35,7 +31,7 @@ def memory() -> Iterator[Memory]:
     """A node's memory in its first generation; nothing of it stays open."""
     before = _open_files()
     kept = Memory()
-    kept.renew(None, 1, None)
+    kept.renew(None)
     yield kept
     kept.close()
     assert _open_files() == before
@@ -47,7 +43,7 @@ def test_the_newest_copy_is_what_is_reported(memory: Memory) -> None:
     for step in (5, 6, 7):
         memory.put(_copy(step), _file(b"%d" % step))
         assert memory.newest == _copy(step)
-    memory.renew(_copy(7), 2, None)
+    memory.renew(_copy(7))
     assert (memory.newest, memory.kept) == (_copy(7), _copy(7))
 
 
@@ -56,7 +52,7 @@ def test_the_last_two_copies_can_be_resumed_from(memory: Memory, chosen: int) ->
     """S6: a copy that arrives while the leader decides does not push out the one that it chooses."""
     for step in (5, 6, 7):
         memory.put(_copy(step), _file(b"%d" % step))
-    memory.renew(_copy(chosen), 2, None)
+    memory.renew(_copy(chosen))
     fd = memory.descriptors(_copy(chosen))["state"]
     assert os.pread(fd, 8, 0) == b"%d" % chosen
 
@@ -65,7 +61,7 @@ def test_of_two_copies_of_a_step_the_chosen_one_is_given(memory: Memory) -> None
     """A node may have another node's step in two forms: workers get the one whose digest they will check."""
     memory.put(_copy(5, "b"), _file(b"other"))
     memory.put(_copy(5, "a"), _file(b"chosen"))
-    memory.renew(_copy(5, "a"), 2, None)
+    memory.renew(_copy(5, "a"))
     assert os.pread(memory.descriptors(_copy(5, "a"))["state"], 8, 0) == b"chosen"
 
 
@@ -73,17 +69,17 @@ def test_an_older_copy_is_gone(memory: Memory) -> None:
     """No more than two are kept, and what cannot be given is not offered."""
     for step in (5, 6, 7):
         memory.put(_copy(step), _file(b"%d" % step))
-    memory.renew(_copy(5), 2, None)
+    memory.renew(_copy(5))
     assert "state" not in memory.descriptors(_copy(5))
 
 
 def test_a_copy_of_the_same_step_is_kept_but_not_taken_for_another_node_s(memory: Memory) -> None:
     """It is there should its holder die; only the very copy that was chosen is handed to workers."""
     memory.put(_copy(5, "b"), _file(b"mine"))
-    memory.renew(_copy(5, "a"), 2, None)
+    memory.renew(_copy(5, "a"))
     assert memory.kept == _copy(5, "b")
     assert "state" not in memory.descriptors(_copy(5, "a"))
-    memory.renew(_copy(5, "b"), 2, None)
+    memory.renew(_copy(5, "b"))
     assert os.pread(memory.descriptors(_copy(5, "b"))["state"], 8, 0) == b"mine"
 
 
@@ -92,103 +88,32 @@ def test_what_was_left_at_a_handover_comes_before_older_copies(memory: Memory) -
     memory.put(_copy(5), _file(b"copy"))
     os.write(memory.fd, b"left")
     memory.left = _copy(8)
-    memory.renew(_copy(8), 2, None)
+    memory.renew(_copy(8))
     assert os.pread(memory.descriptors(_copy(8))["state"], 8, 0) == b"left"
 
 
 def test_going_back_to_disk_forgets_all_copies(memory: Memory) -> None:
     """A generation that resumes from a checkpoint has another future: copies of the old one must not come back."""
     memory.put(_copy(9), _file(b"old"))
-    memory.renew(None, 1, None)
+    memory.renew(None)
     assert (memory.newest, memory.kept) == (None, None)
 
 
 def test_a_damaged_copy_is_offered_to_nobody_again(memory: Memory) -> None:
     """F06: what a worker has found damaged is let go: the next generation must not be sent to it again."""
     memory.put(_copy(5), _file(b"five"))
-    memory.renew(_copy(5), 2, None)
+    memory.renew(_copy(5))
     memory.forget()
     assert (memory.newest, memory.kept) == (None, None)
     assert "state" not in memory.descriptors(_copy(5))
-    memory.renew(_copy(5), 2, None)
+    memory.renew(_copy(5))
     assert "state" not in memory.descriptors(_copy(5))
 
 
 def test_what_is_taken_after_a_damaged_copy_counts(memory: Memory) -> None:
     """Only that one copy is given up."""
     memory.put(_copy(5), _file(b"five"))
-    memory.renew(_copy(5), 2, None)
+    memory.renew(_copy(5))
     memory.forget()
     memory.put(_copy(6), _file(b"six"))
     assert memory.newest == _copy(6)
-
-
-def _spared(memory: Memory) -> bytes:
-    """What is in the spare copy, as the next generation gets it when it is to resume from it."""
-    spare = memory.spare
-    assert spare is not None
-    memory.renew(spare, 9, _head(7, 1))
-    assert memory.spare is None
-    return os.pread(memory.descriptors(spare)["state"], 8, 0)
-
-
-def test_one_copy_is_spared_for_a_checkpoint_that_nobody_has(memory: Memory) -> None:
-    """F16: the newest one of the generation that saved the checkpoint, however many go by until that is found out."""
-    for step in (5, 6, 7):
-        memory.put(_copy(step), _file(b"%d" % step))
-    memory.renew(None, 2, _head(7, 1))
-    assert (memory.newest, memory.spare) == (None, _copy(7))
-    memory.renew(None, 3, _head(7, 1))
-    assert memory.spare == _copy(7)
-    assert _spared(memory) == b"7"
-
-
-def test_what_the_run_has_gone_back_to_is_spared_when_the_checkpoint_is_looked_for_again(memory: Memory) -> None:
-    """F16: a leader that has not heard of it looks for the checkpoint once more; it is still not there."""
-    memory.put(_copy(5), _file(b"five"))
-    memory.renew(None, 2, _head(7, 1))
-    memory.renew(_copy(5), 3, _head(7, 1))
-    memory.put(_copy(6), _file(b"six"))
-    memory.renew(None, 4, _head(7, 1))
-    assert (memory.newest, memory.spare) == (None, _copy(5))
-    assert _spared(memory) == b"five"
-
-
-def test_what_came_after_the_checkpoint_is_not_spared_for_it(memory: Memory) -> None:
-    """The generation that follows may find it, and has another future then."""
-    memory.put(_copy(8), _file(b"eight"))
-    memory.renew(_copy(8), 2, _head(7, 1))
-    memory.renew(None, 3, _head(7, 1))
-    assert memory.spare is None
-
-
-def test_what_a_generation_has_begun_with_is_spared_where_it_took_no_copy(memory: Memory) -> None:
-    """Its checkpoint descends from that as well."""
-    memory.put(_copy(5), _file(b"five"))
-    memory.renew(_copy(5), 2, None)
-    memory.renew(None, 3, _head(9, 2))
-    assert _spared(memory) == b"five"
-
-
-def test_a_copy_of_another_generation_than_the_checkpoint_s_is_not_spared(memory: Memory) -> None:
-    """Whether the checkpoint descends from it, nobody knows."""
-    memory.put(_copy(5), _file(b"five"))
-    memory.renew(None, 4, _head(9, 3))
-    assert memory.spare is None
-
-
-def test_a_copy_that_is_newer_than_the_checkpoint_is_not_spared(memory: Memory) -> None:
-    """Whoever has gone back to the checkpoint has another future."""
-    memory.put(_copy(5), _file(b"5"))
-    memory.put(_copy(8), _file(b"8"))
-    memory.renew(None, 2, _head(7, 1))
-    assert _spared(memory) == b"5"
-
-
-def test_a_spare_copy_goes_when_there_is_a_new_one(memory: Memory) -> None:
-    """Training has gone on from the checkpoint, and the memory is needed."""
-    memory.put(_copy(5), _file(b"five"))
-    memory.renew(None, 2, _head(7, 1))
-    memory.put(_copy(8), _file(b"eight"))
-    assert memory.spare is None
-    assert memory.newest == _copy(8)
