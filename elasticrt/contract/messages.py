@@ -6,7 +6,7 @@ kinds, missing or extra fields are refused: both ends come from the same install
 Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
-* parent -> agent: Warm, Learnt, Started, Exited.
+* parent -> agent: Warm, Started, Exited.
 * worker -> agent: Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done.
 * agent -> worker: Reply, Reseat, Dismiss, Release.
 """
@@ -74,23 +74,6 @@ class Warm:
     import_s: float
     rss_bytes: int
     shared_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """In quiet training the parent has looked at what its workers import. Sent once, and whenever that is more.
-
-    `modules` are new and there for the next fork; `left_out` says of the others why they are not. `unsafe` is "", or
-    why workers cannot be forks from now on. The bytes are as in Warm, while workers share them.
-    """
-
-    pid: int
-    modules: list[str]
-    left_out: dict[str, str]
-    unsafe: str
-    import_s: float
-    rss_bytes: int
-    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -291,7 +274,6 @@ Message = (
     Start
     | Signal
     | Warm
-    | Learnt
     | Started
     | Exited
     | Step
@@ -315,7 +297,7 @@ Message = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged,
+        Start, Signal, Warm, Started, Exited, Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged,
         Done, HandedOver, Ready, Down, Reply, Reseat, Dismiss, Release,
     )
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.warm import note
-from elasticrt.contract.messages import Learnt, Warm
+from elasticrt.contract.messages import Warm
 
 MIB = 2**20
 
@@ -28,24 +28,10 @@ MIB = 2**20
             "parent_warm",
             ["worker parent is warm after 2.50 s (exec: it keeps 1 thread(s) running); 300 MiB, 90 of it shared"],
         ),
-        (
-            Learnt(7, [], {}, "", 0.0, 300 * MIB, 290 * MIB),
-            "parent_learnt",
-            ["worker parent has learnt nothing in 0.00 s; 300 MiB, 290 of it shared"],
-        ),
-        (
-            Learnt(7, ["scipy", "scipy.stats", "einops"], {"PIL": "prints"}, "why", 1.25, 300 * MIB, 290 * MIB),
-            "parent_learnt",
-            [
-                "worker parent has learnt 3 modules of einops, scipy in 1.25 s; not PIL: it prints; "
-                "300 MiB, 290 of it shared",
-                "from now on every worker is a fresh interpreter: why",
-            ],
-        ),
     ],
 )
 def test_what_is_said_of_the_parent(caplog, event, name, lines):
-    """Method, reason, what was learnt and what not, and the memory that it costs."""
+    """Method, reason, and the memory that it costs."""
     reader, writer = os.pipe()
     with caplog.at_level(logging.INFO, logger="elasticrt.agent.warm"):
         note(event, EventLog("n", None, writer))
