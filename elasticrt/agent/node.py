@@ -114,7 +114,7 @@ class Node:
             target=command.argv[0],
         )
         if self._group is None:
-            self._group = WorkerGroup(self._parent, self._put, logs=settings.logs, cpus=settings.cpus)
+            self._group = WorkerGroup(self._parent, self._put, logs=settings.logs)
         else:
             self._group.use(self._parent)
 

@@ -44,7 +44,6 @@ class Settings:
         hang_timeout_s: how long a Loop may make no step before its workers are ended, at least; 0: for ever.
         as_srun: give workers the variables that `srun` gives its tasks.
         gpus: the one GPU that each worker sees, which then is told that its local rank is 0; empty: all see all.
-        cpus: what each worker runs on; empty: all on everything.
         health_port: answer questions about health there, 0: at any free port; None: nowhere.
         events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
@@ -82,7 +81,6 @@ class Settings:
     role: str = "default"
     as_srun: bool = False
     gpus: tuple[str, ...] = ()
-    cpus: tuple[frozenset[int], ...] = ()
     health_port: int | None = None
     health_host: str = "127.0.0.1"
     events_fd: int = -1

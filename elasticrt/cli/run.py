@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.numa import MODES, bind
 from elasticrt.cli import output
 from elasticrt.cli.options import (
     Options,
@@ -153,7 +152,6 @@ def _declare_workers(options: Options) -> None:
     flag("--no-python", text="SCRIPT is a program, not Python")
     flag("--run-path", text="SCRIPT is a Python file, whatever --module and --no-python say")
     flag("--virtual-local-rank", text="LOCAL_RANK is 0 and one GPU is visible, for each worker")
-    add("--numa-binding", parse=choice(*MODES), value="HOW", text=f"run on the CPUs near the GPU: {', '.join(MODES)}")
     add(
         "--stop-timeout",
         "--shutdown-timeout",
@@ -241,7 +239,6 @@ def configure(
         signals=values["signals_to_handle"] or SIGNALS,
         node_rank=values["node_rank"],
         gpus=own_gpus(workers_here, env) if values["virtual_local_rank"] else (),
-        cpus=bind(values["numa_binding"], workers_here, env),
         etcd_linger_s=values["etcd_linger"],
         etcd_runs=etcd_runs(values),
         etcd_wait_s=etcd_wait_s(values),

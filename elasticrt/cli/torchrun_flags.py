@@ -127,9 +127,9 @@ FLAGS = (
     ),
     Flag(
         "--numa-binding",
-        "numa_binding",
-        "each worker runs on the CPUs near its GPU (node, socket, exclusive, core-complex)",
-        "without GPUs, workers are spread over the NUMA nodes; numactl is not needed",
+        "",
+        "which CPUs are near a GPU is not looked at. Use numactl (numactl --cpunodebind=0 elasticrt run ...), or "
+        "os.sched_setaffinity in the script, by LOCAL_RANK",
         env=False,
     ),
     Flag(

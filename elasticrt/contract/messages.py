@@ -34,7 +34,7 @@ class Start:
     generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
     environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
     parent's own is added. `generation` numbers starts, larger each time: a worker may go on in other generations later.
-    `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty for everything.
+    `keep_stdin` is true for local rank 0 only.
     """
 
     generation: int
@@ -45,7 +45,6 @@ class Start:
     directory: str
     fd_names: list[str]
     keep_stdin: bool = False
-    cpus: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "--node-rank": (_MEETING, "tests/unit/rendezvous/test_seat_order.py::test_newcomers_sit_as_they_wish"),
     "--master-addr": (_MEETING,),
     "--master-port": (_MEETING, f"{TABLE}::test_one_node_leaves_the_port_to_the_script"),
-    "--numa-binding": (_OUTPUT, "tests/unit/agent/test_numa.py::test_what_is_chosen"),
     "--signals-to-handle": (f"{_ENVIRONMENT}::test_a_signal_of_ones_own_makes_the_node_leave_and_reaches_the_workers",),
     "--shutdown-timeout": (f"{_ENVIRONMENT}::test_a_restart_grants_the_shutdown_timeout",),
     "--virtual-local-rank": (_OUTPUT,),

@@ -110,7 +110,6 @@ CASES = [
         ("--nnodes", "2"),
     ),
     Case("--local-addr", "127.0.0.7", _setting("address"), "127.0.0.7"),
-    Case("--numa-binding", "node", lambda settings, _: len(settings.cpus), 2, TWO),
     Case(
         "--signals-to-handle",
         "SIGTERM,SIGUSR1",
@@ -254,7 +253,6 @@ def test_what_rdzv_conf_cannot_mean(conf: dict[str, str], words: str) -> None:
         (["--signals-to-handle", "SIGKILL", "train.py"], "SIGKILL"),
         (["--monitor-interval", "often", "train.py"], "--monitor-interval"),
         (["--event-log-handler", "mine", "train.py"], "--event-log-handler"),
-        (["--numa-binding", "somewhere", "train.py"], "--numa-binding"),
         (["--start-method", "thread", "train.py"], "--start-method"),
         (["--rdzv-conf", "join_timeout", "train.py"], "--rdzv-conf"),
         (["--rdzv-conf", "timeout=1,timeout=2", "train.py"], "timeout"),

@@ -21,7 +21,7 @@ from elasticrt.store.protocol import Address
 GIVEN = {
     "workers_per_node": "2", "nproc_per_node": "2", "start_method": "spawn", "preload": "json,re", "role": "trainer",
     "as_srun": "1", "module": "1", "no_python": "1", "run_path": "1", "virtual_local_rank": "1",
-    "numa_binding": "node", "stop_timeout": "7s", "hang_timeout": "9m", "fresh": "1", "ledger": "a directory",
+    "stop_timeout": "7s", "hang_timeout": "9m", "fresh": "1", "ledger": "a directory",
     "max_restarts": "7", "join": "now", "join_timeout": "3m", "lease_ttl": "9", "settle": "2s", "drain_timeout": "8s",
     "signals_to_handle": "SIGTERM,SIGUSR1", "run_dir": "runs/$here", "log_dir": "logs", "redirects": "1", "tee": "0:3",
     "local_ranks_filter": "0,1", "duplicate_stdout_filters": "loss,it's", "duplicate_stderr_filters": "-x",
