@@ -323,7 +323,7 @@ class Node:
         self._late_at = None
         self._ends = Ends(generation.number, seat.workers, unmet=self._ends.unmet)
         self.progress.began()
-        self.watch.began(generation, seat)
+        self.watch.began()
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
@@ -384,7 +384,7 @@ class Node:
         others = [rank for rank in self._page_ranks(before) if rank not in self._seated] if before else []
         if others:  # They could not come along.
             self._workers.kill(before, others)
-        self.watch.began(generation, seat)
+        self.watch.began()
         self._events.write(
             "workers_started",
             generation=generation.number,
