@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": {"text"},
     "spec": {"errors", "text"},
     "contract": {"text"},
-    "store": {"errors"},
+    "store": {"contract", "errors"},
     "rendezvous": {"store", "contract", "spec", "errors", "text"},
     "agent": {"rendezvous", "store", "contract", "spec", "errors", "text"},
     "worker": {"contract", "errors"},

@@ -21,6 +21,7 @@ from pathlib import Path
 from elasticrt.agent.events import EventLog
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.messages import Exited, Message, Started, Warm
+from elasticrt.contract.proc import start_of
 from elasticrt.errors import ConfigError, explain
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class WorkerParent:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Started):
-            self._sessions[message.pid] = _start_time(message.pid)
+            self._sessions[message.pid] = start_of(message.pid)
         elif isinstance(message, Exited):
             self._sessions.pop(message.pid, None)
         assert isinstance(message, (Warm, Started, Exited)), message
@@ -164,17 +165,9 @@ class WorkerParent:
         self._sink(event)
 
 
-def _start_time(pid: int) -> int:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
-
-
 def _sweep(sessions: Mapping[int, int]) -> None:
     """Kill what a killed parent could not: it took its workers along, but not what these had started."""
-    ours: Collection[int] = {pid for pid, at in sessions.items() if _start_time(pid) in (0, at)}
+    ours: Collection[int] = {pid for pid, at in sessions.items() if start_of(pid) in (0, at)}
     if not ours:
         return
     for name in os.listdir("/proc"):  # noqa: PTH208  Names are all we need.
