@@ -30,7 +30,6 @@ class Settings:
         again: start another attempt of a run that has succeeded.
         run_dir: logs and events; shared by all nodes that see the same directory.
         logs: what of the workers' output is kept and shown.
-        events_on_console: events are also written to stderr.
         notes: what people should know of their options.
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
         etcd_runs: an etcd is said to run at its endpoints: where nothing listens, nothing is waited for.
@@ -62,7 +61,6 @@ class Settings:
     again: bool
     run_dir: Path
     logs: LogOptions = field(default_factory=LogOptions)
-    events_on_console: bool = False
     notes: tuple[str, ...] = ()
     shared_options: tuple[str, ...] = ()
     node_rank: int | None = None
