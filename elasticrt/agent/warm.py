@@ -38,11 +38,10 @@ ParentEvent = Warm | Started | Exited | ParentLost
 
 
 def note(event: Warm, events: EventLog) -> None:
-    """Log and record what the worker parent has become, and what it costs in memory."""
+    """Log and record what the worker parent has become."""
     events.write("parent_warm", **asdict(event))
-    memory = f"{event.rss_bytes / 2**20:.0f} MiB, {event.shared_bytes / 2**20:.0f} of it shared"
     why = f": {event.reason}" if event.reason else ""
-    log.info("worker parent is warm after %.2f s (%s%s); %s", event.import_s, event.method, why, memory)
+    log.info("worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
 
 
 class WorkerParent:

@@ -62,17 +62,12 @@ class Signal:
 
 @dataclass(frozen=True)
 class Warm:
-    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork".
-
-    `rss_bytes` of memory it has, `shared_bytes` of which other processes map as well.
-    """
+    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork"."""
 
     pid: int
     method: str
     reason: str
     import_s: float
-    rss_bytes: int
-    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 from elasticrt.contract.bell import Bell
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.messages import Exited, Message, Signal, Start, Started, Warm
-from elasticrt.worker import child, footprint, sessions
+from elasticrt.worker import child, sessions
 from elasticrt.worker.child import Job
 
 SWEEP_AGAIN_S = 0.02
@@ -318,8 +318,7 @@ def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -
 
             reason, torch_threads = preload.warm_up(options.preload, directory, wanted)
     method = "exec" if reason else options.method
-    memory = footprint.resident_and_shared()
-    return Warm(os.getpid(), method, reason, time.monotonic() - before_s, *memory), torch_threads
+    return Warm(os.getpid(), method, reason, time.monotonic() - before_s), torch_threads
 
 
 def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
