@@ -30,7 +30,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": {"text"},
     "spec": {"errors", "text"},
     "contract": {"text"},
-    "store": {"errors"},
+    "store": {"contract", "errors"},
     "rendezvous": {"store", "contract", "spec", "errors", "text"},
     "agent": {"rendezvous", "store", "contract", "spec", "errors", "text"},
     "worker": {"contract", "errors"},
@@ -87,8 +87,8 @@ PICKLING_COLLECTIVES = {
 ALLOWED_CALLS = {
     ("worker/boot.py", "exec"): "runs the user's own script, which is what a worker is for",
     **dict.fromkeys(
-        [("calls/cells.py", "pickle.Pickler"), ("calls/spawn.py", "pickle.dumps"), ("calls/spawn.py", "pickle.loads")]
-        + [("worker/called.py", name) for name in ("pickle.dumps", "pickle.loads", "exec")],
+        [(file, f"pickle.{name}") for file in ("calls/spawn.py", "worker/called.py") for name in ("dumps", "loads")]
+        + [("worker/called.py", "cloudpickle.dumps")],
         "the caller's own function and values, between its own processes, in memory that only its user can open",
     ),
 }

@@ -32,7 +32,7 @@ from elasticrt.agent.settings import SIGNALS, Settings
 from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
-from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Own, Published, Save, Warm
+from elasticrt.contract.messages import BuildFailed, Claim, Own, Published, Save, Warm
 from elasticrt.contract.streams import write
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
@@ -201,7 +201,7 @@ class Agent(Cycle):
                 self._send_errand(event)
             case HeadRecord():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
-            case Warm() | Learnt() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
+            case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
                 self.node.stalled(event)

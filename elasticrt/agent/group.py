@@ -85,7 +85,7 @@ class WorkerGroup:
     """All workers of this node.
 
     Methods are called from one thread, the agent's; events come from others. `parent` is the worker parent to start
-    them with; after it was lost, `use` another one. `cpus` are what each worker runs on, empty for everything.
+    them with; after it was lost, `use` another one.
     """
 
     def __init__(
@@ -94,12 +94,10 @@ class WorkerGroup:
         sink: Callable[[GroupEvent], None],
         *,
         logs: LogOptions | None = None,
-        cpus: Sequence[frozenset[int]] = (),
         console: Console | None = None,
     ) -> None:
         self._sink = sink
         self._logs = logs or LogOptions()
-        self._cpus = cpus
         self._console = console or Console()
         self._running: dict[int, Running] = {}  # By the number of their start.
         self._starts = 0
@@ -273,7 +271,6 @@ class WorkerGroup:
             directory=str(directory),
             fd_names=["stdout", "stderr", "channel", "page"],
             keep_stdin=env.local_rank == 0,
-            cpus=sorted(self._cpus[env.local_rank]) if self._cpus else [],
         )
         return WorkerState(env, output, channel, page, pipes), start, fds
 

@@ -10,12 +10,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from elasticrt.agent.report import Failure, stalled
 from elasticrt.agent.stacks import Stacks, take
 from elasticrt.contract.page import Page
+from elasticrt.contract.proc import stat
 
 SAY_AFTER_S = 5.0
 LOOK_S = 1.0
@@ -119,8 +119,7 @@ def cpu_s(sessions: Iterable[int]) -> float:
     """The processor time of all processes of these sessions, with that of their children that have ended."""
     wanted, ticks = set(sessions), 0
     for name in os.listdir("/proc"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError, ValueError, IndexError):  # One that ends meanwhile.
-            if name.isdigit() and os.getsid(int(name)) in wanted:
-                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[11:15]))
+        with contextlib.suppress(OSError):  # One that ends meanwhile.
+            if name.isdigit() and os.getsid(int(name)) in wanted and (found := stat(name)) is not None:
+                ticks += found.ticks
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -51,7 +51,6 @@ class LogOptions:
         redirected: streams that are not shown there.
         files: whether output is also kept in files.
         file_max_bytes: a file that has reached this size is closed with a note at its end.
-        picked: by stream, words: lines with one of them are also kept in a file of their own, of the whole node.
     """
 
     prefix: str = ""
@@ -59,7 +58,6 @@ class LogOptions:
     redirected: Streams = Streams()
     files: bool = True
     file_max_bytes: int = 256 * 1024 * 1024
-    picked: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,34 +160,6 @@ class _File:
             self._file.close()
 
 
-class _Picked:
-    """Keeps the lines of one stream that have one of some words in them."""
-
-    def __init__(self, file: _File, prefix: bytes, words: tuple[bytes, ...]) -> None:
-        self.file = file
-        self._prefix = prefix
-        self._words = words
-        self._line = bytearray()
-
-    def write(self, data: bytes) -> None:
-        self._line += data
-        end = self._line.rfind(b"\n") + 1
-        if end == 0 and len(self._line) > LINE_MAX_BYTES:
-            end = len(self._line)
-        for line in bytes(self._line[:end]).splitlines():
-            self._keep(line)
-        del self._line[:end]
-
-    def close(self) -> None:
-        if self._line:
-            self._keep(bytes(self._line))
-        self.file.close()
-
-    def _keep(self, line: bytes) -> None:
-        if any(word in line for word in self._words):
-            self.file.write(self._prefix + line + b"\n")
-
-
 class Output:
     """The output of one worker."""
 
@@ -204,16 +174,11 @@ class Output:
         self._lines = {OUT: bytearray(), ERR: bytearray()}
         self._tail = bytearray()
         self._files: dict[str, _File] = {}
-        self._picked: dict[str, _Picked] = {}
         if not options.files or directory is None:
             return
         for stream in (OUT, ERR):
             path = file_of(directory, seat.generation, seat.rank, seat.node, stream)
             self._files[stream] = _File(path, options.file_max_bytes)
-            if options.picked.get(stream):
-                file = _File(path.with_name(f"filtered.{seat.node}.{stream}"), options.file_max_bytes)
-                prefix = self._prefix or f"[rank {seat.rank}] ".encode()
-                self._picked[stream] = _Picked(file, prefix, options.picked[stream])
 
     @property
     def path(self) -> str:
@@ -230,8 +195,7 @@ class Output:
         if stream == ERR:
             self._tail += data[-TAIL_MAX_BYTES:]
             del self._tail[:-TAIL_MAX_BYTES]
-        self._keep(self._files, stream, data)
-        self._keep(self._picked, stream, data)
+        self._keep(stream, data)
         if stream not in self._shown:
             return
         line = self._lines[stream]
@@ -264,28 +228,18 @@ class Output:
         self.flush()
         for file in self._files.values():
             file.close()
-        for stream, picked in list(self._picked.items()):
-            try:
-                picked.close()
-            except OSError as error:
-                self._give_up(self._picked, stream, error)
 
     def _has_file(self, stream: str) -> bool:
         return stream in self._files and self._files[stream].used
 
-    def _keep(self, kept: dict[str, _File] | dict[str, _Picked], stream: str, data: bytes) -> None:
-        if stream not in kept:
+    def _keep(self, stream: str, data: bytes) -> None:
+        if stream not in self._files:
             return
         try:
-            kept[stream].write(data)
+            self._files[stream].write(data)
         except OSError as error:
-            self._give_up(kept, stream, error)
-
-    @staticmethod
-    def _give_up(kept: dict[str, _File] | dict[str, _Picked], stream: str, error: OSError) -> None:
-        given_up = kept.pop(stream)
-        file = given_up.file if isinstance(given_up, _Picked) else given_up
-        file.close()
-        if not Output._warned:
-            Output._warned = True
-            _LOG.warning("logs of workers are not kept: %s: %s; training goes on", file.path, error.strerror)
+            file = self._files.pop(stream)
+            file.close()
+            if not Output._warned:
+                Output._warned = True
+                _LOG.warning("logs of workers are not kept: %s: %s; training goes on", file.path, error.strerror)

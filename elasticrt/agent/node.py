@@ -39,7 +39,7 @@ from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.agent.watch import Watch
 from elasticrt.contract.env import Copy, WorkerEnv
-from elasticrt.contract.messages import Copied, Damaged, Down, HandedOver, Learnt, Ready, Reply, Step, Warm
+from elasticrt.contract.messages import Copied, Damaged, Down, HandedOver, Ready, Reply, Step, Warm
 from elasticrt.contract.page import Page
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
@@ -114,7 +114,7 @@ class Node:
             target=command.argv[0],
         )
         if self._group is None:
-            self._group = WorkerGroup(self._parent, self._put, logs=settings.logs, cpus=settings.cpus)
+            self._group = WorkerGroup(self._parent, self._put, logs=settings.logs)
         else:
             self._group.use(self._parent)
 
@@ -213,16 +213,13 @@ class Node:
         self._ends = replace(self._ends, handover=0, entered=0)
         pages.release(self._pages())
 
-    def fold(self, event: Warm | Learnt | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:  # noqa: PLR0912  One case per event.
+    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:  # noqa: PLR0912  One case per event.
         """Take note of an event, and do what follows from it on this node alone."""
         match event:
             case Warm():
                 self._warm, self._parent_deaths, self._method = True, 0, event.method
                 note(event, self._events)
                 self._start_if_possible()
-            case Learnt():
-                self._method = "exec" if event.unsafe else self._method
-                note(event, self._events)
             case ParentLost():
                 self._parent_lost(event)
             case WorkerStarted():
@@ -326,7 +323,7 @@ class Node:
         self._late_at = None
         self._ends = Ends(generation.number, seat.workers, unmet=self._ends.unmet)
         self.progress.began()
-        self.watch.began(generation, seat)
+        self.watch.began()
         self._pids = {}
         self._holding = self._going = 0
         memory = generation.memory.as_copy() if generation.memory else None
@@ -387,7 +384,7 @@ class Node:
         others = [rank for rank in self._page_ranks(before) if rank not in self._seated] if before else []
         if others:  # They could not come along.
             self._workers.kill(before, others)
-        self.watch.began(generation, seat)
+        self.watch.began()
         self._events.write(
             "workers_started",
             generation=generation.number,

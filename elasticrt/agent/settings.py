@@ -30,7 +30,6 @@ class Settings:
         again: start another attempt of a run that has succeeded.
         run_dir: logs and events; shared by all nodes that see the same directory.
         logs: what of the workers' output is kept and shown.
-        events_on_console: events are also written to stderr.
         notes: what people should know of their options.
         etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
         etcd_runs: an etcd is said to run at its endpoints: where nothing listens, nothing is waited for.
@@ -44,7 +43,6 @@ class Settings:
         hang_timeout_s: how long a Loop may make no step before its workers are ended, at least; 0: for ever.
         as_srun: give workers the variables that `srun` gives its tasks.
         gpus: the one GPU that each worker sees, which then is told that its local rank is 0; empty: all see all.
-        cpus: what each worker runs on; empty: all on everything.
         health_port: answer questions about health there, 0: at any free port; None: nowhere.
         events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
@@ -63,7 +61,6 @@ class Settings:
     again: bool
     run_dir: Path
     logs: LogOptions = field(default_factory=LogOptions)
-    events_on_console: bool = False
     notes: tuple[str, ...] = ()
     shared_options: tuple[str, ...] = ()
     node_rank: int | None = None
@@ -82,7 +79,6 @@ class Settings:
     role: str = "default"
     as_srun: bool = False
     gpus: tuple[str, ...] = ()
-    cpus: tuple[frozenset[int], ...] = ()
     health_port: int | None = None
     health_host: str = "127.0.0.1"
     events_fd: int = -1

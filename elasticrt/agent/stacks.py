@@ -20,6 +20,7 @@ from pathlib import Path
 from elasticrt.agent.logs import file_of
 from elasticrt.contract.modes import make_directory, opener
 from elasticrt.contract.page import STACKS_SIGNAL, Page
+from elasticrt.contract.proc import stat
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +135,5 @@ def _catches(pid: int) -> bool:
 def _state(pid: int) -> str:
     """The kernel's word for what a process is doing."""
     words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "it has ended"
-    return words.get(letter, f"state {letter}")
+    found = stat(pid)
+    return "it has ended" if found is None else words.get(found.state, f"state {found.state}")

@@ -25,8 +25,7 @@ class Voice:
         self._settings = settings
         self._unheard = False
         self._said = 0  # The newest generation that people know of.
-        shown = 2 if settings.events_on_console and settings.events_fd < 0 else settings.events_fd
-        self.events = EventLog(settings.node, settings.run_dir, shown)
+        self.events = EventLog(settings.node, settings.run_dir, settings.events_fd)
 
     @property
     def narrates(self) -> bool:

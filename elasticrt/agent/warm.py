@@ -20,7 +20,8 @@ from pathlib import Path
 
 from elasticrt.agent.events import EventLog
 from elasticrt.contract.channel import Channel, ChannelClosed
-from elasticrt.contract.messages import Exited, Learnt, Message, Started, Warm
+from elasticrt.contract.messages import Exited, Message, Started, Warm
+from elasticrt.contract.proc import start_of
 from elasticrt.errors import ConfigError, explain
 
 log = logging.getLogger(__name__)
@@ -33,24 +34,14 @@ class ParentLost:
     reason: str
 
 
-ParentEvent = Warm | Learnt | Started | Exited | ParentLost
+ParentEvent = Warm | Started | Exited | ParentLost
 
 
-def note(event: Warm | Learnt, events: EventLog) -> None:
-    """Log and record what the worker parent has become, and what it costs in memory."""
-    memory = f"{event.rss_bytes / 2**20:.0f} MiB, {event.shared_bytes / 2**20:.0f} of it shared"
-    if isinstance(event, Warm):
-        events.write("parent_warm", **asdict(event))
-        why = f": {event.reason}" if event.reason else ""
-        log.info("worker parent is warm after %.2f s (%s%s); %s", event.import_s, event.method, why, memory)
-        return
-    events.write("parent_learnt", **asdict(event))
-    libraries = sorted({name.partition(".")[0] for name in event.modules})
-    learnt = f"{len(event.modules)} modules of {', '.join(libraries)}" if libraries else "nothing"
-    left_out = "".join(f"; not {name}: it {why}" for name, why in event.left_out.items())
-    log.info("worker parent has learnt %s in %.2f s%s; %s", learnt, event.import_s, left_out, memory)
-    if event.unsafe:
-        log.warning("from now on every worker is a fresh interpreter: %s", event.unsafe)
+def note(event: Warm, events: EventLog) -> None:
+    """Log and record what the worker parent has become."""
+    events.write("parent_warm", **asdict(event))
+    why = f": {event.reason}" if event.reason else ""
+    log.info("worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
 
 
 class WorkerParent:
@@ -161,10 +152,10 @@ class WorkerParent:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Started):
-            self._sessions[message.pid] = _start_time(message.pid)
+            self._sessions[message.pid] = start_of(message.pid)
         elif isinstance(message, Exited):
             self._sessions.pop(message.pid, None)
-        assert isinstance(message, (Warm, Learnt, Started, Exited)), message
+        assert isinstance(message, (Warm, Started, Exited)), message
         self._hand_over(message)
 
     def _hand_over(self, event: ParentEvent) -> None:
@@ -173,17 +164,9 @@ class WorkerParent:
         self._sink(event)
 
 
-def _start_time(pid: int) -> int:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
-
-
 def _sweep(sessions: Mapping[int, int]) -> None:
     """Kill what a killed parent could not: it took its workers along, but not what these had started."""
-    ours: Collection[int] = {pid for pid, at in sessions.items() if _start_time(pid) in (0, at)}
+    ours: Collection[int] = {pid for pid, at in sessions.items() if start_of(pid) in (0, at)}
     if not ours:
         return
     for name in os.listdir("/proc"):  # noqa: PTH208  Names are all we need.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elasticrt.agent.apart import Apart
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.group import WorkerGroup
 from elasticrt.agent.pace import LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S, Limits, Pace, Sight
@@ -19,7 +18,6 @@ from elasticrt.agent.report import Failure, stalled
 from elasticrt.agent.settings import Settings
 from elasticrt.agent.stacks import Stacks, keep, take
 from elasticrt.contract.page import Page
-from elasticrt.rendezvous.records import Generation, Seat
 
 IDLE_S = 1.0
 """Between two looks for the first sign of life of a script without a Loop."""
@@ -50,13 +48,11 @@ class Watch:
         self._put = put
         self._events = events
         self._say = say
-        self.apart = Apart(events, say)
         self._renew()
 
-    def began(self, generation: Generation, seat: Seat) -> None:
+    def began(self) -> None:
         """New workers are being started: nothing is known of their pace."""
         self._renew()
-        self.apart.began(generation, seat)
 
     def _renew(self) -> None:
         self._pace = Pace(self._limits)
@@ -68,11 +64,10 @@ class Watch:
     @property
     def wake_at(self) -> float | None:
         """When to look again; None when there is nothing to look at."""
-        return min((at for at in (self._look_at or self._idle_until, self.apart.at) if at is not None), default=None)
+        return self._look_at or self._idle_until
 
     def look(self, now: float, *, held: bool) -> None:
         """Look, if it is time. `held`: the workers were told to stop after their step, so that none is awaited."""
-        self.apart.look(now, self._silent)
         if self._look_at is not None and now < self._look_at:
             return
         own = self._look()
@@ -88,12 +83,6 @@ class Watch:
         else:
             self._look_at = None
         self._idle_until = now + IDLE_S if own else None
-
-    def _silent(self, generation: int) -> dict[int, int]:
-        """The workers of a generation that run and have not called `init`."""
-        group = self._group()
-        pids = group.pids(generation)
-        return {rank: pid for rank, pid in pids.items() if not group.page(rank, generation).init_at_ns}
 
     def standing_since(self, now: float) -> float | None:
         """See `Pace`."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from elasticrt.calls import cells
 from elasticrt.contract.call import CALL_VARIABLE, VALUES_VARIABLE, Call
 from elasticrt.errors import (
     CheckpointError,
@@ -74,7 +73,7 @@ def spawn(
     as ELASTICRT_<NAME>.
 
     Args:
-        fn: a function of a module, of a script with `if __name__ == "__main__":`, or of a notebook cell.
+        fn: a function of a module, of a script with `if __name__ == "__main__":`, or (with cloudpickle) of a notebook.
         args: what follows i. It is pickled, once for all workers and restarts.
         nprocs: workers on this node.
         join: only True: spawn returns when all is over.
@@ -114,8 +113,11 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The call as it travels. Raises ConfigError for what cannot."""
     if not callable(fn) or not hasattr(fn, "__qualname__"):
         raise ConfigError(explain("not a function", "spawn", got=type(fn).__name__))
+    preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
+    preparation.pop("authkey", None)  # It may not be pickled, and workers are nobody's multiprocessing children.
+    by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
     try:
-        function = pickle.dumps((fn, args))
+        function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             explain(
@@ -126,13 +128,22 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
                 remedy="Define it with `def` at the top, not inside another function",
             )
         ) from error
-    preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
-    preparation.pop("authkey", None)  # It may not be pickled, and workers are nobody's multiprocessing children.
-    main = sys.modules[cells.MAIN]
-    if fn.__module__ == cells.MAIN and not {"init_main_from_name", "init_main_from_path"} & set(preparation):
-        names, texts = cells.gather(fn.__qualname__, vars(main))
-        return pickle.dumps(Call(preparation, names, texts, function))
-    return pickle.dumps(Call(preparation, (), {}, function))
+    return pickle.dumps(Call(preparation, function, by_value))
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ConfigError(
+            explain(
+                "a function of an interactive session needs cloudpickle",
+                "spawn",
+                got=str(error),
+                remedy="pip install cloudpickle (or elasticrt[notebook]), or put the function into a file",
+            )
+        ) from error
+    return cloudpickle
 
 
 def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:

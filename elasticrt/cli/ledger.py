@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from elasticrt.contract.book import SUFFIX, Book, longest, put_in_order, read
+from elasticrt.contract.book import SUFFIX, Book, longest, read
 from elasticrt.contract.ledger import Verdict, check
 from elasticrt.contract.streams import write
 from elasticrt.contract.words import counted
@@ -75,14 +75,11 @@ def books(*directories: Path) -> list[Book]:
             raise ValueError(f"there is nothing in {directory}")
         for name in names:
             places[name].append(directory)
-    found = {}
-    for name, holders in places.items():
-        book = read(*longest({str(directory / name): (directory / name).read_bytes() for directory in holders}))
-        if book is not None:
-            found[name] = book
-    for directory in directories:
-        put_in_order(found[name] for name in found if directory in places[name])
-    return list(found.values())
+    found = (
+        read(*longest({str(directory / name): (directory / name).read_bytes() for directory in holders}))
+        for name, holders in places.items()
+    )
+    return [book for book in found if book is not None]
 
 
 def describe(verdict: Verdict) -> list[str]:

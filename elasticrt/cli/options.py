@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import signal
 from collections.abc import Callable, Container, Mapping
@@ -105,12 +104,6 @@ def ranks(text: str) -> frozenset[int]:
     return frozenset(map(int, text.split(",")))
 
 
-def words(text: str) -> tuple[bytes, ...]:
-    """Words with commas; two commas stand for one in a word."""
-    parts = text.replace(",,", "\0").split(",")
-    return tuple(os.fsencode(part.replace("\0", ",")) for part in parts if part)
-
-
 def pairs(text: str) -> dict[str, str]:
     """`key=value` with commas."""
     found: dict[str, str] = {}
@@ -167,6 +160,7 @@ class Options:
         self._parser: argparse._ActionsContainer = parser
         self._top = parser
         self._options: dict[str, _Option] = {}
+        self._refused: dict[str, str] = {}
 
     def section(self, title: str) -> None:
         """What follows is shown under this title in the help."""
@@ -198,9 +192,13 @@ class Options:
     def refuse(self, name: str, why: str) -> None:
         """An option that others have and we do not: whoever gives it is told `why`, and what to use in its place."""
         self._parser.add_argument(*spellings((name,)), action=_Refused, help=argparse.SUPPRESS, metavar=why)
+        self._refused |= dict.fromkeys(_variables((name,))[1:], why)
 
     def read(self, arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Any]:
         """All values. Raises ConfigError naming the option or the variable."""
+        for name, why in self._refused.items():
+            if env.get(name, "0") not in ("", "0", "null"):
+                raise ConfigError(f"not taken by elasticrt ({name}): {why}")
         values = {}
         for dest, option in self._options.items():
             text, where = option.given(arguments, env)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elasticrt.agent.logs import ERR, OUT, LogOptions, Streams
-from elasticrt.cli.options import Options, choice, ranks, streams, words
+from elasticrt.agent.logs import LogOptions, Streams
+from elasticrt.cli.options import Options, ranks, streams
 from elasticrt.errors import ConfigError
 
 DEFAULT_RUN_DIR = "elasticrt_runs"
@@ -26,9 +26,6 @@ def declare(options: Options) -> None:
     add("--redirects", "-r", parse=streams, value="S", text="do not show 1 stdout, 2 stderr, 3 both; or 0:3,1:1")
     add("--tee", "-t", parse=streams, value="S", text="show these all the same, with torchrun's prefix")
     add("--local-ranks-filter", parse=ranks, value="RANKS", text="show these local ranks only, e.g. 0,1")
-    add("--duplicate-stdout-filters", parse=words, value="WORDS", text="keep lines with one of them in a file as well")
-    add("--duplicate-stderr-filters", parse=words, value="WORDS", text="the same of stderr")
-    add("--event-log-handler", parse=choice("null", "console"), value="WORD", text="console: events on stderr as well")
 
 
 def run_dir(values: Mapping[str, Any], run_id: str) -> Path:
@@ -52,11 +49,9 @@ def log_options(values: Mapping[str, Any], workers: int, env: Mapping[str, str])
         prefix = TEE_PREFIX
     else:
         prefix = "[rank ${rank}] " if workers > 1 and values["events_fd"] < 0 else ""
-    picked = {OUT: values["duplicate_stdout_filters"], ERR: values["duplicate_stderr_filters"]}
     return LogOptions(
         prefix=prefix,
         console_ranks=values["local_ranks_filter"],
         redirected=Streams(some=hidden),
         files=values["log_dir"] != os.devnull,
-        picked={stream: found for stream, found in picked.items() if found},
     )

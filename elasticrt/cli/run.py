@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.numa import MODES, bind
 from elasticrt.cli import output
 from elasticrt.cli.options import (
     Options,
@@ -67,7 +66,7 @@ examples:
 
 """
 BEFORE_THE_SCRIPT = frozenset({
-    "--nproc-per-node", "--workers-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id",
+    "--nproc-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id",
     "--etcd", "--rdzv-endpoint", "--rdzv-backend", "--max-restarts",
 })  # fmt: skip
 """Few scripts have these as options of their own. Who writes them behind the script is told where they go."""
@@ -142,18 +141,14 @@ def _declare_nodes(options: Options) -> None:
 def _declare_workers(options: Options) -> None:
     add, flag = options.add, options.flag
     options.section("workers")
-    add("--workers-per-node", parse=workers, value="K", text="worker processes per node; auto: GPUs, else 1")
-    rivals = ("workers_per_node",)
-    add("--nproc-per-node", parse=workers, value="K", text="as torchrun has it; auto: GPUs, else CPUs", rivals=rivals)
+    add("--nproc-per-node", parse=workers, value="K", text="worker processes per node; auto: GPUs, else CPUs")
     add("--start-method", parse=start_method, default="fork", value="HOW", text="fork from a warm process, or spawn")
     add("--preload", default="", value="MODULES", text="modules to import in the warm process, with commas")
     add("--role", default="default", value="NAME", text="ROLE_NAME of the workers")
     flag("--as-srun", text="give workers SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS ... as srun gives its tasks")
     flag("--module", "-m", text="SCRIPT is a module, as with python -m")
     flag("--no-python", text="SCRIPT is a program, not Python")
-    flag("--run-path", text="SCRIPT is a Python file, whatever --module and --no-python say")
     flag("--virtual-local-rank", text="LOCAL_RANK is 0 and one GPU is visible, for each worker")
-    add("--numa-binding", parse=choice(*MODES), value="HOW", text=f"run on the CPUs near the GPU: {', '.join(MODES)}")
     add(
         "--stop-timeout",
         "--shutdown-timeout",
@@ -203,8 +198,7 @@ def configure(
     check_security(etcd, values["insecure_etcd"])
     run_id = _run_id(values)
     node = values["node"] or (slurm.node if slurm else "") or _host_name()
-    given = values["nproc_per_node"] or values["workers_per_node"] or "auto"
-    workers_here = count_workers(given, env, cpus=values["nproc_per_node"] == "auto")
+    workers_here = count_workers(values["nproc_per_node"] or "auto", env, cpus=values["nproc_per_node"] == "auto")
     spec = RunSpec(
         min_nodes=least,
         max_nodes=most,
@@ -233,7 +227,6 @@ def configure(
         again=values["again"],
         run_dir=output.run_dir(values, run_id),
         logs=output.log_options(values, workers_here, env),
-        events_on_console=values["event_log_handler"] == "console",
         notes=(*notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
         max_restarts=spec.max_restarts,
         stop_timeout_s=10.0 if values["stop_timeout"] is None else values["stop_timeout"],
@@ -241,7 +234,6 @@ def configure(
         signals=values["signals_to_handle"] or SIGNALS,
         node_rank=values["node_rank"],
         gpus=own_gpus(workers_here, env) if values["virtual_local_rank"] else (),
-        cpus=bind(values["numa_binding"], workers_here, env),
         etcd_linger_s=values["etcd_linger"],
         etcd_runs=etcd_runs(values),
         etcd_wait_s=etcd_wait_s(values),
@@ -273,9 +265,7 @@ def count_workers(wanted: int | str, env: Mapping[str, str], *, cpus: bool = Fal
         devices = len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
     if wanted == "gpu" and not devices:
         raise ConfigError(
-            explain(
-                "no GPU is visible", "--workers-per-node gpu", expected="at least one", remedy="Use auto or a number"
-            )
+            explain("no GPU is visible", "--nproc-per-node gpu", expected="at least one", remedy="Use auto or a number")
         )
     return devices or (len(os.sched_getaffinity(0)) if cpus else 1)
 
@@ -315,16 +305,15 @@ def _nodes(values: Mapping[str, Any]) -> tuple[int, int]:
 def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]) -> Command:
     from elasticrt.agent.group import Command
 
-    plain = values["run_path"]
-    if values["module"] and values["no_python"] and not plain:
+    if values["module"] and values["no_python"]:
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
     if script is None:
         expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
         raise ConfigError(explain("nothing to run", "SCRIPT", expected=expected, remedy=remedy))
     argv = (script, *arguments)
-    if values["module"] and not plain:
+    if values["module"]:
         return Command(argv=argv, kind="module")
-    if values["no_python"] and not plain:
+    if values["no_python"]:
         return Command(argv=argv, kind="program")
     path = Path(script)
     if not path.exists():

@@ -22,7 +22,7 @@ NODES_MAX = 256  # Real processes of one machine, each with its workers.
 STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 
 _OURS = frozenset({
-    "min_nodes", "max_nodes", "nnodes", "workers_per_node", "nproc_per_node", "run_id", "run_dir", "log_dir", "node",
+    "min_nodes", "max_nodes", "nnodes", "nproc_per_node", "run_id", "run_dir", "log_dir", "node",
     "node_rank", "standalone", "events_fd", "health_port", "nodes",
 })  # fmt: skip
 """Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
@@ -122,7 +122,7 @@ def configure(arguments: argparse.Namespace, values: dict[str, Any], options: Op
                 remedy="Start more nodes or lower --min-nodes",
             )
         )
-    workers = values["nproc_per_node"] or values["workers_per_node"] or 1
+    workers = values["nproc_per_node"] or 1
     return Simulation(
         run_id=settings.run_id,
         nodes=values["nodes"],

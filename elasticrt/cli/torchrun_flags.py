@@ -74,14 +74,17 @@ FLAGS = (
     ),
     Flag(
         "--event-log-handler",
-        "event_log_handler",
-        "console: events as JSON lines on stderr as well",
-        "events are always kept in the run directory",
+        "",
+        "events are always kept, as JSON lines. Use the files events-NODE.jsonl in the run's directory (tail -f)",
     ),
     Flag("--role", "role", "ROLE_NAME, and part of the console's prefix with --tee", "one for all nodes of a run"),
     Flag("--module", "module", "SCRIPT is a module, as with python -m"),
     Flag("--no-python", "no_python", "SCRIPT is a program"),
-    Flag("--run-path", "run_path", "SCRIPT is a Python file, whatever --no-python and --module say"),
+    Flag(
+        "--run-path",
+        "",
+        "SCRIPT is a Python file unless --no-python or --module is given. Use neither, and leave it out",
+    ),
     Flag(
         "--log-dir",
         "log_dir",
@@ -95,10 +98,14 @@ FLAGS = (
     Flag("--local-ranks-filter", "local_ranks_filter", "the console shows these local ranks only"),
     Flag(
         "--duplicate-stdout-filters",
-        "duplicate_stdout_filters",
-        "lines with any of these words are written to logs/generation-G/filtered.NODE.out as well",
+        "",
+        "all lines are in files already. Use grep, with logs/generation-*/*.out in the run's directory",
     ),
-    Flag("--duplicate-stderr-filters", "duplicate_stderr_filters", "the same of stderr, in filtered.NODE.err"),
+    Flag(
+        "--duplicate-stderr-filters",
+        "",
+        "all lines are in files already. Use grep, with logs/generation-*/*.err in the run's directory",
+    ),
     Flag(
         "--node-rank",
         "node_rank",
@@ -121,15 +128,15 @@ FLAGS = (
     Flag(
         "--logs-specs",
         "",
-        "it names a class of torch's, and the agent has no torch. Use --log-dir, --redirects, --tee, "
-        "--local-ranks-filter and --duplicate-stdout-filters",
+        "it names a class of torch's, and the agent has no torch. Use --log-dir, --redirects, --tee "
+        "and --local-ranks-filter",
         env=False,
     ),
     Flag(
         "--numa-binding",
-        "numa_binding",
-        "each worker runs on the CPUs near its GPU (node, socket, exclusive, core-complex)",
-        "without GPUs, workers are spread over the NUMA nodes; numactl is not needed",
+        "",
+        "which CPUs are near a GPU is not looked at. Use numactl (numactl --cpunodebind=0 elasticrt run ...), or "
+        "os.sched_setaffinity in the script, by LOCAL_RANK",
         env=False,
     ),
     Flag(

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = 2
-"""Format 1 has `serial` instead of `before`."""
 SUFFIX = ".ledger"
 
 Link = tuple[str, int]
@@ -31,7 +29,6 @@ class Opening:
         history: what the state at `steps` descends from, oldest first.
         samples: length of the data set.
         before: other starts that had a file in this rank's directory already, less those of the history.
-        serial: in format 1, else 0: one more than the number of starts in the directory. See `put_in_order`.
     """
 
     start: str
@@ -45,26 +42,20 @@ class Opening:
     history: tuple[Link, ...]
     samples: int
     before: tuple[str, ...] = ()
-    serial: int = 0
 
     def to_line(self) -> str:
         """As it is in the file."""
-        fields = asdict(self)
-        del fields["serial"]
-        return json.dumps({"format": FORMAT, **fields}) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Opening:
         """Raises ValueError, KeyError, TypeError when it is none."""
-        written_as = fields.pop("format", None)
-        if written_as not in (1, FORMAT):
-            raise ValueError(f"not the beginning of a ledger of format 1 or {FORMAT}")
-        if ("serial" in fields, "before" in fields) != (written_as == 1, written_as != 1):
-            raise ValueError(f"format 1 has a serial and format {FORMAT} the starts before")
+        if fields.pop("format", None) != FORMAT:
+            raise ValueError(f"not the beginning of a ledger of format {FORMAT}")
         history = tuple((str(start), int(last)) for start, last in fields.pop("history"))
-        before = tuple(str(start) for start in fields.pop("before", ()))
+        before = tuple(str(start) for start in fields.pop("before"))
         opening = cls(history=history, before=before, **fields)
-        for name in ("serial", "generation", "rank", "world_size", "steps", "epoch", "samples"):
+        for name in ("generation", "rank", "world_size", "steps", "epoch", "samples"):
             value = getattr(opening, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} is {value!r}")
@@ -162,25 +153,3 @@ def longest(copies: Mapping[str, bytes]) -> tuple[str, bytes]:
         if not content.startswith(part):
             raise ValueError(f"{other} is neither the same as {name} nor the beginning of it")
     return name, content
-
-
-def put_in_order(books: Iterable[Book]) -> None:
-    """Fill in `before` for books of format 1, which all were written to one directory, from their serials.
-
-    A start has more than one serial: some ranks count their own start as well. After files have been deleted, or put
-    together from several directories, serials say nothing: then they overlap, or contradict the generations of a run.
-    """
-    numbered = [book for book in books if book.opening.serial]
-    serials: dict[str, list[int]] = defaultdict(list)
-    for book in numbered:
-        serials[book.opening.start].append(book.opening.serial)
-    spans = {book.opening.start: (book.opening, min(serials[book.opening.start])) for book in numbered}
-    for book in numbered:
-        own, first = spans[book.opening.start]
-        before = tuple(
-            start
-            for start, (opening, smallest) in spans.items()
-            if smallest < first and max(serials[start]) <= first
-            and not (opening.run == own.run and opening.generation > own.generation)
-        )  # fmt: skip
-        book.opening = replace(book.opening, before=(*book.opening.before, *before))

@@ -6,7 +6,6 @@ nobody but the same user can open, and which are gone with the caller.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,53 +18,15 @@ VALUES_VARIABLE = "ELASTICRT_CALL_VALUES"
 
 
 @dataclass(frozen=True)
-class Name:
-    """One global name of an interactive session: how to have it elsewhere.
-
-    Attributes:
-        name: what the session calls it.
-        module: the module to import, or "".
-        cell, line, defines: where its definition is (the first line, decorators included), and what that calls it.
-        value: the pickle of any other value.
-    """
-
-    name: str
-    module: str = ""
-    cell: str = ""
-    line: int = 0
-    defines: str = ""
-    value: bytes = b""
-
-
-@dataclass(frozen=True)
 class Call:
     """Everything a worker needs.
 
     Attributes:
         preparation: what `multiprocessing` tells a child about its parent's main module, paths and arguments.
-        names: for a function of an interactive session, all it refers to, in an order in which they can be made.
-        cells: the texts of the cells that define some of the names.
         function: the pickle of the function and its arguments.
+        by_value: the function is of an interactive session: what it uses of that travels with it, by cloudpickle.
     """
 
     preparation: Mapping[str, Any]
-    names: tuple[Name, ...]
-    cells: Mapping[str, str]
     function: bytes
-
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def definition(text: str, name: str, line: int = 0) -> Definition | None:
-    """The last definition of `name` in a cell; with `line`, the one that begins there. SyntaxError for no Python."""
-    found = None
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, Definition) and node.name == name and line in (0, first_line(node)):
-            found = node
-    return found
-
-
-def first_line(node: Definition) -> int:
-    """Where a definition begins, decorators included, as a function's code object counts."""
-    return min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    by_value: bool

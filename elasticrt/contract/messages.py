@@ -6,7 +6,7 @@ kinds, missing or extra fields are refused: both ends come from the same install
 Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
-* parent -> agent: Warm, Learnt, Started, Exited.
+* parent -> agent: Warm, Started, Exited.
 * worker -> agent: Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done.
 * agent -> worker: Reply, Reseat, Dismiss, Release.
 """
@@ -34,7 +34,7 @@ class Start:
     generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
     environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
     parent's own is added. `generation` numbers starts, larger each time: a worker may go on in other generations later.
-    `keep_stdin` is true for local rank 0 only. `cpus` are what it may run on, empty for everything.
+    `keep_stdin` is true for local rank 0 only.
     """
 
     generation: int
@@ -45,7 +45,6 @@ class Start:
     directory: str
     fd_names: list[str]
     keep_stdin: bool = False
-    cpus: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,34 +62,12 @@ class Signal:
 
 @dataclass(frozen=True)
 class Warm:
-    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork".
-
-    `rss_bytes` of memory it has, `shared_bytes` of which other processes map as well.
-    """
+    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork"."""
 
     pid: int
     method: str
     reason: str
     import_s: float
-    rss_bytes: int
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """In quiet training the parent has looked at what its workers import. Sent once, and whenever that is more.
-
-    `modules` are new and there for the next fork; `left_out` says of the others why they are not. `unsafe` is "", or
-    why workers cannot be forks from now on. The bytes are as in Warm, while workers share them.
-    """
-
-    pid: int
-    modules: list[str]
-    left_out: dict[str, str]
-    unsafe: str
-    import_s: float
-    rss_bytes: int
-    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -291,7 +268,6 @@ Message = (
     Start
     | Signal
     | Warm
-    | Learnt
     | Started
     | Exited
     | Step
@@ -315,7 +291,7 @@ Message = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Start, Signal, Warm, Learnt, Started, Exited, Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged,
+        Start, Signal, Warm, Started, Exited, Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged,
         Done, HandedOver, Ready, Down, Reply, Reseat, Dismiss, Release,
     )
 }  # fmt: skip

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from elasticrt.contract.modes import FILE_MODE
+from elasticrt.contract.proc import start_of
 
 NAME = ".owner"
 BEAT_S = 2.0
@@ -56,7 +57,7 @@ class Owner:
     @classmethod
     def here(cls, run: str, store: str, node: str) -> Owner:
         """This process."""
-        return cls(run, store, node, _machine(), os.getpid(), started_at(os.getpid()), secrets.token_hex(8))
+        return cls(run, store, node, _machine(), os.getpid(), start_of(os.getpid()), secrets.token_hex(8))
 
     @classmethod
     def from_json(cls, text: bytes) -> Owner | None:
@@ -124,7 +125,7 @@ class Holding:
         while True:
             found, touched_ns, now_ns = self._read()
             members = None if found is None else self._members(found)
-            process = found is not None and started_at(found.pid) == found.started > 0
+            process = found is not None and start_of(found.pid) == found.started > 0
             age_s = (now_ns - touched_ns) / 1e9
             verdict = judge(found, self._owner, members=members, process=process, age_s=age_s)
             if verdict in ("free", "ours"):
@@ -203,15 +204,6 @@ class Holding:
 def renewed(owner: Owner) -> Owner:
     """The same process, taking a directory anew."""
     return replace(owner, token=secrets.token_hex(8))
-
-
-def started_at(pid: int) -> int:
-    """When this process started, in the kernel's ticks since boot; 0 when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _machine() -> str:

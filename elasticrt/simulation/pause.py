@@ -13,14 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-
-def parent_of(pid: int) -> int:
-    """The parent's pid, 0 when `pid` has ended."""
-    try:
-        # The name in parentheses may hold spaces and parentheses; the fields after the last one do not.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0
+from elasticrt.contract.proc import stat
 
 
 def line_of_descent(pid: int, ancestor: int) -> list[int]:
@@ -28,7 +21,8 @@ def line_of_descent(pid: int, ancestor: int) -> list[int]:
     line: list[int] = []
     while pid > 1 and pid != ancestor:
         line.append(pid)
-        pid = parent_of(pid)
+        found = stat(pid)
+        pid = 0 if found is None else found.parent
     return line if pid == ancestor else []
 
 

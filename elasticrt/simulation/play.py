@@ -54,7 +54,7 @@ class Simulation:
         mine = ["--node", node, "--run-id", self.run_id, "--events-fd", str(events_fd)]
         size = ["--min-nodes", str(self.min_nodes), "--max-nodes", str(self.max_nodes)]
         where = ["--run-dir", self.run_dir] if self.run_dir is not None else []
-        workers = ["--workers-per-node", str(self.workers_per_node)]
+        workers = ["--nproc-per-node", str(self.workers_per_node)]
         return [*self.agent, *mine, *size, *workers, *where, *self.options, *self.command]
 
 

@@ -1,8 +1,9 @@
 """Making a program deaf to SIGTERM, although it would put a handler of its own in.
 
-Schedulers send SIGTERM to every process of a job at the same instant (SLURM does). The agents then hand over and save,
-for which they need their etcd a little longer; but etcd ends on SIGTERM, and cannot be told not to. So the kernel is
-asked (seccomp) not to let it touch what is done about SIGTERM, which is: nothing. SIGINT still ends it.
+`scancel` sends SIGTERM to every process of a job at the same instant (deploy/slurm/README.md). The agents then hand
+over and save, for which they need their etcd a little longer. A session of its own does not spare it: SLURM signals all
+that is in the job's control group. And etcd ends on SIGTERM, and cannot be told not to. So the kernel is asked not to
+let it touch (seccomp) what is done about SIGTERM, which is: nothing. SIGINT still ends it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elasticrt
+from elasticrt.contract.proc import start_of
 from elasticrt.errors import ConfigError, StoreError, explain
 from elasticrt.store import runtime, server
 from elasticrt.store.protocol import Address
@@ -40,7 +41,7 @@ class Served:
 
     def lives(self) -> bool:
         """Whether its keeper still runs."""
-        return runtime.start_of(self.keeper_pid) == self.keeper_start
+        return start_of(self.keeper_pid) == self.keeper_start
 
 
 def find(run_id: str) -> Served | None:

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
+from elasticrt.contract.proc import start_of
 from elasticrt.errors import StoreError, explain
 from elasticrt.store import runtime, server
 from elasticrt.store.protocol import Address
@@ -45,7 +46,7 @@ def start(run_id: str, binary: Path, listen: Address | None) -> tuple[subprocess
         if server.await_ready(etcd, address):
             record: dict[str, Any] = {**asdict(address), "token": token, "data": str(data)}
             for name, pid in (("keeper", os.getpid()), ("etcd", etcd.pid)):
-                record |= {f"{name}_pid": pid, f"{name}_start": runtime.start_of(pid)}
+                record |= {f"{name}_pid": pid, f"{name}_start": start_of(pid)}
             return etcd, record
         server.stop(etcd)
         got, remedy = server.why_it_ended(data)

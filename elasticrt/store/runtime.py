@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elasticrt.contract.proc import start_of
 from elasticrt.errors import ConfigError, StoreError, explain
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
 from elasticrt.store.server import SOCKET
@@ -142,15 +143,6 @@ def touched_at_ns(directory: Path, run_id: str) -> int:
 def is_alive(record: dict[str, Any]) -> bool:
     """Whether keeper and server of this record still run (and are not other processes with their numbers)."""
     return all(start_of(record[f"{name}_pid"]) == record[f"{name}_start"] for name in ("keeper", "etcd"))
-
-
-def start_of(pid: int) -> int:
-    """When this process started, in the kernel's ticks since boot; 0 when it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def remove_record(directory: Path, run_id: str) -> None:

@@ -14,8 +14,8 @@ import itertools
 import os
 import runpy
 import signal
-import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from elasticrt.contract.env import WorkerEnv
 from elasticrt.contract.error_file import text_of
 from elasticrt.contract.messages import HANDED_OVER_CODE
 from elasticrt.errors import Handover
-from elasticrt.worker import ending, groups, learn, pulse, store
+from elasticrt.worker import ending, groups, pulse, store
 
 _LOADED_BY_ANY_PYTHON = frozenset(
     (
@@ -46,13 +46,8 @@ _LOADED_BY_ANY_PYTHON = frozenset(
 """Modules that are there before the first line of any script, so that a local file of that name never wins."""
 
 
-def become(
-    command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int, teller: socket.socket
-) -> NoReturn:
-    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it, and end.
-
-    Through `teller` the worker parent learns what it imports.
-    """
+def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> NoReturn:
+    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it, and end."""
     _take_environment(env)
     _fresh_multiprocessing()
     _fresh_random_numbers()
@@ -61,17 +56,27 @@ def become(
     _take_path(directory)
     groups.keep()
     worker = WorkerEnv.from_env(env)
-    tell = learn.Telling(teller, directory)
     if worker is not None:
-        store.serve_env_rendezvous(worker, tell)
+        store.serve_env_rendezvous(worker)
         pulse.begin(worker)
     last, me = next(reversed(sys.modules)), os.getpid()
     code = _run(list(command), module=module)
     is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
-    if not is_fork:
-        tell()
-    names = ["__main__", *learn.imported_since(last)]
+    names = ["__main__", *_imported_since(last)]
     ending.leave(code, names, host_fd=-1 if worker is None or is_fork else _host_fd(worker))
+
+
+def _imported_since(marker: str) -> list[str]:
+    """The modules that were imported after the one called `marker`, in that order.
+
+    From the end: touching every module's name would copy, in a fork, all the pages that the names are in.
+    """
+    found = []
+    for name in reversed(list(sys.modules) if threading.active_count() > 1 else sys.modules):
+        if name == marker:
+            break
+        found.append(name)
+    return found[::-1]
 
 
 def _host_fd(worker: WorkerEnv) -> int:

@@ -92,8 +92,6 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
         _reset_signals(signals)
         _place_standard_streams(job)
         os.chdir(job.start.directory)
-        if job.start.cpus:
-            os.sched_setaffinity(0, job.start.cpus)
     except OSError as error:
         fail(job, error)
     env = dict(job.start.env)

@@ -22,9 +22,8 @@ from typing import Any
 from elasticrt.contract.bell import Bell
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.messages import Exited, Message, Signal, Start, Started, Warm
-from elasticrt.worker import child, footprint, sessions
+from elasticrt.worker import child, sessions
 from elasticrt.worker.child import Job
-from elasticrt.worker.learn import Learner
 
 SWEEP_AGAIN_S = 0.02
 SWEEP_MAX_S = 2.0
@@ -51,9 +50,8 @@ class _Worker:
 class Parent:
     """The state of a worker parent. `serve` runs it."""
 
-    def __init__(self, channel: Channel, *, program: bool, directory: str = "") -> None:
+    def __init__(self, channel: Channel, *, program: bool) -> None:
         self._channel = channel
-        self.learner = Learner(directory, self.forget)
         self._program = program
         self._executes = True
         self._workers: dict[int, _Worker] = {}
@@ -79,7 +77,6 @@ class Parent:
     def forget(self) -> None:
         """In a fork: close what only the parent may hold."""
         self._channel.close()
-        self.learner.close_inbox()
         self._bell.close()
         if self._agent_fd >= 0:
             os.close(self._agent_fd)
@@ -109,14 +106,9 @@ class Parent:
 
     def _turn(self) -> Job | None:
         watched = [self._channel.fileno(), self._bell.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
-        watched += self.learner.filenos()
         ready = select.select(watched, [], [], self._wait_s())[0]
         self._reap()
         if self._channel.fileno() not in ready:
-            if not self._executes:
-                report = self.learner.turn(time.monotonic(), training=self._is_training())
-                if report is not None:
-                    self._send(report)
             return None
         received = self._channel.receive(0)
         while received is not None:
@@ -128,12 +120,7 @@ class Parent:
         return None
 
     def _wait_s(self) -> float | None:
-        if any(worker.code is not None for worker in self._workers.values()):
-            return SWEEP_AGAIN_S
-        return self.learner.due_in_s(time.monotonic()) if self._is_training() and not self._executes else None
-
-    def _is_training(self) -> bool:
-        return bool(self._workers) and all(worker.code is None for worker in self._workers.values())
+        return SWEEP_AGAIN_S if any(worker.code is not None for worker in self._workers.values()) else None
 
     def _handle(self, message: Message, fds: list[int]) -> Job | None:
         if isinstance(message, Start):
@@ -158,7 +145,6 @@ class Parent:
     def _start(self, start: Start, fds: list[int]) -> Job | None:
         """Fork a worker. In the worker itself: its job."""
         job = None
-        self.learner.disturbed(time.monotonic())
         try:
             _expect_all(start, fds)
             if start.generation > self._generation:
@@ -176,7 +162,7 @@ class Parent:
         return job
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
-        executes = self._executes or bool(self.learner.unsafe) or child.needs_own_interpreter(start)
+        executes = self._executes or child.needs_own_interpreter(start)
         errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
         # No signal may reach the worker while it still has this process's handlers.
@@ -210,8 +196,6 @@ class Parent:
                 if worker is not None:
                     worker.ended_ns = time.monotonic_ns()
                     sessions.kill_sessions([worker.pid], signal.SIGKILL)
-                    self.learner.disturbed(time.monotonic())
-                self.learner.reaping(ended.si_pid)
                 _, status = os.waitpid(ended.si_pid, 0)
                 self._strangers.pop(ended.si_pid, None)
                 if worker is not None:
@@ -282,13 +266,13 @@ def main(arguments: list[str] | None = None) -> None:
         _ensure_open(number)
     sessions.adopt_orphans()
     script, directory = _script(options)
-    parent = Parent(Channel.adopt(options.channel_fd), program=options.kind == "program", directory=directory)
+    parent = Parent(Channel.adopt(options.channel_fd), program=options.kind == "program")
     warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
         return
     parent.forget()
-    signals, teller = parent.signals, parent.learner.teller
+    signals = parent.signals
     del parent
     env = child.settle(job, signals)
     if job.executes:
@@ -296,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.close(job.errors_fd)
     from elasticrt.worker import boot
 
-    boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads, teller=teller)
+    boot.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -328,30 +312,29 @@ def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -
     if options.kind == "program":
         reason = "the command is not Python's"
     elif options.method == "fork":
-        reason = _why_not_forked(script)
+        reason, wanted = _read_ahead(script)
         if not reason:
             from elasticrt.worker import preload
 
-            reason, torch_threads = preload.warm_up(options.preload, directory)
+            reason, torch_threads = preload.warm_up(options.preload, directory, wanted)
     method = "exec" if reason else options.method
-    memory = footprint.resident_and_shared()
-    return Warm(os.getpid(), method, reason, time.monotonic() - before_s, *memory), torch_threads
+    return Warm(os.getpid(), method, reason, time.monotonic() - before_s), torch_threads
 
 
-def _why_not_forked(script: Path | None) -> str:
-    """Why `script` needs interpreters of its own, as can be seen before it runs; "" when it does not."""
+def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
+    """Why `script` needs interpreters of its own ("" when it does not), and what to import for it before it runs."""
     if script is None or not script.exists():
-        return ""  # If it never comes, Python itself will say so, in every worker.
+        return "", []  # If it never comes, Python itself will say so, in every worker.
     if not child.is_source(script):
-        return f"{script.name} is not a plain source file"
+        return f"{script.name} is not a plain source file", []
     from elasticrt.worker import preamble
 
     tree = preamble.parse(script.read_bytes())
     found = preamble.early_write(tree, os.environ)
     if found:
-        return f"{script.name} {found}, which is too late in a fork"
+        return f"{script.name} {found}, which is too late in a fork", []
     found = preamble.early_spawn(tree)
-    return f"{script.name} {found}" if found else ""
+    return (f"{script.name} {found}" if found else ""), preamble.first_imports(tree)
 
 
 def _ensure_open(number: int) -> None:

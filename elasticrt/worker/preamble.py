@@ -1,4 +1,4 @@
-"""Why a script cannot be run by a fork: what it does before its imports, or starts; found without running anything.
+"""What a script says of itself before it runs: why it cannot be run by a fork, and which libraries it begins with.
 
 A fork has torch already: a variable that the script sets for torch or one of its libraries to read as they load would
 come too late. Such a script gets a fresh interpreter. When in doubt it gets one as well: that costs time, nothing else.
@@ -36,6 +36,9 @@ _SPAWNERS = {"spawn", "start_processes"}
 _WRITERS = {"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__", "__ior__"}
 _ANY = "variables that only running it would tell"
 
+_SHORT_LIST = ("einops", "numpy", "PIL", "safetensors", "scipy", "torchaudio", "torchvision")
+"""Well-known libraries whose import takes long, does nothing else, and reads nothing that differs between workers."""
+
 _Place = tuple[int, int]
 
 
@@ -62,6 +65,22 @@ def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
         if after is not None and not _is_safe(name):
             return f"line {place[0]} sets {name} before `import {after[1]}` in line {after[0][0]}"
     return ""
+
+
+def first_imports(tree: ast.Module) -> list[str]:
+    """The modules of the short list that the script's first statements import: nothing of its own ran before them.
+
+    With `from scipy import stats` that is `scipy.stats` as well, which may turn out to be no module.
+    """
+    names: list[str] = []
+    for node in tree.body[ast.get_docstring(tree) is not None :]:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names if node.level == 0]
+        else:
+            break
+    return [name for name in dict.fromkeys(names) if name.partition(".")[0] in _SHORT_LIST]
 
 
 def early_spawn(tree: ast.Module) -> str:

@@ -1,7 +1,8 @@
 """Warming up: import what workers will need, so that a worker that is a fork finds it there.
 
-That is torch, its optimizers, the parts that torch imports on first use, and the modules of --preload. Whether this
-process can be forked afterwards is found out by `trial`.
+That is torch, its optimizers, the parts that torch imports on first use, the well-known libraries that the script
+begins with, and the modules of --preload. Whether this
+process can be forked afterwards is tested, not guessed: it must have one thread, no children, no CUDA, no new sockets.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import os
 import pkgutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
-
-from elasticrt.worker import trial
+from pathlib import Path
 
 _ROOTS = ("torch", "numpy", "elasticrt")
 _LAZY = (
@@ -34,21 +36,21 @@ _LAZY = (
 )
 
 
-def warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
+def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) -> tuple[str, int]:
     """Import torch and `modules`; returns why forking is not possible ("" when it is), and torch's thread count.
 
-    `directory` is what the script has first on its path. The thread count is the one that a fresh interpreter would
-    have used, where OMP_NUM_THREADS is not set.
+    `directory` is what the script has first on its path. `wanted` is imported as far as it can be. The thread count is
+    the one that a fresh interpreter would have used, where OMP_NUM_THREADS is not set.
     """
     gc.disable()  # Imports make no garbage worth the time to look for it.
     try:
-        return _warm_up(modules, directory)
+        return _warm_up(modules, directory, wanted)
     finally:
         gc.enable()
 
 
-def _warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
-    sockets_before = trial.sockets()
+def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> tuple[str, int]:
+    sockets_before = _sockets()
     for name in _ROOTS:
         if directory and _shadows(name, directory):
             return f"the script's directory has a {name!r} of its own", 0
@@ -56,22 +58,74 @@ def _warm_up(modules: Sequence[str], directory: str) -> tuple[str, int]:
         threads = _import_torch()
     except ImportError as error:
         return f"torch cannot be imported: {error}", 0
-    with trial.first_on_path(directory):
+    with _first_on_path(directory):
         for name in modules:
             try:
                 importlib.import_module(name)
             except ImportError as error:
                 return f"--preload {name}: {error}", threads
-    freeze()
-    if trial.has_children():
-        return "a preloaded module has started a process", threads
-    why = trial.why_unsafe(sockets_before)
+    for name in wanted:
+        if not (directory and _shadows(name.partition(".")[0], directory)):
+            _import_if_there(name)
+    # Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker.
+    gc.freeze()
+    why = _why_unsafe(sockets_before)
     return f"a preloaded module {why}" if why else "", threads
 
 
-def freeze() -> None:
-    """Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker."""
-    gc.freeze()
+@contextlib.contextmanager
+def _first_on_path(directory: str) -> Iterator[None]:
+    """Import as a script in `directory` does ("" for none)."""
+    if directory:
+        sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        if directory:
+            sys.path.remove(directory)
+
+
+def _why_unsafe(sockets_before: set[str]) -> str:
+    """Fork once and look at both sides. "" when neither has a thread, CUDA, a child, or a socket that is new."""
+    if _has_children():
+        return "has started a process"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "has initialised CUDA"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if _tasks() == 1 else 1)
+    _, status = os.waitpid(pid, 0)
+    if os.waitstatus_to_exitcode(status) != 0:
+        return "starts a thread in a forked process"
+    # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
+    if _tasks() != 1:
+        return f"keeps {_tasks() - 1} thread(s) running"
+    if _sockets() - sockets_before:
+        return "has opened a socket"
+    return ""
+
+
+def _has_children() -> bool:
+    """Whether this process has any child, running or ended."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _sockets() -> set[str]:
+    """The sockets that this process holds, by the kernel's names."""
+    links = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
+        with contextlib.suppress(OSError):  # The directory's own descriptor is closed by now.
+            links.add(str(Path("/proc/self/fd", name).readlink()))
+    return {link for link in links if link.startswith("socket:")}
+
+
+def _tasks() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  Names are all we need.
 
 
 def _shadows(name: str, directory: str) -> bool:
@@ -95,11 +149,15 @@ def _import_torch() -> int:
 
     ours = pkgutil.iter_modules(importlib.import_module("elasticrt.train").__path__)
     for name in (*_LAZY, "numpy", "elasticrt.worker.boot", *(f"elasticrt.train.{module.name}" for module in ours)):
-        # Not in every version or installation; a script that needs it gets the error where it imports it.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+        _import_if_there(name)
     _train_a_little()
     return threads
+
+
+def _import_if_there(name: str) -> None:
+    # Not in every version or installation; a script that needs it gets the error where it imports it.
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 
 def _train_a_little() -> None:

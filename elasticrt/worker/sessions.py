@@ -12,7 +12,8 @@ import ctypes
 import os
 import signal
 from collections.abc import Collection
-from pathlib import Path
+
+from elasticrt.contract.proc import stat
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,12 +55,13 @@ def members(session_ids: Collection[int]) -> list[int]:
 def children() -> list[int]:
     """The processes whose parent is this one, dead ones included until they are reaped."""
     me = os.getpid()
-    return [pid for pid in _all_pids() if _state_and_parent(pid)[1] == me]
+    return [pid for pid in _all_pids() if (found := stat(pid)) is not None and found.parent == me]
 
 
 def is_zombie(pid: int) -> bool:
     """Whether the process has ended (it may wait to be reaped)."""
-    return _state_and_parent(pid)[0] in ("", "Z", "X")
+    found = stat(pid)
+    return found is None or found.ended
 
 
 def kill(pid: int, number: int) -> None:
@@ -90,16 +92,6 @@ def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208  Path objects are 10x slower.
 
 
-def _state_and_parent(pid: int) -> tuple[str, int]:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return "", 0
-    # The name in parentheses may hold spaces and parentheses itself: the fields start after the last one.
-    fields = stat[stat.rindex(b")") + 2 :].split(b" ", 2)
-    return fields[0].decode(), int(fields[1])
-
-
 def _is_foreign_zombie(pid: int) -> bool:
-    state, parent = _state_and_parent(pid)
-    return state == "" or (state in "ZX" and parent != os.getpid())
+    found = stat(pid)
+    return found is None or (found.ended and found.parent != os.getpid())

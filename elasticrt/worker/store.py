@@ -22,15 +22,13 @@ _Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 class _EnvRendezvous:
     """Torch's `env` handler for this process. Keeps the server alive, which torch would drop with the group."""
 
-    def __init__(self, worker: WorkerEnv, fallback: _Handler, before_meeting: Callable[[], None]) -> None:
+    def __init__(self, worker: WorkerEnv, fallback: _Handler) -> None:
         self._worker = worker
-        self._before_meeting = before_meeting
         self._fallback = fallback
         self._server: Any = None
         self._times = 0
 
     def __call__(self, url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[tuple[Any, int, int]]:
-        self._before_meeting()
         query = dict(parse_qsl(urlparse(url).query))
         rank = int(query.get("rank", os.environ.get("RANK", "-1")))
         world_size = int(query.get("world_size", os.environ.get("WORLD_SIZE", "-1")))
@@ -72,10 +70,9 @@ class _EnvRendezvous:
         return TCPStore(is_master=False, **common)
 
 
-def serve_env_rendezvous(worker: WorkerEnv, before_meeting: Callable[[], None]) -> None:
+def serve_env_rendezvous(worker: WorkerEnv) -> None:
     """From now on `init_process_group()` and `env://` in this process mean the generation's own store.
 
-    Each first calls `before_meeting`: a script has imported by then most of what it will.
     Nothing changes where torch has no such registry (then rank 0 binds MASTER_PORT itself, as under torchrun).
     """
     # Torch has a public function to register a scheme, but none to replace one.
@@ -86,4 +83,4 @@ def serve_env_rendezvous(worker: WorkerEnv, before_meeting: Callable[[], None]) 
         if worker.listen_fd >= 0:
             os.close(worker.listen_fd)
         return
-    registry["env"] = _EnvRendezvous(worker, registry["env"], before_meeting)
+    registry["env"] = _EnvRendezvous(worker, registry["env"])

@@ -218,7 +218,7 @@ class Job:
 
     def _elasticrt(self, index: int) -> list[str]:
         command = [sys.executable, "-m", "elasticrt", "run", "--run-id", self.id, "--node", f"node-{index}"]
-        command += ["--min-nodes", "1", "--max-nodes", str(self.max_nodes), "--workers-per-node", "1"]
+        command += ["--min-nodes", "1", "--max-nodes", str(self.max_nodes), "--nproc-per-node", "1"]
         command += ["--max-restarts", "1000", "--join", "now", "--run-dir", str(self.directory / "logs")]
         if self._etcd is not None:
             return [*command, "--etcd", str(self._etcd.address), "--insecure-etcd"]

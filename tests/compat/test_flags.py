@@ -83,17 +83,13 @@ CASES = [
     Case("--max-restarts", "7", lambda _, spec: (spec.max_restarts, spec.restarts_reset), (7, False)),
     Case("--monitor-interval", "5", lambda settings, _: ["--monitor" in note for note in settings.notes], [True]),
     Case("--start-method", "spawn", _setting("start_method"), "exec"),
-    Case("--event-log-handler", "console", _setting("events_on_console"), True),
     Case("--role", "trainer", lambda settings, spec: (settings.role, spec.role), ("trainer", "trainer")),
     Case("--module", "", _setting("command.kind"), "module"),
     Case("--no-python", "", _setting("command.kind"), "program"),
-    Case("--run-path", "", _setting("command.kind"), "script", ("--no-python",)),
     Case("--log-dir", "/logs", _setting("run_dir"), Path("/logs/calm-fox"), ("--rdzv-id", "calm-fox")),
     Case("--redirects", "1:1", _shown, [frozenset(), frozenset({OUT})], TWO),
     Case("--tee", "3", _setting("logs.prefix"), "[${role_name}${local_rank}]:", TWO),
     Case("--local-ranks-filter", "0,12", _setting("logs.console_ranks"), frozenset({0, 12})),
-    Case("--duplicate-stdout-filters", "loss,a,,b", _setting("logs.picked"), {"out": (b"loss", b"a,b")}),
-    Case("--duplicate-stderr-filters", "warn", _setting("logs.picked"), {"err": (b"warn",)}),
     Case("--node-rank", "2", _setting("node_rank"), 2),
     Case(
         "--master-addr",
@@ -110,7 +106,6 @@ CASES = [
         ("--nnodes", "2"),
     ),
     Case("--local-addr", "127.0.0.7", _setting("address"), "127.0.0.7"),
-    Case("--numa-binding", "node", lambda settings, _: len(settings.cpus), 2, TWO),
     Case(
         "--signals-to-handle",
         "SIGTERM,SIGUSR1",
@@ -179,11 +174,18 @@ def test_what_is_refused_says_why_and_what_to_use(capsys: pytest.CaptureFixture[
         assert "Use " in line
 
 
+def test_what_is_refused_is_refused_as_a_variable() -> None:
+    """PET_<NAME> of a refused flag is refused as well, unless it says what is so anyway."""
+    with pytest.raises(ConfigError, match=r"PET_EVENT_LOG_HANDLER.* Use "):
+        _configure("train.py", env={"PET_EVENT_LOG_HANDLER": "console"})
+    _configure("train.py", env={"PET_EVENT_LOG_HANDLER": "null", "PET_RUN_PATH": "0"})
+
+
 def test_the_command_line_wins_over_ours_and_theirs() -> None:
     """The command line, then ELASTICRT_<NAME>, then PET_<NAME>; a flag in other words overrules its variables."""
     env = {"ELASTICRT_RUN_ID": "ours", "PET_RDZV_ID": "theirs", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "4"}
     assert _configure("--rdzv-id", "given", "train.py", env=env)[0].run_id == "given"
-    settings, spec = _configure("--min-nodes", "1", "--workers-per-node", "2", "train.py", env=env)
+    settings, spec = _configure("--min-nodes", "1", "--nproc-per-node", "2", "train.py", env=env)
     assert (settings.run_id, settings.workers, spec.max_nodes) == ("ours", 2, 1)
     assert _configure("train.py", env=env)[1].max_nodes == 4
     on, off = ({"PET_STANDALONE": word, "PET_RDZV_ENDPOINT": HERE, "PET_RDZV_CONF": OURS[1]} for word in "10")
@@ -253,8 +255,6 @@ def test_what_rdzv_conf_cannot_mean(conf: dict[str, str], words: str) -> None:
         (["--signals-to-handle", "SIGNOPE", "train.py"], "SIGNOPE"),
         (["--signals-to-handle", "SIGKILL", "train.py"], "SIGKILL"),
         (["--monitor-interval", "often", "train.py"], "--monitor-interval"),
-        (["--event-log-handler", "mine", "train.py"], "--event-log-handler"),
-        (["--numa-binding", "somewhere", "train.py"], "--numa-binding"),
         (["--start-method", "thread", "train.py"], "--start-method"),
         (["--rdzv-conf", "join_timeout", "train.py"], "--rdzv-conf"),
         (["--rdzv-conf", "timeout=1,timeout=2", "train.py"], "timeout"),
@@ -308,7 +308,6 @@ def test_the_page_is_of_this_table() -> None:
         (["--nproc-per-node", "auto"], "0,1,2", 3),
         (["--nproc-per-node", "auto"], "", len(os.sched_getaffinity(0))),
         (["--nproc-per-node", "cpu"], "0,1,2", len(os.sched_getaffinity(0))),
-        (["--workers-per-node", "auto"], "", 1),
         ([], "", 1),
     ],
 )

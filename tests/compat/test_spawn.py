@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elasticrt import ConfigError, spawn
-from elasticrt.calls import cells
 from tests.cluster import gone
 from tests.conftest import children
 
@@ -165,11 +161,29 @@ except e.ConfigError as error:
 """
 
 
+BARE = """
+import elasticrt
+def function(i): pass
+try:
+    elasticrt.spawn(function)
+except elasticrt.ConfigError as error:
+    print("refused:", error)
+"""
+
+
 def test_notebook_cells(tmp_path: Path) -> None:
     """Functions of a notebook cell are sent with the classes and values they use; what cannot be sent is named."""
     output = finish(start(["-c", NOTEBOOK], tmp_path))
     assert "the cell has its values" in output
-    assert "refused: the function uses 'lock', which can't be sent to workers" in output
+    assert "refused: a call that can't be sent to workers" in output
+    assert "lock" in output.rpartition("refused: ")[2]
+
+
+def test_notebook_cells_without_cloudpickle(tmp_path: Path) -> None:
+    """What is missing is said before anything is started, with the remedy."""
+    output = finish(start(["-c", "import sys\nsys.modules['cloudpickle'] = None\n" + BARE], tmp_path))
+    assert "refused: a function of an interactive session needs cloudpickle" in output
+    assert "pip install cloudpickle" in output
 
 
 SLEEPER = """
@@ -217,43 +231,3 @@ def test_a_call_that_cannot_be(call: Any, words: str) -> None:
     """What cannot be called is refused before anything is started."""
     with pytest.raises(ConfigError, match=words):
         call()
-
-
-@pytest.fixture
-def session() -> Iterator[dict[str, Any]]:
-    """The names of an interactive session with two cells."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    texts = (
-        "import json as j\nSIZE = 2\nbig = open\nclass Item:\n    pass\nitem = Item()\n",
-        "def inner(x=SIZE):\n    return x, local()\n"
-        "def local():\n    big = 1\n    return big\n"
-        "def outer(i):\n    return [inner() for _ in range(i)], j, item\n"
-        "def keeps():\n    return stream\n",
-    )
-    for number, text in enumerate(texts):
-        name = f"<cell of the test {number}>"
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        exec(compile(text, name, "exec"), names)
-    yield names
-    for number in range(len(texts)):
-        del linecache.cache[f"<cell of the test {number}>"]
-
-
-def test_what_a_function_needs(session: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything a function refers to comes before it, and nothing else comes: a local name is not a global one."""
-    for name in ("Item", "inner", "outer"):
-        monkeypatch.setattr(sys.modules["__main__"], name, session[name], raising=False)
-    names, texts = cells.gather("outer", session)
-    order = [each.name for each in names]
-    assert sorted(order) == ["Item", "SIZE", "inner", "item", "j", "local", "outer"]
-    assert order.index("SIZE") < order.index("inner") < order.index("outer")
-    assert order.index("Item") < order.index("item") < order.index("outer")
-    assert len(texts) == 2
-    assert {each.name for each in names if each.module} == {"j"}
-
-
-def test_source_that_nobody_has(session: dict[str, Any]) -> None:
-    """A function that was typed where no source is kept is refused with a way out."""
-    exec(textwrap.dedent("def typed():\n    return 1\n"), session)
-    with pytest.raises(ConfigError, match="Put it into a file"):
-        cells.gather("typed", session)

@@ -33,7 +33,6 @@ _GUARD = "tests/integration/worker/test_guard.py"
 _PROTOCOL = "tests/virtual/test_protocol.py"
 _LOSSES = "tests/virtual/test_losses.py"
 _SPAWN = "tests/compat/test_spawn.py"
-_NUMA = "tests/unit/agent/test_numa.py"
 _PLUGIN = "tests/compat/test_torchrun_plugin.py"
 
 NO_BLOB = "Members, generation and reports are keys of their own in etcd; there is no shared state that all rewrite."
@@ -82,7 +81,7 @@ BEHAVIOURS = [
         ),
         ("several agents at one c10d endpoint are one run", _MEETING),
         ("--standalone needs no endpoint and has a name of its own", _CASES),
-        ("--run-path runs a Python file", _CASES),
+        ("--run-path runs a Python file", "-Refused by name: without --module and --no-python that is so."),
         ("--master-addr, --master-port and --node-rank are a whole launch", _SAME),
         ("a worker that raises makes the launcher fail", f"{_ENDINGS}::test_the_report_names_the_cause"),
         ("an error of the agent itself is not hidden", f"{_ENDINGS}::test_no_etcd_is_one_line_and_code_4"),
@@ -216,11 +215,8 @@ BEHAVIOURS = [
         ),
         ("only the chosen local ranks are shown", f"{_LOGS}::test_filters"),
         ("redirected streams are in files and not on the console", (_FLAGS_SEEN, f"{_LOGS}::test_filters")),
-        (
-            "lines that match go into one more file",
-            (_FLAGS_SEEN, f"{_LOGS}::test_lines_with_certain_words_are_kept_apart"),
-        ),
-        ("commas in filters can be escaped", _CASES),
+        ("lines that match go into one more file", "-Refused by name: all lines are in files, for grep."),
+        ("commas in filters can be escaped", "-As above."),
         ("logs of earlier attempts stay", (_SAME, f"{_LOGS}::test_files")),
         ("an exit code that is not 0 is a failure", f"{_BECOME}::test_exit_codes_and_tracebacks"),
         (
@@ -244,11 +240,11 @@ BEHAVIOURS = [
             "workers started in a thread do not break signals",
             "tests/integration/worker/test_methods.py::test_the_thread_that_started_the_parent_ends",
         ),
-        ("workers are bound to the CPUs of their GPU's node", (f"{_NUMA}::test_what_is_chosen", _FLAGS_SEEN)),
-        ("of its socket, a share of it, a complex of cores", f"{_NUMA}::test_what_is_chosen"),
-        ("cores are divided as evenly as it goes", f"{_NUMA}::test_what_is_chosen"),
-        ("too few cores are an error", f"{_NUMA}::test_too_few_cores_are_refused"),
-        ("only allowed CPUs are used", f"{_NUMA}::test_this_machine"),
+        ("workers are bound to the CPUs of their GPU's node", "-Refused by name: numactl, or the script, does it."),
+        ("of its socket, a share of it, a complex of cores", "-As above."),
+        ("cores are divided as evenly as it goes", "-As above."),
+        ("too few cores are an error", "-As above."),
+        ("only allowed CPUs are used", "-As above."),
         ("signals to handle are names of signals", (_CASES, _BAD)),
     ),
     *_area(

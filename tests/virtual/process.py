@@ -162,7 +162,7 @@ class VirtualNode(Node):
     def open(self) -> None:
         """Start the worker parent: it is warm after a while."""
         sim = process_of(self._settings).sim
-        sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s, 0))
+        sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s))
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Not here: there is no process whose time and stacks could be looked at."""

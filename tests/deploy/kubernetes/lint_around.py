@@ -70,7 +70,7 @@ def options_do_not_change(docs: Sequence[Doc]) -> Iterator[str]:
 def options_are_stated(docs: Sequence[Doc]) -> Iterator[str]:
     """What the pod's own fields count on is written down, and a run has a name."""
     given = settings(docs)
-    wanted = "RUN_ID RUN_DIR MIN_NODES MAX_NODES WORKERS_PER_NODE JOIN_TIMEOUT ETCD_WAIT"
+    wanted = "RUN_ID RUN_DIR MIN_NODES MAX_NODES NPROC_PER_NODE JOIN_TIMEOUT ETCD_WAIT"
     for name in (*wanted.split(), "LEASE_TTL", "DRAIN_TIMEOUT", "STOP_TIMEOUT"):
         if not given.get(f"ELASTICRT_{name}"):
             yield f"ELASTICRT_{name} is not stated"

@@ -188,22 +188,6 @@ def test_a_prefix_in_torchruns_words(screen):
     assert read() == b"[trainer1/5 node-1 3 ${unknown}]:x\n"
 
 
-def test_lines_with_certain_words_are_kept_apart(screen, tmp_path):
-    """Lines with one of the words, of all workers of the node, get into one more file, whole and with their rank."""
-    console, _ = screen
-    a, b = outputs(console, tmp_path, picked={OUT: (b"loss", b"acc,")})
-    a.write(OUT, b"loss 1\nno")
-    b.write(OUT, b"acc, 2\n")
-    a.write(OUT, b"thing\nthe lo")
-    a.write(ERR, b"loss of another stream\n")
-    a.write(OUT, b"ss 3")
-    a.close()
-    b.close()
-    kept = (tmp_path / "logs/generation-3/filtered.node-1.out").read_bytes()
-    assert kept == b"[rank 0] loss 1\n[rank 1] acc, 2\n[rank 0] the loss 3\n"
-    assert not (tmp_path / "logs/generation-3/filtered.node-1.err").exists()
-
-
 def test_nothing_is_kept_when_nothing_should_be(screen, tmp_path):
     """Without files there are none, and the console and the tail for reports are as ever."""
     console, read = screen

@@ -167,7 +167,7 @@ def test_workers_are_counted_by_what_is_visible(wanted: int | str, visible: str 
 
 
 def test_gpu_without_any_is_refused() -> None:
-    """--workers-per-node gpu on a machine without one says so."""
+    """--nproc-per-node gpu on a machine without one says so."""
     with pytest.raises(ConfigError, match="no GPU"):
         count_workers("gpu", {"CUDA_VISIBLE_DEVICES": ""})
 

@@ -122,7 +122,7 @@ class Agent:
 def main() -> int:
     """Read what `elasticrt run` would be given."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("node", "run-id", "min-nodes", "max-nodes", "workers-per-node"):
+    for name in ("node", "run-id", "min-nodes", "max-nodes", "nproc-per-node"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--events-fd", type=int, required=True)
     for name in ("behaviour", "steps", "directory"):

@@ -201,7 +201,7 @@ def test_damage_is_an_error(damage: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": 3}, {"format": 1}, {"rank": -1}, {"steps": "0"}, {"extra": 1}, {"history": [["a"]]}, {"before": 1},
+    [{"format": 3}, {"rank": -1}, {"steps": "0"}, {"extra": 1}, {"history": [["a"]]}, {"before": 1},
      {"serial": 1}],
 )  # fmt: skip
 def test_a_first_line_of_another_kind_is_an_error(change: dict[str, Any]) -> None:

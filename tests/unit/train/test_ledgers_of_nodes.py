@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from elasticrt import ElasticBatchSampler
 from elasticrt.cli.ledger import books as books_in
 from elasticrt.cli.main import main
-from elasticrt.contract.book import Book, Closing, Entry, Opening, end_line, longest, put_in_order, read
+from elasticrt.contract.book import Book, Closing, Entry, Opening, end_line, longest, read
 from elasticrt.contract.ledger import check
 from elasticrt.train.ledger import Ledger
 from elasticrt.train.position import Position
@@ -41,13 +40,8 @@ def start(name: str, nodes: tuple[str, ...], parent: Opening | None = None) -> l
 
 
 def content(book: Book) -> bytes:
-    """The file of a book: of format 1 if it has a serial."""
-    opening = book.opening.to_line()
-    if book.opening.serial:
-        fields = {"format": 1, **asdict(book.opening)}
-        del fields["before"]
-        opening = json.dumps(fields) + "\n"
-    lines = [opening, *(each.to_line() for each in (*book.entries.values(), *book.closings))]
+    """The file of a book."""
+    lines = [book.opening.to_line(), *(each.to_line() for each in (*book.entries.values(), *book.closings))]
     return "".join([*lines, end_line(book.end or 0)]).encode()
 
 
@@ -76,16 +70,6 @@ def on_own_disks(history: list[list[Book]]) -> list[Book]:
     return [book for books in history for book in books]
 
 
-def numbered_on_own_disks(history: list[list[Book]]) -> list[Book]:
-    """The same, in format 1."""
-    books = on_own_disks(history)
-    for book in books:
-        book.opening = replace(book.opening, serial=1 + len(book.opening.before), before=())
-    for node in ("m", "n"):
-        put_in_order(book for book in books if book.opening.node == node)
-    return books
-
-
 def small_worlds(starts: int) -> Iterator[list[list[Book]]]:
     """So many starts in order, each on one node or on both, from the beginning or from any of those before."""
     for placed in itertools.product(PLACEMENTS, repeat=starts):
@@ -108,13 +92,12 @@ def ends_of_all_orders(books: list[Book]) -> set[str]:
     return {order[-1] for order in orders if all(order.index(one) < order.index(two) for one, two in facts)}
 
 
-@pytest.mark.parametrize("written", [on_own_disks, numbered_on_own_disks])
-def test_small_worlds_exhaustively(written: Callable[[list[list[Book]]], list[Book]]) -> None:
+def test_small_worlds_exhaustively() -> None:
     """Own disks give the verdict of a shared one; where what is written allows of two newest starts, nobody guesses."""
     told = []
     for history in small_worlds(4):
         expected = check(in_shared(history))
-        books = written(history)
+        books = on_own_disks(history)
         ends = ends_of_all_orders(books)
         told.append(len(ends) == 1)
         if told[-1]:
@@ -136,64 +119,17 @@ def training(*, lost: tuple[int, ...] = ()) -> list[list[Book]]:
 
 
 @pytest.mark.parametrize("lost", [(), (5,)])
-@pytest.mark.parametrize("serials", [(), (1, 2, 2, 3, 3)], ids=["", "format 1"])
-def test_every_way_to_copy_files_into_two_directories(tmp_path: Path, lost: tuple[int], serials: tuple[int]) -> None:
-    """Wherever the files of one directory have gone, each to one of two or to both, the verdict is the same.
-
-    In format 1 nothing is known across directories: where no serial tells which start is the newest, nobody guesses.
-    """
+def test_every_way_to_copy_files_into_two_directories(tmp_path: Path, lost: tuple[int]) -> None:
+    """Wherever the files of one directory have gone, each to one of two or to both, the verdict is the same."""
     books = in_shared(training(lost=lost))
-    for book, serial in zip(books, serials, strict=False):
-        book.opening = replace(book.opening, serial=serial)
     put(tmp_path / "whole", *books)
     expected = check(books_in(tmp_path / "whole"))
     assert expected.problems == tuple(f"epoch 0: lost: 1 sample: {each}" for each in lost)
-    untold = 0
     for number, chosen in enumerate(itertools.product(("1", "2", "12"), repeat=len(books))):
         directories = [tmp_path / f"{number}-{side}" for side in "12" if any(side in each for each in chosen)]
         for directory in directories:
             put(directory, *(book for book, each in zip(books, chosen, strict=True) if directory.name[-1] in each))
-        early_b, c = chosen[2], chosen[4]
-        if serials and not {*early_b} & {*c}:
-            untold += 1
-            with pytest.raises(ValueError, match="which start is the newest can't be told"):
-                check(books_in(*directories))
-        else:
-            assert check(books_in(*directories)) == expected
-    assert untold == (54 if serials else 0)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "run", "told"),
-    [
-        pytest.param(((1, 1),), ((2, 2),), "run", True, id="one rank each"),
-        pytest.param(((1, 1), (2, 1)), ((2, 2), (3, 2)), "run", True, id="later ranks count their own start"),
-        pytest.param(((2, 1),), ((2, 2),), "run", False, id="the file of the first rank is missing"),
-        pytest.param(((1, 1), (3, 1)), ((2, 2),), "run", False, id="put together from two directories"),
-        pytest.param(((1, 2),), ((2, 1),), "run", False, id="files were deleted, or etcd has lost its data"),
-        pytest.param(((1, 2),), ((2, 1),), "next", True, id="another run"),
-    ],
-)
-def test_what_serials_tell(first: tuple[tuple[int, int]], second: tuple[tuple[int, int]], run: str, told: bool) -> None:
-    """Of two starts by (serial, generation) of their ranks, the first came before, or nothing is said."""
-    books = []
-    for name, numbers, of_run in (("a", first, "run"), ("b", second, run)):
-        for book, (serial, generation) in zip(start(name, ("m", "n")[: len(numbers)]), numbers, strict=True):
-            book.opening = replace(book.opening, run=of_run, serial=serial, generation=generation)
-            books.append(book)
-    put_in_order(books)
-    assert {book.opening.before for book in books if book.opening.start == "a"} == {()}
-    assert {book.opening.before for book in books if book.opening.start == "b"} == {("a",) if told else ()}
-
-
-def test_format_1_is_read() -> None:
-    """A file of format 1 is what one of format 2 would be, with a serial and nothing before it."""
-    (book,) = start("a", ("m",))
-    new, book.opening = read("a0", content(book)), replace(book.opening, serial=3)
-    old = read("a0", content(book))
-    assert new is not None and old is not None
-    assert b'"format": 1' in content(book)
-    assert old == replace(new, opening=replace(new.opening, serial=3))
+        assert check(books_in(*directories)) == expected
 
 
 @pytest.mark.parametrize(

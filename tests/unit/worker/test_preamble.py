@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.worker.preamble import early_spawn, early_write, parse
+from elasticrt.worker.preamble import early_spawn, early_write, first_imports, parse
 
 TORCH = "import torch\n"
 
@@ -85,3 +85,22 @@ def test_early_spawn(source, called):
     """A script that starts its training processes by mp.spawn is found, under whatever name it has the function."""
     found = early_spawn(parse(source))
     assert (f" calls {called}," in found) if called else found == ""
+
+
+LIBRARIES = ["numpy", "scipy.stats", "PIL.Image"]
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ('"""Text."""\nimport os, numpy as np\nfrom scipy import stats\nimport mine\nimport PIL.Image', LIBRARIES),
+        ("import numpy, scipy.stats, PIL.Image\nX = 1\nimport einops", LIBRARIES),
+        ("from __future__ import annotations\nfrom . import scipy\nimport torchvision", ["torchvision"]),
+        ("import os\nos.chdir('x')\nimport scipy", []),
+        ("try:\n    import scipy\nexcept ImportError: pass", []),
+        ("import pandas", []),
+    ],
+)  # fmt: skip
+def test_what_a_script_begins_with(source, names):
+    """Imports of well-known libraries that come before anything else of the script's are known ahead."""
+    assert first_imports(parse(source)) == names
