@@ -11,7 +11,6 @@ import os
 import queue
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -33,7 +32,7 @@ from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
 from elasticrt.contract.messages import BuildFailed, Claim, Learnt, Own, Published, Save, Warm
-from elasticrt.contract.streams import write
+from elasticrt.contract.streams import tell
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
 from elasticrt.rendezvous.handler import Rendezvous
@@ -128,7 +127,7 @@ class Agent(Cycle):
 
     def _end_at_once(self, _number: int, _frame: object) -> None:
         """As if killed: the workers' death signal ends them, and the others find out by themselves."""
-        write(sys.stderr, "elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
+        tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
 
     def work(self) -> int:
