@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import IO, NoReturn
+from typing import Any, NoReturn
 
 from elasticrt import __version__
 from elasticrt.contract.streams import Unwritable, occupy, tell, write
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         hint = f". Did you mean {options[0]}?" if options else f". See `{self.prog} --help`"
         raise ConfigError(f"{message} ({self.prog}){hint}")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         """At once and to stdout, so that help which cannot be written is found out like anything else."""
         del file
         write(sys.stdout, message)
