@@ -82,6 +82,8 @@ class Voice:
             return
         self._said = view.number
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+        if new.attempt != me.attempt:  # Of the attempt before this one: nobody stands by there.
+            return
         here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
         size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
         self.say(f"generation {new.number} with {size}: {new.cause}")

@@ -291,7 +291,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        # As in its forks, what was imported is not taken apart: that takes long, and libraries complain of what is left.
+        # As in its forks, what was imported is not taken apart: libraries complain of what is left.
         os._exit(0)
     parent.forget()
     signals, teller = parent.signals, parent.learner.teller
