@@ -11,11 +11,9 @@ import os
 import queue
 import secrets
 import signal
-import sys
-import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent import vitals
@@ -33,7 +31,7 @@ from elasticrt.agent.stacks import Stacks
 from elasticrt.agent.voice import Voice
 from elasticrt.agent.warm import ParentLost
 from elasticrt.contract.messages import BuildFailed, Claim, Own, Published, Save, Warm
-from elasticrt.contract.streams import write
+from elasticrt.contract.streams import tell
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
 from elasticrt.rendezvous.handler import Rendezvous
@@ -61,18 +59,6 @@ TURN_S = 1.0
 """A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
 
 
-OWN_THREADS = "elasticrt-"
-"""All threads of ours are named so. What other libraries' threads die of is theirs."""
-
-
-@dataclass(frozen=True)
-class ThreadDied:
-    """A thread of this agent has ended with an error that nothing was prepared for: whoever waits for it waits long."""
-
-    name: str
-    error: BaseException
-
-
 class Agent(Cycle):
     """An agent. `run` is its life."""
 
@@ -97,7 +83,7 @@ class Agent(Cycle):
         for number in self.settings.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
-        hook, threading.excepthook = threading.excepthook, self._thread_died
+        self._watch_threads()
         try:
             self.node.open()  # First of all, because importing torch takes longest.
             for note in self.settings.notes:
@@ -113,7 +99,7 @@ class Agent(Cycle):
                 self.health.close()
             self.voice.events.write("agent_stopped", code=code)
             self.voice.events.close()
-            threading.excepthook = hook
+            self._unwatch_threads()
             # Python takes its handlers back before its process ends, and the alarm's own way is to kill.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         return code
@@ -128,7 +114,7 @@ class Agent(Cycle):
 
     def _end_at_once(self, _number: int, _frame: object) -> None:
         """As if killed: the workers' death signal ends them, and the others find out by themselves."""
-        write(sys.stderr, "elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
+        tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
 
     def work(self) -> int:
@@ -205,17 +191,6 @@ class Agent(Cycle):
                 self.node.fold(event)
             case Stacks():
                 self.node.stalled(event)
-            case ThreadDied(name=name, error=error):
-                raise RuntimeError(f"the thread {name} of this agent has ended: {error!r}") from error
-
-    def _thread_died(self, what: threading.ExceptHookArgs) -> None:
-        """Called by a thread as the last that it does, whichever it is: none ends in silence."""
-        name = what.thread.name if what.thread is not None else ""
-        if name.startswith(OWN_THREADS) and what.exc_value is not None:
-            log.error("the thread %s has ended: %r", name, what.exc_value)
-            self.queue.put(ThreadDied(name, what.exc_value))
-        else:
-            threading.__excepthook__(what)
 
     @property
     def rendezvous(self) -> Rendezvous:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt.agent.outage import Heard, Outage
@@ -54,6 +55,17 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.1
 PROBE_S = 2.0
 
+OWN_THREADS = "elasticrt-"
+"""All threads of ours are named so. What other libraries' threads die of is theirs."""
+
+
+@dataclass(frozen=True)
+class ThreadDied:
+    """A thread of this member has ended with an error that nothing was prepared for: who waits for it waits long."""
+
+    name: str
+    error: BaseException
+
 
 class Cycle(ABC):
     """A member's loop. Used by one thread; only `queue.put` is called from others."""
@@ -67,6 +79,24 @@ class Cycle(ABC):
         self._run_id = run_id
         self._ride_through_s = ride_through_s
         self.reason = ""
+        self._hook = threading.excepthook
+
+    def _watch_threads(self) -> None:
+        """From now on a thread of ours that dies ends the member's loop, with its reason."""
+        self._hook, threading.excepthook = threading.excepthook, self._thread_died
+
+    def _unwatch_threads(self) -> None:
+        if threading.excepthook == self._thread_died:  # Else somebody has put theirs before it, and calls it.
+            threading.excepthook = self._hook
+
+    def _thread_died(self, what: threading.ExceptHookArgs) -> None:
+        """Called by a thread as the last that it does, whichever it is: none ends in silence."""
+        name = what.thread.name if what.thread is not None else ""
+        if name.startswith(OWN_THREADS) and what.exc_value is not None:
+            log.error("the thread %s has ended: %r", name, what.exc_value)
+            self.queue.put(ThreadDied(name, what.exc_value))
+        else:
+            self._hook(what)
 
     def take_part(self) -> End | Leave | Halt:
         """Go round until there is nothing more to take part in; why."""
@@ -186,6 +216,8 @@ class Cycle(ABC):
             case Heard(generation=generation):
                 self.outage.heard(event)
                 self.me = replace(self.me, heard=max(self.me.heard, generation))
+            case ThreadDied(name=name, error=error):
+                raise RuntimeError(f"the thread {name} of this agent has ended: {error!r}") from error
             case _:
                 self._fold_own(event)
 

@@ -84,6 +84,7 @@ class Participant(Cycle):
             warm=True,
         )
         self.me = Me(record=record, spec=spec)
+        self._watch_threads()
         self._probes.start()
         self._session = Session(store, spec.lease_ttl_s, self.queue.put)
         self._rendezvous = Rendezvous(store, Keys(run_id), node, self.queue.put)
@@ -132,9 +133,10 @@ class Participant(Cycle):
             return self._turn
 
     def has(self, *, after: int) -> bool:
-        """Whether the workers of generation `after` must go, because there is a later one, with or without a seat."""
+        """Whether the workers of generation `after` must go: there is a later one, with or without a seat, or this
+        member cannot take part any more, as `take` then says."""
         with self._changed:
-            return self._left or self._has(after)
+            return self._left or self._problem is not None or self._has(after)
 
     @property
     def ended(self) -> str:
@@ -153,6 +155,7 @@ class Participant(Cycle):
         self._session.close(revoke=True, timeout_s=CLOSE_S)
         self._ports.close()
         self._store.close()
+        self._unwatch_threads()
 
     def _has(self, after: int) -> bool:
         return self._turn is not None and self._turn.generation.number > after
@@ -171,16 +174,19 @@ class Participant(Cycle):
         try:
             self._end(self.take_part())
         except ElasticError as error:
-            log.warning("this node cannot take part any more: %s", error)
             self._fail(error)
-        except BaseException:
-            self._fail(StoreError("the thread that takes part in the run has failed; its traceback says why"))
-            raise
+        except Exception as error:
+            log.debug("the thread that takes part has ended", exc_info=True)
+            self._fail(StoreError(f"this node cannot take part any more: {error!r}"))
 
     def _fail(self, problem: ElasticError) -> None:
+        """Whoever waits for this thread must not wait any longer: neither the other side nor the other nodes."""
+        log.warning("this node leaves the run: %s", problem)
         with self._changed:
             self._problem = problem
             self._changed.notify_all()
+        self._say_goodbye(left=True)
+        self._session.close(revoke=True, timeout_s=CLOSE_S)
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -273,17 +279,21 @@ class Participant(Cycle):
             log.warning("the run could not be closed: %s", error)
 
     def _end(self, decision: End | Leave | Halt) -> None:
-        view, record = self.rendezvous.view, self.me.record
-        seated = isinstance(decision, Leave) and view.seat_of(record.node, record.incarnation) is not None
-        try:
-            self.rendezvous.leave(self._report("left") if seated and self.me.started == view.number else None)
-        except StoreError as error:
-            log.warning("etcd could not be told: %s; the lease will tell the others", error)
+        self._say_goodbye(left=isinstance(decision, Leave))
         with self._changed:
             self._ended = decision.reason
             if isinstance(decision, Halt):
                 self._problem = StoreError(decision.reason)
             self._changed.notify_all()
+
+    def _say_goodbye(self, *, left: bool) -> None:
+        """Take the member key out; with `left` a present seat is given up, so that the others need not ask for it."""
+        view, record = self.rendezvous.view, self.me.record
+        seated = view.seat_of(record.node, record.incarnation) is not None and self.me.started == view.number
+        try:
+            self.rendezvous.leave(self._report("left") if left and seated else None)
+        except StoreError as error:
+            log.warning("etcd could not be told: %s; the lease will tell the others", error)
 
 
 def _running(record: Member, generation: int) -> Member:

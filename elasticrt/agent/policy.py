@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elasticrt.agent.report import Failure, describe, first_cause, how_to_meet, never_met, render
+from elasticrt.agent.report import HOW_TO_MEND, Failure, describe, first_cause, how_to_meet, never_met, render
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.env import Copy, WorkerEnv
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
@@ -105,6 +105,7 @@ def failure_record(failures: Sequence[Failure], well: Sequence[int] = (), *, unm
     assert cause is not None, "there is a failure to report"
     where = f"on {cause.node}" if cause.kind == "stalled" else f"rank {cause.rank} on {cause.node}"
     advice = how_to_meet(cause) if never_met(cause) else ""
+    remedy = HOW_TO_MEND if cause.final_code == 1 else ""
     summary = ": ".join(filter(None, (where, advice, describe(cause)))).replace("\n", " ")
     return FailureRecord(
         rank=cause.rank,
@@ -112,7 +113,7 @@ def failure_record(failures: Sequence[Failure], well: Sequence[int] = (), *, unm
         collateral=cause.collateral,
         final_code=cause.final_code,
         summary=summary,
-        text="\n".join(filter(None, (advice, render(failures)))),
+        text="\n".join(filter(None, (advice, render(failures), remedy))),
         stalled=cause.kind == "stalled",
         unmet=unmet >= UNMET_MAX,
         early=cause.early,

@@ -82,8 +82,10 @@ class Progress:
             self._last = LastStep(0, own[0].beat_at_ns)
 
     def stepped(self, generation: int, step: Step) -> None:
-        """The first step of a generation is done: the recovery is over, and this is what it has cost."""
+        """The first step of a Loop is done. If it is the generation's, the recovery is over, and cost this."""
         self._has_loop = True
+        if "agree" not in self._marks:  # A second Loop of the same script.
+            return
         paid = cost(self._last, step.step, step.at_ns, step.resumed_from)
         self._events.write(
             "first_step",

@@ -6,8 +6,10 @@ report names the first cause, and gives every other worker one line.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import re
 import signal as signals
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,11 +106,16 @@ def failure_of(
     """
     name = signal_name(-code) if code < 0 else ""
     exception, message, callstack, hint = _error_file_fields(error_file)
+    final: Literal[0, 1, 5, 6, 7] = 0
     if not exception and not message and code > 0:
         exception, message, callstack = _exception_in(last_lines)
+        if not exception:
+            exception, message = _without_traceback(code, last_lines)
+            final = 1 if message and not stepped else 0
     kind = "signal" if code < 0 else "exit"
     if start_error:
         kind, message = "start", start_error
+        final = 1 if _NOT_HERE.search(start_error) else 0
     elif oom and code == -signals.SIGKILL:
         kind = "oom"
     collateral = not start_error and (
@@ -127,7 +134,7 @@ def failure_of(
         last_lines=_newest(last_lines),
         log_path=log_path,
         collateral=collateral,
-        final_code=_final_code(exception, hint, stepped=stepped) if code > 0 else 0,
+        final_code=final or (_final_code(exception, hint, stepped=stepped) if code > 0 else 0),
         step=step,
         beats=beats,
         early="" if stepped is not False or collateral or code <= 0 else _digest(exception, message, callstack),
@@ -178,6 +185,19 @@ def stalled(
 
 _CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
 """Raised before the first step, they say that the script itself, or what is installed, has to be changed."""
+
+_NOT_HERE = re.compile(
+    rf"\[Errno ({'|'.join(str(each) for each in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR))})\]"
+)
+"""What starting a program says where it is none, or not there: other errors may come of too few processes or files."""
+
+_UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
+_NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
+_WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
+EXIT_USAGE = 2
+"""What argparse, click and most programs end with when they do not understand their arguments."""
+
+HOW_TO_MEND = "no restart cures this: correct the script, its arguments or what is installed, then start again"
 
 _OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "TimeoutError", "BrokenPipeError"}
 """Raised twice, they may still not come a third time: another machine may have been away."""
@@ -316,6 +336,18 @@ def _exception_in(lines: Sequence[str]) -> tuple[str, str, str]:
     block = "\n".join(lines[starts[-1] :])
     found = exceptions_in(block)
     return (*found[-1], "\n".join(lines)) if found else ("", "", "")
+
+
+def _without_traceback(code: int, lines: Sequence[str]) -> tuple[str, str]:
+    """Type and message of what certainly comes again and has no traceback: a script that cannot be compiled, a module
+    that is not there, arguments that the script refuses. Empty strings for anything else."""
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    if found := _UNCOMPILED.fullmatch(last):
+        return found[1], found[2]
+    if code == 1 and (found := _NO_MODULE.fullmatch(last)):
+        return "ModuleNotFoundError", found[1]
+    usage = code == EXIT_USAGE and _WRONG.fullmatch(last) and any(line.lower().startswith("usage: ") for line in lines)
+    return ("", last) if usage else ("", "")
 
 
 def _newest(lines: Sequence[str]) -> tuple[str, ...]:

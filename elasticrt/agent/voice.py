@@ -10,7 +10,7 @@ from typing import Any
 from elasticrt.agent.events import EventLog
 from elasticrt.agent.meeting import Meeting, how_to_join
 from elasticrt.agent.settings import Settings
-from elasticrt.contract.streams import drop, write
+from elasticrt.contract.streams import Unwritable, write
 from elasticrt.contract.words import counted
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.records import HeadRecord, Result
@@ -38,10 +38,11 @@ class Voice:
             return
         try:
             self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
-        except OSError as error:  # The disk behind it is full, or its terminal is gone: the run does not end of that.
+        except (
+            Unwritable
+        ) as error:  # The disk behind it is full, or its terminal is gone: the run does not end of that.
             self._unheard = True
             self.event("unheard", problem=str(error))
-            drop(sys.stderr)
 
     def event(self, name: str, **fields: Any) -> None:
         """Tell machines."""
@@ -80,6 +81,8 @@ class Voice:
             return
         self._said = view.number
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+        if new.attempt != me.attempt:  # Of the attempt before this one: nobody stands by there.
+            return
         here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
         size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
         self.say(f"generation {new.number} with {size}: {new.cause}")

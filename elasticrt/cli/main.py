@@ -10,11 +10,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elasticrt import __version__
-from elasticrt.contract.streams import write
-from elasticrt.errors import EXIT_BUG, ConfigError, ElasticError, explain
+from elasticrt.contract.streams import Unwritable, occupy, tell, write
+from elasticrt.errors import EXIT_BUG, EXIT_USAGE, ConfigError, ElasticError, explain
 from elasticrt.text import plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
@@ -44,6 +44,11 @@ class Parser(argparse.ArgumentParser):
         options = begun[:1] or get_close_matches(unknown, known, n=1)
         hint = f". Did you mean {options[0]}?" if options else f". See `{self.prog} --help`"
         raise ConfigError(f"{message} ({self.prog}){hint}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """At once and to stdout, so that help which cannot be written is found out like anything else."""
+        del file
+        write(sys.stdout, message)
 
     def _commands(self) -> dict[str, argparse.ArgumentParser]:
         nested = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
@@ -79,6 +84,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
+    occupy()
     if os.getpid() == 1:  # Of a container.
         from elasticrt.agent import first
 
@@ -94,14 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         code: int = arguments.func(arguments)
     except ElasticError as error:
-        write(sys.stderr, f"{traceback.format_exc() if debug else ''}elasticrt: error: {plain(str(error))}\n")
+        tell(f"{traceback.format_exc() if debug else ''}elasticrt: error: {plain(str(error))}\n")
         return error.exit_code
+    except Unwritable as error:
+        tell(f"elasticrt: error: the output cannot be written (stdout): {error.strerror}\n")
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
     except Exception:  # noqa: BLE001  The last line of defence: a bug of ours is shown whole, with its own exit code.
         bug = "elasticrt: this is a bug in elasticrt, not in your script; please report it"
-        write(sys.stderr, f"{traceback.format_exc()}{bug}\n")
+        tell(f"{traceback.format_exc()}{bug}\n")
         return EXIT_BUG
-    finally:
-        write(sys.stdout, "")  # What `--help` has left in its buffer.
     return code

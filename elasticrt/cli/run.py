@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -314,6 +315,11 @@ def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]
     if values["module"]:
         return Command(argv=argv, kind="module")
     if values["no_python"]:
+        if shutil.which(script) is None:
+            there = Path(script).is_file()
+            got = "a file without execute permission" if there else "nothing of that name"
+            remedy = f"chmod +x {script}" if there else "Check the path"
+            raise ConfigError(explain("not a program", script, got=got, expected="one that can be run", remedy=remedy))
         return Command(argv=argv, kind="program")
     path = Path(script)
     if not path.exists():

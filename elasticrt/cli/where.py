@@ -10,7 +10,7 @@ from elasticrt.cli.options import Options, pairs, seconds, whole
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store.address import is_loopback, parse_endpoints
 from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
-from elasticrt.store.server import resolve
+from elasticrt.store.server import resolve, resolve_for_others
 from elasticrt.text import plain
 
 C10D_PORT = 29400
@@ -79,7 +79,7 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
     """The IP address that `--local-addr` gives, for other nodes to come to. Raises ConfigError."""
     if text is None:
         return None
-    ip = resolve(text, "--local-addr")
+    ip = resolve_for_others(text, "--local-addr")
     if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
         # /etc/hosts often gives a machine's own name 127.0.1.1. An address of loopback may be meant as it is.
         got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"

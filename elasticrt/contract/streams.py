@@ -1,16 +1,22 @@
-"""stdout and stderr, whose reader may go before we do: `elasticrt status | head -3`."""
+"""stdout and stderr, whose reader may go before we do (`elasticrt status | head -3`): also full, or closed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from typing import TextIO
+
+
+class Unwritable(OSError):  # noqa: N818  What it says of a stream is the whole of it.
+    """A stream does not take what is written, as on a full disk. From now on it leads nowhere."""
 
 
 def write(stream: TextIO | None, text: str) -> bool:
     """Write and flush; False when nobody reads the stream any more, and then all that follows is dropped.
 
-    That is no error: a command goes on, and its exit code says what it says with a reader. Raises OSError for anything
-    else, such as a full disk.
+    That is no error: a command goes on, and its exit code says what it says with a reader. Raises Unwritable for
+    anything else, such as a full disk.
     """
     if stream is None:  # It was closed before this process began.
         return False
@@ -18,12 +24,29 @@ def write(stream: TextIO | None, text: str) -> bool:
         stream.write(text)
         stream.flush()
     except BrokenPipeError:
-        drop(stream)
+        _drop(stream)
         return False
+    except OSError as error:
+        _drop(stream)
+        raise Unwritable(error.errno, error.strerror) from error
     return True
 
 
-def drop(stream: TextIO) -> None:
+def tell(text: str) -> None:
+    """Write to stderr what a process ends with. Where that is impossible, its exit code has to do."""
+    with contextlib.suppress(Unwritable):
+        write(sys.stderr, text)
+
+
+def occupy() -> None:
+    """Let standard descriptors that are closed lead nowhere: else the next files that are opened would be in their
+    place, and get the output of workers."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _drop(stream: TextIO) -> None:
     """From now on it leads nowhere, also for what is still buffered, which Python flushes at its end."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())

@@ -58,7 +58,7 @@ from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
 from elasticrt.spec import RunSpec, check_name
 from elasticrt.store.address import check_security, parse_endpoints
 from elasticrt.store.protocol import Credentials
-from elasticrt.store.server import resolve
+from elasticrt.store.server import resolve_for_others
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class ElasticrtHandler(RendezvousHandler):
             self._run_id,
             self._spec,
             node=f"{_host_name()}-{secrets.token_hex(4)}",
-            address=resolve(self._local_address, "--local-addr")
+            address=resolve_for_others(self._local_address, "--local-addr")
             if self._local_address
             else address_towards(self._addresses[0]),
         )

@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 
 from elasticrt.errors import ConfigError, explain
@@ -214,6 +215,27 @@ def resolve(host: str, option: str) -> str:
             else:
                 return str(address[0])
     raise ConfigError(explain("not an address of this machine", option, got=f"{host}: {reason}", expected=expected))
+
+
+def resolve_for_others(host: str, option: str) -> str:
+    """The same, for other nodes to come to: 0.0.0.0, a broadcast or a multicast address is nobody's own."""
+    ip = resolve(host, option)
+    parsed = ip_address(ip.partition("%")[0])
+    if parsed.is_unspecified or parsed.is_multicast or _is_broadcast(ip):
+        got = host if host == ip else f"{host}, which is {ip} here"
+        expected = "the one address of this machine that the other nodes reach"
+        raise ConfigError(explain("not one machine's address", option, got=got, expected=expected))
+    return ip
+
+
+def _is_broadcast(ip: str) -> bool:
+    """Whether the kernel asks for a permission to send there, as it does for broadcasts. Nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ip, 9))
+        except OSError as error:
+            return error.errno == errno.EACCES
+    return False
 
 
 def reached_from_here(listen: Address) -> Address:

@@ -157,9 +157,11 @@ class History:
 def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[str]:
     """Stems that may be deleted now that `head` is committed.
 
-    Kept are the `keep` newest of the head's chain, every other committed chain, and everything that could belong to
-    somebody newer: more steps than the head, or without a commit and not there `before`. Nothing goes where somebody
-    newer has written a checkpoint: then this process is no longer the one to tidy up.
+    Kept are the newest of the head's chain, of `keep` different steps, and everything that could belong to somebody
+    newer: without a commit, more steps than the head or not there `before`. What other histories have committed (before
+    somebody started over) goes as soon as the chain has so many, all of them newer: until then it is what there is to
+    go back to. Nothing goes where somebody newer has written a checkpoint: then this process is no longer the one to
+    tidy up.
 
     Generation numbers tell nothing here, because each store counts its own; who is newer is told by serial numbers.
 
@@ -173,12 +175,15 @@ def doomed(history: History, names: list[Name], head: str, keep: int, before: fr
     chain = [m.commit for m in history.lineage(head)]
     if not chain or history.serial > chain[0].serial:
         return []
-    kept = {c.nonce for c in chain[:keep]}
-    surplus = {c.nonce for c in chain[keep:]}
-    committed = {m.commit.nonce for m in history.committed()} | set(history.marked)
+    steps = list(dict.fromkeys(c.step for c in chain))[:keep]
+    kept = {c.nonce: c.serial for c in chain if c.step in steps}
+    surplus = {c.nonce for c in chain} - set(kept)
+    committed = {m.commit.nonce: m.commit.serial for m in history.committed()}
+    if len(steps) == keep:
+        surplus |= {nonce for nonce, serial in committed.items() if nonce in before and serial < min(kept.values())}
     stems: dict[str, None] = {}
     for name in names:
-        orphan = name.nonce in before and name.nonce not in committed and name.step <= chain[0].step
+        orphan = name.nonce in before and name.nonce not in {*committed, *history.marked} and name.step <= chain[0].step
         if name.nonce not in kept and (name.nonce in surplus or orphan):
             stems[name.stem] = None
     return list(stems)

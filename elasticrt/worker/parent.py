@@ -8,6 +8,7 @@ It has one thread and one loop: messages from the agent, ends of children. When 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
 import os
@@ -17,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from elasticrt.contract.bell import Bell
 from elasticrt.contract.channel import Channel, ChannelClosed
@@ -256,8 +257,8 @@ def _expect_all(start: Start, fds: list[int]) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the worker parent; returns only in a parent whose agent is gone."""
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the worker parent, to its process's end, or to that of the worker which a fork of it has become."""
     options = _parser().parse_args(arguments)
     if not getattr(sys.flags, "safe_path", False):
         # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
@@ -270,7 +271,12 @@ def main(arguments: list[str] | None = None) -> None:
     warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
-        return
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # As in its forks, what was imported is not taken apart: libraries complain of what is left.
+        os._exit(0)
     parent.forget()
     signals = parent.signals
     del parent

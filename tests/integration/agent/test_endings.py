@@ -314,6 +314,43 @@ def test_what_is_certain_to_fail_again_ends_the_run(tmp_path: Path, script: str,
     assert f"in generation {generations}\n" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "not_there"],
+        ["--start-method", "spawn", "wrong.py"],
+        ["asks.py"],
+        ["--no-python", "./none.sh"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_run_is_tried_once(tmp_path: Path, words: list[str]) -> None:
+    """W01: whichever way workers are started: the run ends with the first, and says what is to be done."""
+    (tmp_path / "wrong.py").write_text("x = = 1")
+    (tmp_path / "asks.py").write_text(
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('n')\np.parse_args()"
+    )
+    (tmp_path / "none.sh").write_text("exit 0")
+    (tmp_path / "none.sh").chmod(0o755)
+    command = [sys.executable, "-m", "elasticrt", "run", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "in generation 1\n" in done.stderr
+    assert "no restart cures this" in done.stderr
+
+
+@pytest.mark.parametrize("mode", [0o644, None])
+def test_a_program_that_is_none_is_refused_before_anything_starts(tmp_path: Path, mode: int | None) -> None:
+    """L1: a missing program, or one without execute permission, is a wrong option."""
+    if mode is not None:
+        (tmp_path / "program").write_text("exit 0")
+        (tmp_path / "program").chmod(mode)
+    command = [sys.executable, "-m", "elasticrt", "run", "--no-python", "./program"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "not a program (./program)" in done.stderr
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_who_ends_early_is_the_cause_whichever_rank_it_is(tmp_path: Path, rank: str) -> None:
     """W12: one rank ends with 0 while the other is in a collective: that one is named, also rank 0, which lingers."""

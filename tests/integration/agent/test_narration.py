@@ -130,3 +130,18 @@ def test_a_second_signal_ends_a_node_that_waits_for_etcd(tmp_path: Path) -> None
         finally:
             etcd.resume()
         assert "ended at once" in agent.text()
+
+
+def test_a_resubmitted_run_says_nothing_of_the_attempt_before(tmp_path: Path) -> None:
+    """Its last generation is over, and nobody stands by there."""
+    server = EtcdServer(wheel_binary(), tmp_path / "etcd")
+    server.start()
+    try:
+        for _ in range(2):
+            options = ["--etcd", str(server.address), "--run-id", "again", "--no-python", "--max-restarts", "0"]
+            command = [sys.executable, "-m", "elasticrt", "run", *options, "false"]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 1
+            assert "standing by" not in done.stderr
+    finally:
+        server.stop()

@@ -98,3 +98,27 @@ def test_nothing_preloaded_depends_on_the_rank():
     """
     done = subprocess.run([sys.executable, "-c", WATCHED], capture_output=True, text=True, timeout=110, check=True)
     assert done.stdout == "\n[]\nTrue\nset()\n"
+
+
+NOISY = """
+import atexit, sys
+
+class Noisy:
+    def __del__(self):
+        print("taken apart", file=sys.stderr)
+
+noisy = Noisy()
+atexit.register(print, "hook", file=sys.stderr)
+"""
+
+
+def test_what_is_preloaded_is_not_taken_apart(tmp_path: Path) -> None:
+    """The warm process runs exit hooks and ends: torch 2.15's libraries would complain of what a fork leaves there."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    (tmp_path / "script.py").write_text("import noisy\n")
+    command = [sys.executable, "-m", "elasticrt", "run", "--preload", "noisy", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0
+    assert "hook" in done.stderr
+    assert "taken apart" not in done.stderr
+    assert "leaked" not in done.stderr

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from elasticrt.agent.events import EventLog
 from elasticrt.agent.policy import PHASES, phases
+from elasticrt.agent.progress import Progress
+from elasticrt.contract.messages import Step
+from elasticrt.contract.page import Page
 
 MS = 1_000_000
 
@@ -41,3 +47,16 @@ def test_phases(since_ms: int, marks_ms: dict[str, int], expected_ms: dict[str, 
     assert found == expected_ms
     if marks_ms and since_ms:
         assert sum(found.values()) == max(marks_ms.values()) - since_ms
+
+
+def test_a_second_loop_costs_nothing(tmp_path: Path) -> None:
+    """A restarted script says once what the restart has cost: the first step of its next Loop ends no recovery."""
+    page, said = Page(Page.create()), []
+    progress = Progress(lambda: [page], EventLog("n0", tmp_path, -1), said.append)
+    page.finished(7, 0, 1 * MS)
+    progress.replaced()
+    progress.remember()
+    progress.stepped(2, Step(6, 0, 5 * MS, 5, True, {}))
+    progress.stepped(2, Step(1, 0, 900 * MS, 0, True, {}))
+    assert said == ["next step 6 after 0.00 s; 2 steps done again"]
+    page.close()

@@ -151,6 +151,33 @@ def test_what_is_wrong_with_the_script_is_final(name, stepped, final):
     assert failure(error_file=error_file(f"{name}: x"), stepped=stepped).final_code == final
 
 
+SYNTAX = ['  File "/x/train.py", line 1', "    def (", "        ^", "SyntaxError: invalid syntax"]
+USAGE = ["usage: train.py [-h] --n N", "train.py: error: the following arguments are required: --n"]
+NO_FILE = "cannot start the worker: [Errno 2] No such file or directory: './x'"
+
+
+@pytest.mark.parametrize(
+    ("given", "final"),
+    [
+        ({"last_lines": SYNTAX}, 1),
+        ({"last_lines": ["/x/bin/python3.11: No module named nosuchmod"]}, 1),
+        ({"last_lines": ["/x/python: Error while finding module specification for 'a.b' (ModuleNotFoundError: a)"]}, 1),
+        ({"code": 2, "last_lines": USAGE}, 1),
+        ({"code": 2, "last_lines": ["Usage: train [OPTIONS]", "", "Error: Missing option '--n'."]}, 1),
+        ({"code": 2, "last_lines": USAGE, "stepped": True}, 0),
+        ({"code": 2, "last_lines": ["fetch: error: the connection was lost"]}, 0),
+        ({"code": 3, "last_lines": USAGE}, 0),
+        ({"code": 2, "last_lines": ["No module named x"]}, 0),
+        ({"code": 127, "start_error": NO_FILE}, 1),
+        ({"code": 126, "start_error": "cannot start the worker: [Errno 8] Exec format error: './x'"}, 1),
+        ({"code": 126, "start_error": "fork: [Errno 11] Resource temporarily unavailable"}, 0),
+    ],
+)
+def test_what_certainly_comes_again_without_a_traceback_is_final(given, final):
+    """A fresh interpreter's words for what cannot be compiled or found, refused arguments, a program that is none."""
+    assert failure(**given).final_code == final
+
+
 @pytest.mark.parametrize(
     ("given", "same"),
     [

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from elasticrt.agent.agent import Agent, ThreadDied
+from elasticrt.agent.agent import Agent
 from elasticrt.agent.commit import Courier, Errand
+from elasticrt.agent.cycle import ThreadDied
 from elasticrt.agent.group import Command
+from elasticrt.agent.participant import Participant
 from elasticrt.agent.prober import Prober
 from elasticrt.agent.settings import Settings
 from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.errors import StoreError
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
 from elasticrt.spec import RunSpec
 from elasticrt.store.memory import MemoryServer, MemoryStore
@@ -56,9 +60,10 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
         run_dir=tmp_path,
     )
     agent = Agent(settings, SPEC)
-    threading.excepthook = agent._thread_died
+    agent._watch_threads()
     yield agent
-    threading.excepthook = before
+    agent._unwatch_threads()
+    assert threading.excepthook == before
     agent.prober.close()
 
 
@@ -123,6 +128,28 @@ def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
     assert isinstance(event, ThreadDied)
     assert event.name.startswith("elasticrt-ask")
     prober.close()
+
+
+def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatch):
+    """The other side has its workers go, hears the reason instead of waiting, and the other nodes see it leave."""
+    before, server = threading.excepthook, MemoryServer(time.monotonic)
+    one = Participant(MemoryStore(server), "r", SPEC, node="n0", address="127.0.0.1")
+    one.open(30.0)
+    turn = one.take(after=0)
+    assert turn is not None
+    assert not one.has(after=turn.generation.number)
+
+    def broken(*_: object) -> str:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr("elasticrt.agent.prober.ask", broken)
+    one.prober.ask([turn.seat.model_copy(update={"address": "a.name.invalid", "incarnation": "1" * 16})])
+    with pytest.raises(StoreError, match=r"thread elasticrt-ask_0 of this agent has ended: LookupError\('a bug'\)"):
+        one.take(after=turn.generation.number)
+    assert one.has(after=turn.generation.number)
+    one.close(run_too=False)
+    assert not MemoryStore(server).read(KEYS.members).keys
+    assert threading.excepthook == before
 
 
 def test_a_watch_thread_that_dies_is_replaced(agent):

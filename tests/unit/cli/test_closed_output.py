@@ -1,4 +1,4 @@
-"""What reads a command's output may end before the command does, as `head` does."""
+"""What reads a command's output may end before the command does, or was never there, or is a full disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,47 @@ def test_a_command_ends_as_it_does_with_a_reader(words: list[str], code: int, tm
     finally:
         os.close(writer)
     assert done.returncode == code
+
+
+FULL = "elasticrt: error: the output cannot be written (stdout): No space left on device\n"
+PRINTS = ["run", "--no-python", "--nproc-per-node=1", "echo", "hello"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["etcd", "--help"], ["--version"]], ids=str)
+def test_output_that_cannot_be_written_is_a_line_and_an_exit_code(words: list[str], unbuffered: str) -> None:
+    """A full disk behind stdout: one line says so, and the exit code is 2; no traceback."""
+    with Path("/dev/full").open("w") as full:
+        done = run(words, stdout=full, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    assert (done.returncode, done.stderr) == (2, FULL)
+
+
+@pytest.mark.parametrize(("words", "code"), [(["ledger", "check", "/"], 2), (PRINTS, 0)], ids=str)
+def test_a_full_disk_behind_both_streams_leaves_the_exit_code(words: list[str], code: int, tmp_path: Path) -> None:
+    """What would have been said is lost; what was done is not."""
+    with Path("/dev/full").open("w") as full:
+        assert run(words, stdout=full, stderr=full, cwd=tmp_path).returncode == code
+
+
+WHERE = """#!/bin/sh
+agent=$(awk '{print $4}' /proc/$PPID/stat)
+for number in 0 1 2; do readlink /proc/$agent/fd/$number; done > where
+"""
+
+
+def test_closed_streams_lead_nowhere(tmp_path: Path) -> None:
+    """No file of the agent's gets the place of a stream that was closed, and with it what workers print."""
+    (tmp_path / "where.sh").write_text(WHERE)
+    (tmp_path / "where.sh").chmod(0o755)
+    script = 'exec "$0" -m elasticrt run --no-python ./where.sh <&- >&- 2>&-'
+    assert run([], command=["sh", "-c", script, sys.executable], cwd=tmp_path).returncode == 0
+    assert (tmp_path / "where").read_text().split() == ["/dev/null"] * 3
+
+
+def run(words: list[str], *, command: Sequence[str] = (), **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    command = command or [sys.executable, "-m", "elasticrt", *words]
+    return subprocess.run(command, text=True, timeout=60, check=False, **options)
 
 
 def test_a_status_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

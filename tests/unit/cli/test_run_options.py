@@ -71,6 +71,9 @@ def test_environment_and_command_line() -> None:
 NO_ADDRESSES_OF_OURS = ("192.0.2.1", "no.such.host.invalid", "", "a..b", "caf\udce9", "[::", "10.0.0.256", "a" * 64)
 """Another machine's, a name that nobody has, and what can't be either."""
 
+NOBODYS = ("0.0.0.0", "0", "[::]", "255.255.255.255", "127.255.255.255", "224.0.0.1")
+"""Addresses that a socket can be bound to, and at which no other node comes to this one."""
+
 
 @pytest.mark.parametrize(
     ("argv", "served", "etcd"),
@@ -127,6 +130,7 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["--etcd", "127.0.0.1:1,,127.0.0.1:2", "train.py"], "etcd"),
         (["--etcd", "http://etcd.example:2379", "train.py"], "--insecure-etcd"),
         *((["--local-addr", host, "train.py"], "--local-addr") for host in NO_ADDRESSES_OF_OURS),
+        *((["--local-addr", host, "train.py"], "--local-addr") for host in NOBODYS),
         *((["--health-host", host, "train.py"], "--health-host") for host in NO_ADDRESSES_OF_OURS[2:]),
         *((["--etcd", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),
         *((["--rdzv-endpoint", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),

@@ -264,12 +264,34 @@ def test_starting_over_beside_an_old_history(tmp_path, monkeypatch):
     """ELASTICRT_FRESH=1 begins a new history, keeps the old one, and the next start goes on with the new one."""
     save(tmp_path, 100, 200)
     monkeypatch.setenv("ELASTICRT_FRESH", "1")
-    save(tmp_path, 5, 6, keep=1)
-    assert steps_on_disk(tmp_path) == [6, 100, 200]
+    save(tmp_path, 5, 6, keep=3)
+    assert steps_on_disk(tmp_path) == [5, 6, 100, 200]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert restored(tmp_path) == 6, "a restart goes on with what this run has saved"
     monkeypatch.delenv("ELASTICRT_FRESH")
     assert restored(tmp_path) == 6
+
+
+def test_histories_of_before_go_once_there_are_enough_newer_checkpoints(tmp_path, monkeypatch):
+    """D01: started over again and again, a directory keeps what it had until `keep` new ones are committed."""
+    save(tmp_path, 17, 20, keep=2)
+    monkeypatch.setenv("ELASTICRT_FRESH", "1")
+    for steps in ([1, 5], [2, 6]):
+        saver = Checkpointer(tmp_path, keep=2)
+        assert saver.begin() is None
+        before = steps_on_disk(tmp_path)
+        saver.save(state(steps[0]), step=steps[0])
+        assert saver.wait()
+        assert steps_on_disk(tmp_path) == sorted([*before, steps[0]])
+        saver.save(state(steps[1]), step=steps[1])
+        assert saver.wait()
+        assert steps_on_disk(tmp_path) == steps
+
+
+def test_one_step_saved_twice_counts_once(tmp_path):
+    """The state behind an epoch's end has the steps of the one before it: `keep` different steps remain."""
+    save(tmp_path, 10, 20, 30, 30, keep=2)
+    assert steps_on_disk(tmp_path) == [20, 30, 30]
 
 
 def test_going_back_makes_a_new_branch(tmp_path):
