@@ -119,9 +119,8 @@ class Errands:
             head = HeadRecord.of(Commit.from_fields(request.commit))
         except (ValueError, ValidationError) as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        asking = request.generation or head.generation
-        if asking != errand.generation:  # Its writer has moved on, and asked before that.
-            return Reply(request.request, False, f"generation {asking} is over")
+        if head.generation != errand.generation:  # Its writer has moved on, and asked before that.
+            return Reply(request.request, False, f"generation {head.generation} is over")
         holding = self._holdings.get(head.directory)
         other = None if holding is None else holding.lost()
         if other is not None:

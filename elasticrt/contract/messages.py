@@ -118,13 +118,11 @@ class Save:
 
     `replaces` is the nonce of the head that this worker knows ("" for none): the commit is refused when another head is
     recorded. `commit.parent` differs from it only when a damaged head is replaced by going back to an ancestor.
-    `generation` is the one that asks, where it is not the one that wrote the file (0: it is).
     """
 
     request: int
     commit: dict[str, Any]
     replaces: str
-    generation: int = 0
 
 
 @dataclass(frozen=True)

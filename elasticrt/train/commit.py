@@ -30,10 +30,10 @@ class Committer:
 
     def __init__(self, worker: WorkerEnv | None, link: Link | None, place: str) -> None:
         self._link = link
+        self._generation = 0 if worker is None else worker.generation
         self._agent = worker is not None and link is not None
         self._run = run_of(worker)
         self._place = place
-        self._generation = 0 if worker is None else worker.generation
         self._joined = False  # Whether it is known what the state descends from; else it must not replace anything.
         self._head = ""
         self._open: tuple[Commit, Pending] | None = None
@@ -71,23 +71,20 @@ class Committer:
         self.parent = commit
         if commit.nonce == self._head:
             return
-        refusal = self.commit(replace(commit, place=self._place), asks=self._generation)
+        refusal = self.commit(replace(commit, place=self._place, generation=self._generation or commit.generation))
         if refusal and self._head:
             raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {refusal}")
         if refusal:
             _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
 
-    def commit(self, commit: Commit, *, asks: int = 0) -> str:
-        """Ask for `commit` to replace the known head; "" when it did, else why not. Waits up to COMMIT_TIMEOUT_S.
-
-        `asks`: the generation that asks, where it is not the one that wrote the checkpoint.
-        """
+    def commit(self, commit: Commit) -> str:
+        """Ask for `commit` to replace the known head; "" when it did, else why not. Waits up to COMMIT_TIMEOUT_S."""
         if not self._agent or self._link is None:
             self._accepted(commit)
             return ""
         with self._run.committing:
             replaces = self._run.head if self._joined else ""
-            pending = self._link.request(lambda number: Save(number, asdict(commit), replaces, asks))
+            pending = self._link.request(lambda number: Save(number, asdict(commit), replaces))
             reply = pending.wait(COMMIT_TIMEOUT_S)
             if reply is None:
                 self._open = (commit, pending)

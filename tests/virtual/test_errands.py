@@ -62,17 +62,6 @@ def test_a_commit_of_another_generation_is_refused() -> None:
     assert not server.read(Keys("run").checkpoint, exact=True).keys
 
 
-def test_what_another_generation_has_written_becomes_the_head_again() -> None:
-    """D01: a run with another id, or one that goes back to an ancestor, records what it has restored as its head."""
-    commit = Commit(16, 0, 4, "a" * 16, "", "/ckpt", "step-16", "d" * 64, 1)
-    server = MemoryServer(lambda: 0.0)
-    errands = Errands(LossyStore(server, []), Keys("run"), lambda _: None, lambda: False)
-    reply = errands.carry_out(Errand(Save(1, asdict(commit), "", 1), 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
-    assert reply == Reply(1, True)
-    late = errands.carry_out(Errand(Save(2, asdict(commit), "", 1), 2, 0, 1, "n0", "b" * 16, 0, lambda _: None))
-    assert late == Reply(2, False, "generation 1 is over")
-
-
 def test_a_commit_that_took_effect_between_reading_and_trying_again_is_found() -> None:
     """The first try arrives late and makes the second one fail: that is no refusal."""
     assert _save(["late"]) == (Reply(1, True), 1)

@@ -73,9 +73,10 @@ def test_who_pastes_it_gets_the_same_options(name: str, how: str) -> None:
     """A15: the pasted line, in an empty environment, makes the same agent of the same run, and repeats itself."""
     option, text = spellings((f"--{name.replace('_', '-')}",))[0], GIVEN[name]
     flag = name in {"as_srun", "module", "no_python", "virtual_local_rank", "fresh"}
+    script = "env" if name == "no_python" else "train.py"  # A program has to be one.
     argv = [] if how != "option" else [option] if flag else [f"{option}={text}"]
     env = {f"ELASTICRT_{name.upper()}": text} if how != "option" else {}
-    settings, spec = _agent(*argv, "--nnodes=1:3", "--node=here", "train.py", "--lr", "it's", "$HOME", env=env)
+    settings, spec = _agent(*argv, "--nnodes=1:3", "--node=here", script, "--lr", "it's", "$HOME", env=env)
     assert settings.shared_options
     other, others = _agent("--node=here", *_line(settings, spec))
     assert (others, replace(other, shared_options=())) == (spec, replace(settings, shared_options=()))
@@ -132,7 +133,7 @@ def test_from_where_it_can_be_reached(etcd: str, whence: str) -> None:
     assert line.startswith(f"join from {whence} machine: elasticrt run --etcd ")
 
 
-@pytest.mark.parametrize("kind", [["-m", "train"], ["--no-python", "./train"]])
+@pytest.mark.parametrize("kind", [["-m", "train"], ["--no-python", "env"]])
 def test_what_kind_of_script(kind: list[str]) -> None:
     """A module stays a module, a program a program."""
     settings, spec = _agent("--nnodes=1:3", *kind, "-x")

@@ -32,14 +32,14 @@ def configured(*words, env=()):
 def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path):
     """Options of `run` are passed on as given, the script's own arguments stay behind the script."""
     words = "--nodes 3 --min-nodes 2 --nproc-per-node 2 --run-id calm-fox --run-dir runs --lease-ttl 3s --join now"
-    simulation = configured(*words.split(), "--no-python", "train.py", "--lr", "-1", "--nodes", "9")
+    simulation = configured(*words.split(), "--no-python", "env", "--lr", "-1", "--nodes", "9")
     assert simulation.nodes == 3
     assert simulation.agent_command("node-2", 7) == [
         *(sys.executable, "-m", "elasticrt", "run"),
         *("--node", "node-2", "--run-id", "calm-fox", "--events-fd", "7"),
         *("--min-nodes", "2", "--max-nodes", "3", "--nproc-per-node", "2", "--run-dir", str(tmp_path / "runs")),
         *("--join", "now", "--lease-ttl", "3s", "--no-python"),
-        *("train.py", "--lr", "-1", "--nodes", "9"),
+        *("env", "--lr", "-1", "--nodes", "9"),
     ]
 
 
