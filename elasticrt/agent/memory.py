@@ -1,21 +1,17 @@
-"""The memory that this node keeps for training states: what its workers leave when they hand over, or copy meanwhile.
+"""The memory that this node keeps for training states: what its workers copy now and then, and when they hand over.
 
-An empty memory file for the running workers to leave their state in; their two newest copies (a leader may have chosen
-the last but one when the last arrives); and one copy of the step that the running generation resumed from: should it
-fail before it has any newer, the next one can resume from there again. When it resumes from a checkpoint, one older
+The two newest copies of the running workers (a leader may have chosen the last but one when the last arrives); and one
+of the step that the running generation resumed from: should it fail before it has any newer, the next one can resume
+from there again. When it resumes from a checkpoint, one older
 copy is spared until there is a new one, in case the checkpoint is on the disk of a node that is gone. A memory file has
 no name: when its last descriptor is closed, as at the latest with the agent, the kernel frees it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 
 from elasticrt.contract.env import Commit, Copy
-
-log = logging.getLogger(__name__)
-
 
 COPIES_MAX = 2
 
@@ -24,15 +20,11 @@ class Memory:
     """Used by the agent's thread.
 
     Attributes:
-        fd: where the running generation's local rank 0 may leave its state, -1 for none.
-        left: what has been left there.
         kept: the copy that the running generation resumed from, or one of the same step.
         spare: one that is older than the checkpoint that it resumed from, and of the same generation as that.
     """
 
     def __init__(self) -> None:
-        self.fd = -1
-        self.left: Copy | None = None
         self.kept: Copy | None = None
         self._kept_fd = -1
         self.spare: Copy | None = None
@@ -47,8 +39,11 @@ class Memory:
         return self._copies[-1][0] if self._copies else self.kept
 
     def put(self, copy: Copy, fd: int) -> None:
-        """Keep a copy that the running workers have taken, in the memory file `fd`, which is ours from now on."""
-        self._copies.append((copy, fd))
+        """Keep a copy that the running workers have taken, in the memory file `fd`, which is ours from now on.
+
+        That of a handover may arrive before an older one that was being written.
+        """
+        self._copies = sorted([*self._copies, (copy, fd)], key=lambda each: each[0].step)
         self._close(self._spare_fd)
         self.spare, self._spare_fd = None, -1
         while len(self._copies) > COPIES_MAX:
@@ -57,7 +52,7 @@ class Memory:
     def renew(self, resumed: Copy | None, generation: int, head: Commit | None) -> None:
         """Begin `generation`, which resumes from the copy `resumed`, or from the checkpoint `head`, or from nothing."""
         spare = (None, -1) if resumed or head is None else self._best_spare(head)
-        held = [*self._copies, (self.kept, self._kept_fd), (self.left, self.fd), (self.spare, self._spare_fd)]
+        held = [*self._copies, (self.kept, self._kept_fd), (self.spare, self._spare_fd)]
         # Another node's copy of the same step is as good: it is only asked for when that node is gone.
         same = [(copy, fd) for copy, fd in held if copy and resumed and copy.step == resumed.step]
         exact = [(copy, fd) for copy, fd in same if copy == resumed]
@@ -68,12 +63,7 @@ class Memory:
         self.kept, self._kept_fd = chosen
         (self.spare, self._spare_fd), self._spare_of = spare, head.generation if head else 0
         self._generation = generation
-        self.left, self._copies = None, []
-        try:
-            self.fd = os.memfd_create("elasticrt-state", os.MFD_CLOEXEC)
-        except OSError as error:
-            log.warning("no memory for handing states over: %s", error.strerror)
-            self.fd = -1
+        self._copies = []
 
     def _best_spare(self, head: Commit) -> tuple[Copy | None, int]:
         """The newest copy that the checkpoint descends from: of the generation that saved it, and of no later step.
@@ -94,18 +84,15 @@ class Memory:
         self.kept, self._kept_fd = None, -1
 
     def descriptors(self, resumed: Copy | None) -> dict[str, int]:
-        """What to pass to local rank 0: "copy" to leave its state in, "state" if it is to resume from this node's."""
-        fds = {"copy": self.fd} if self.fd >= 0 else {}
-        if resumed is not None and self.kept == resumed:
-            fds["state"] = self._kept_fd
-        return fds
+        """What to pass to local rank 0: "state" if it is to resume from this node's."""
+        return {"state": self._kept_fd} if resumed is not None and self.kept == resumed else {}
 
     def close(self) -> None:
         """Give everything back."""
-        for fd in (self.fd, self._kept_fd, self._spare_fd, *(fd for _, fd in self._copies)):
+        for fd in (self._kept_fd, self._spare_fd, *(fd for _, fd in self._copies)):
             self._close(fd)
-        self.fd = self._kept_fd = self._spare_fd = -1
-        self.left = self.kept = self.spare = None
+        self._kept_fd = self._spare_fd = -1
+        self.kept = self.spare = None
         self._copies = []
 
     @staticmethod

@@ -121,9 +121,7 @@ loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimiz
 for epoch in loop.epochs(1, max_steps=40):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
         if loop.steps_done == 12 and share:
-            loop._copies.wait()
-            loop._copies.take(loop._state(), loop.steps_done, epoch)
-            loop._copies.wait()
+            loop._copies.hand_over(loop._state(), loop.steps_done, epoch)
         if loop.steps_done == 16:
             loop._checkpointer.wait()
             with loop.pause("the test looks around"):
