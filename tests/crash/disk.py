@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PIECE_BYTES = 64
+
 Content = bytes
 Names = dict[str, int]
 
@@ -85,8 +87,8 @@ class Recorder:
         return count
 
     def sendfile(self, fd: int, source: int, offset: int, count: int) -> int:
-        """The same, of what another file holds."""
-        done = os.sendfile(fd, source, offset, count)
+        """The same, of what another file holds, in small pieces, so that there is most to be interrupted."""
+        done = os.sendfile(fd, source, offset, min(count, PIECE_BYTES))
         self.changes.append(Change("write", file=self._files[fd], data=os.pread(source, done, offset)))
         return done
 
