@@ -123,8 +123,8 @@ class WorkerGroup:
         """Start the workers of `generation`, one for each of `envs`, in `directory`.
 
         `base_env` is from `worker_environment`. `listen` is the generation's listening socket when global rank 0 is
-        here; it is closed on this side. `memory` is, by local rank, further descriptors by name ("copy", "state"),
-        which stay the caller's. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
+        here; it is closed on this side. `memory` is, by local rank, further descriptors by name ("state"), which
+        stay the caller's. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
         failure of kind "start", and in the end `GroupEnded`. The error file and the logs go below `env.run_dir`.
         """
         self._starts = max(generation, self._starts + 1)

@@ -592,12 +592,7 @@ class Node:
         if event.generation != self._running or self._started is None or not 0 < self._going <= left.step:
             return  # Of the generation before: it was seated in this one while the news was under way.
         self.progress.remember()
-        memory = self._ends.memory
-        if event.local_rank == 0 and left.size:
-            size = self._started[0].world_size
-            memory = Copy(left.step, left.epoch, left.size, left.digest, size, left.place)
-        self._ends = replace(self._ends, handed=self._ends.handed | {event.local_rank}, memory=memory)
-        self._memory.left = memory
+        self._ends = replace(self._ends, handed=self._ends.handed | {event.local_rank})
 
     def _pages(self) -> list[Page]:
         """The pages of all workers of the running generation; none when one has gone already."""

@@ -20,10 +20,10 @@ class Ends:
     """How the workers of one generation on one node have ended so far: ranks that did well, and failures, as they came.
 
     `handover`, `entered`: they were told to hold for that handover, when one of them had been let into that step at
-    most. `handed`: local ranks that have left after the agreed step. `memory`: the state that they left. `kept`: the
-    newest copy taken meanwhile, or one of the step that the generation resumed from. `unmet`: in so many generations in
-    a row, up to this one, workers here could not reach the others. `ready`: workers that can go on in the next
-    generation; `has_state`: whether one of them has the state.
+    most. `handed`: local ranks that have left after the agreed step. `kept`: the newest copy that they have taken, at
+    last where they left, or one of the step that the generation resumed from. `unmet`: in so many generations in a row,
+    up to this one, workers here could not reach the others. `ready`: workers that can go on in the next generation;
+    `has_state`: whether one of them has the state.
     """
 
     generation: int
@@ -33,7 +33,6 @@ class Ends:
     handover: int = 0
     entered: int = 0
     handed: frozenset[int] = frozenset()
-    memory: Copy | None = None
     kept: Copy | None = None
     unmet: int = 0
     ready: int = 0
@@ -62,7 +61,7 @@ class Ends:
                 incarnation=incarnation,
                 status="held",
                 handover=self.handover,
-                memory=copy_record(self.memory),
+                memory=copy_record(self.kept),
             )
         if self.handover and not self.well:
             return Report(

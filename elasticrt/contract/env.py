@@ -95,7 +95,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the training state in a node's memory, taken at a handover: what a generation can resume from.
+    """A copy of the training state in a node's memory: what a generation can resume from.
 
     `step`: steps of the run, as `Commit.total`; `epoch`, `place`: as in Commit; `size`, `digest`: of its bytes;
     `world_size`: of the generation that took it.
@@ -130,8 +130,7 @@ class WorkerEnv:
 
     Descriptors are numbers of inherited file descriptors, -1 where there is none: `channel_fd` (unix stream socket to
     the agent), `page_fd` (status page, a memfd), `listen_fd` (global rank 0 only: a bound, listening TCP socket for
-    the generation's store), `copy_fd` (local rank 0: an empty memfd to hand the state over in), `state_fd` (global rank
-    0 with `copy`: the memfd that holds it).
+    the generation's store), `state_fd` (global rank 0 with `copy`: the memfd that holds it).
 
     `as_srun`: say the same as `srun` would of its tasks, for scripts that read SLURM_PROCID and so on.
 
@@ -166,7 +165,6 @@ class WorkerEnv:
     error_file: str = ""
     resume: Commit | None = None
     copy: Copy | None = None
-    copy_fd: int = -1
     state_fd: int = -1
     channel_fd: int = -1
     page_fd: int = -1
@@ -207,7 +205,6 @@ class WorkerEnv:
             "ELASTICRT_RUN_DIR": self.run_dir,
             "ELASTICRT_RESUME": self.resume.to_json() if self.resume else "",
             "ELASTICRT_COPY": self.copy.to_json() if self.copy else "",
-            "ELASTICRT_COPY_FD": self.copy_fd,
             "ELASTICRT_STATE_FD": self.state_fd,
             "ELASTICRT_CHANNEL_FD": self.channel_fd,
             "ELASTICRT_PAGE_FD": self.page_fd,
@@ -268,7 +265,6 @@ class WorkerEnv:
             error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
             resume=Commit.from_json(resume) if resume else None,
             copy=Copy.from_json(copy) if copy else None,
-            copy_fd=whole("ELASTICRT_COPY_FD") if "ELASTICRT_COPY_FD" in env else -1,
             state_fd=whole("ELASTICRT_STATE_FD") if "ELASTICRT_STATE_FD" in env else -1,
             channel_fd=whole("ELASTICRT_CHANNEL_FD"),
             page_fd=whole("ELASTICRT_PAGE_FD"),

@@ -30,11 +30,10 @@ class Start:
     """Start one worker.
 
     With it travel, in this order, the descriptors named in `fd_names`: "stdout", "stderr" (write ends), "channel",
-    "page", "copy" (local rank 0: a memory file for its state), "state" (global rank 0: the copy to resume from, if the
-    generation resumes from one), "listen" (only for global rank 0). The worker finds each under the number that its
-    environment states (ELASTICRT_CHANNEL_FD ...), which the parent fills in. `env` is complete: nothing of the
-    parent's own is added. `generation` numbers starts, larger each time: a worker may go on in other generations later.
-    `keep_stdin` is true for local rank 0 only.
+    "page", "state" (global rank 0: the copy to resume from, if the generation resumes from one), "listen" (only for
+    global rank 0). The worker finds each under the number that its environment states (ELASTICRT_CHANNEL_FD ...), which
+    the parent fills in. `env` is complete: nothing of the parent's own is added. `generation` numbers starts, larger
+    each time: a worker may go on in other generations later. `keep_stdin` is true for local rank 0 only.
     """
 
     generation: int
@@ -181,22 +180,17 @@ class Done:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The worker has stopped after `step`, as agreed, and leaves its loop, or waits in it to be seated again.
+    """The worker has stopped after `step` of the run, as agreed, and leaves its loop, or waits in it for another seat.
 
-    Local rank 0 has written its state to the copy descriptor first: `size` bytes with SHA-256 `digest` (else 0 and "").
-    Steps are the run's; `place` is the loop's directory, as in Commit.
+    Where it leaves, local rank 0 has sent its state as of `step` first, by Copied.
     """
 
     step: int
-    epoch: int
-    size: int
-    digest: str
-    place: str = ""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Local rank 0 has a copy of its state as of `step`, and trains on. With it travels the memory file that holds it.
+    """Local rank 0 has a copy of its state as of `step` of the run. With it travels the memory file that holds it.
 
     `size` bytes with SHA-256 `digest`; `place` is the loop's directory, as in Commit.
     """

@@ -291,10 +291,10 @@ class Report(Record):
     others of this node have been killed; "left": the node has gone on purpose.
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
-    let into, 0 if one of them has no Loop. "held": they have left after the agreed step; `memory` is what they left
-    behind; with "failed", where `ready` workers live and can go on, it may be the newest copy of their state, or the
-    one that the generation resumed from, if this node keeps one. `handover` is the create revision of the record that
-    asked for it.
+    let into, 0 if one of them has no Loop. "held": they have left after the agreed step. `memory` is the newest copy
+    of their state, or the one that the generation resumed from, if this node keeps one: with "held" that of the agreed
+    step, unless there was no memory for it; with "failed", where `ready` workers live and can go on, an older one.
+    `handover` is the create revision of the record that asked for it.
     """
 
     generation: Annotated[int, Field(ge=1)]

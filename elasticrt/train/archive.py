@@ -13,14 +13,14 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
 from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.contract.owner import Holding, Owner
 from elasticrt.errors import CheckpointError, DuplicateError, explain
-from elasticrt.train.files import Directory, Sink, Unfit, open_plain, sha256
+from elasticrt.train.files import Directory, Unfit, open_plain, put, sha256
 from elasticrt.train.manifest import (
     MANIFEST,
     MANIFEST_BYTES_MAX,
@@ -192,7 +192,7 @@ class Archive:
 
     def write(
         self,
-        state: dict[str, Any],
+        fill: Callable[[int], tuple[int, str]],
         *,
         step: int,
         epoch: int,
@@ -203,14 +203,13 @@ class Archive:
         place: str = "",
         total: int = 0,
     ) -> Manifest:
-        """Make payload and manifest durable. Raises OSError; then neither is left."""
+        """Make payload and manifest durable. Raises OSError; then neither is left.
+
+        `fill` writes the payload to a descriptor, and says its size in bytes and SHA-256.
+        """
         directory = self._opened()
         stem = stem_of(step, self._generation, nonce)
         temporary = f"{TEMPORARY}{stem}"
-
-        def fill(sink: Sink) -> None:
-            torch.save(state, cast("IO[bytes]", sink))
-
         size, digest = directory.write(stem + PAYLOAD, temporary, fill)
         commit = Commit(
             step=step,
@@ -229,7 +228,7 @@ class Archive:
         )
         manifest = Manifest(commit, self._run(), world_size, {"torch": torch.__version__, **about})
         try:
-            directory.write(stem + MANIFEST, temporary, lambda sink: sink.write(manifest.to_json()))
+            directory.write(stem + MANIFEST, temporary, lambda fd: put(fd, manifest.to_json()))
         except BaseException:
             directory.remove(stem + PAYLOAD)
             raise
@@ -244,7 +243,7 @@ class Archive:
             text = commit.to_json().encode() + b"\n"
             # A name of its own: whoever loads may have died while writing this mark, or be writing it now.
             temporary = f"{TEMPORARY}{stem}.{secrets.token_hex(4)}"
-            directory.write(stem + MARK, temporary, lambda sink: sink.write(text))
+            directory.write(stem + MARK, temporary, lambda fd: put(fd, text))
 
     def tidy(self, head: str) -> None:
         """Delete what is no longer needed now that `head` is committed. Raises OSError."""

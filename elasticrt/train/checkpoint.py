@@ -1,10 +1,8 @@
 """The disk tier: checkpoints that are whole, committed, and resumed from where the run says, not where a worker likes.
 
-Rank 0 saves: a copy to the host on the training thread (what a Loop marks as `Steady` without it), everything else on a
-writer thread, at most one save in flight.
-A save becomes a commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does the
-mark appear, and only after that is anything old deleted. A save that fails leaves the old head as it was, and training
-goes on.
+Rank 0 saves: a snapshot, and everything else on its thread (`snapshot`), at most one save in flight. A save becomes a
+commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does the mark appear, and
+only after that is anything old deleted. A save that fails leaves the old head as it was, and training goes on.
 
 All ranks restore together: whoever has the checkpoint verifies and opens it, the others get its bytes (`search`). Nodes
 need no shared directory for that, and can't disagree.
@@ -22,26 +20,24 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticrt.contract.env import Commit, WorkerEnv
+from elasticrt.contract.env import Commit, Copy, WorkerEnv
 from elasticrt.contract.error_file import write_error_file
 from elasticrt.contract.messages import Own, Reply
 from elasticrt.contract.owner import Owner
 from elasticrt.errors import CheckpointError, ElasticError, explain
-from elasticrt.train import collective, handover, link
+from elasticrt.train import collective, copies, handover, link
 from elasticrt.train.archive import Archive, duplicate, parse, take_alone
-from elasticrt.train.background import Background
 from elasticrt.train.commit import Committer
-from elasticrt.train.deferred import Deferred
 from elasticrt.train.files import Unfit
 from elasticrt.train.notice import say
 from elasticrt.train.places import go_on, place_of, run_of
 from elasticrt.train.search import Found, Outcome, Search
-from elasticrt.train.snapshots import Snapshots
+from elasticrt.train.snapshot import Snapshot, Snapshots, Use
 from elasticrt.train.stateful import OURS
 
 _log = logging.getLogger(__name__)
@@ -94,6 +90,7 @@ class Checkpointer:
     Attributes:
         place: what tells this directory from others of the run.
         start: a name for this start of the training, the same on all ranks; "" before `restore`.
+        snapshots: takes what is saved here.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -110,11 +107,10 @@ class Checkpointer:
         self._run = run_of(self._worker)
         self._resume: Commit | None = None  # Of this directory, as `restore` has found it.
         self._committer = Committer(self._worker, link.agent_link(), self.place)
-        self._writer = Background("elasticrt-save")
+        self.snapshots = Snapshots()
+        self._saves = False  # Whether the snapshot in flight is saved.
         self._failure: BaseException | None = None
         self._asked_step = -1
-        self._total = 0  # Of the save in flight.
-        self._snapshots = Snapshots()
         self._moved = False
         self.start = ""
         _live.add(self)
@@ -122,7 +118,7 @@ class Checkpointer:
     @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._writer.busy
+        return self._saves and self.snapshots.busy
 
     @property
     def head_step(self) -> int:
@@ -153,6 +149,12 @@ class Checkpointer:
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
+        uses = self.to_disk(step=step, epoch=epoch, about=about)
+        if uses:
+            self.snapshots.take(state, uses)
+
+    def to_disk(self, *, step: int, epoch: int, about: Mapping[str, Any] | None) -> list[Use]:
+        """What saves the snapshot that is to be taken next; nothing on other ranks than 0. For the rest see `save`."""
         for name, value in (("step", step), ("epoch", epoch)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(explain(f"{name} is not a whole number", "Checkpointer.save", got=value))
@@ -166,17 +168,15 @@ class Checkpointer:
         self._run.total = max(self._run.total, step)
         rank, world_size = collective.rank_and_world()
         if rank != 0 or not self.wait():
-            return
+            return []
         if self._moved and self._worker is not None:
             self._archive.move(self._worker)
             self._committer.move(self._worker)
             self._moved = False
         self._archive.open(create=True)
         self._archive.claim(self._take)
-        copied, deferred = self._snapshots.take(state)
-        self._total = self._run.total
-        arguments = (copied, deferred, step, epoch, dict(about or {}), world_size)
-        self._writer.start(partial(self._write_guarded, *arguments))
+        self._saves = True
+        return [partial(self._write_guarded, step, epoch, dict(about or {}), world_size, self._run.total)]
 
     def move(self, worker: WorkerEnv) -> None:
         """This process has another place in the run, and has the state that descends from the run's head.
@@ -186,19 +186,9 @@ class Checkpointer:
         self._worker, self._moved = worker, True
         go_on(self._run, worker)
 
-    def settle(self) -> None:
-        """Before an optimizer steps: from here on, what was marked as `Steady` in the last save may change."""
-        self._snapshots.settle()
-
-    @property
-    def spoilt(self) -> bool:
-        """Whether the last save came to nothing because what was marked as `Steady` was changed too early."""
-        return self._snapshots.spoilt
-
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> bool:
         """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`."""
-        self.settle()
-        if not self._writer.wait(timeout_s):
+        if not self.snapshots.wait(timeout_s):
             _log.warning("a save to %s has been in flight for more than %.0f s", self._shown, timeout_s)
             return False
         if self._failure is not None:
@@ -274,7 +264,7 @@ class Checkpointer:
                 verdict["resume"] = None if self._resume is None else self._resume.to_json()
                 verdict["over"] = self._resume is None and _start_over(fresh)
                 if payload is not None and self._worker is not None and self._worker.copy is not None:
-                    verdict["copy"] = handover.describe(self._worker.copy)
+                    verdict["copy"] = asdict(self._worker.copy)
         verdict = json.loads(bytes(collective.broadcast_bytes(json.dumps(verdict).encode())))
         if "error" in verdict:
             raise failure if failure is not None else CheckpointError(verdict["error"])
@@ -317,7 +307,7 @@ class Checkpointer:
             if self._resume is not None:
                 self._committer.resumed(self._resume)
             return None
-        payload = handover.read(worker)
+        payload = copies.read(worker)
         self._committer.descends_from(self._resume)
         return payload
 
@@ -412,23 +402,24 @@ class Checkpointer:
             remedy=f"Found: {found}. {ways}, or start over ({self._how_to_start_over()})",
         )
 
-    def _write_guarded(self, state: dict[str, Any], deferred: Deferred, *arguments: Any) -> None:
+    def _write_guarded(self, *arguments: Any) -> None:
         try:
-            if not deferred.complete():
-                _log.warning("an optimizer's state was changed while it was copied: it is saved again, all at once")
-                return
-            self._write(state, *arguments)
+            self._write(*arguments)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
             self._failure = error
+        finally:
+            self._saves = False
 
-    def _write(self, state: dict[str, Any], step: int, epoch: int, about: dict[str, Any], world_size: int) -> None:
-        """On the writer thread: payload, manifest, fenced commit, mark, and only then tidying up."""
+    def _write(  # noqa: PLR0917  They come from `to_disk`, the snapshot from its thread.
+        self, step: int, epoch: int, about: dict[str, Any], world_size: int, total: int, snapshot: Snapshot
+    ) -> None:
+        """On the snapshot's thread: payload, manifest, fenced commit, mark, and only then tidying up."""
         started = time.monotonic()
         self._committer.settle(self._archive.mark)
         parent = self._committer.parent
         try:
             manifest = self._archive.write(
-                state,
+                snapshot.write_to,
                 step=step,
                 epoch=epoch,
                 nonce=secrets.token_hex(8),
@@ -436,7 +427,7 @@ class Checkpointer:
                 world_size=world_size,
                 about=about,
                 place="" if self._worker is None else self.place,
-                total=self._total,
+                total=total,
             )
         except (OSError, Unfit) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
@@ -463,15 +454,14 @@ class Checkpointer:
 
 
 def _from_memory(search: Search, described: dict[str, Any], payload: bytearray | None) -> State:
-    """The copy that rank 0 has read, as its `handover.describe` says, on all ranks, which open it at the same time."""
+    """The copy that rank 0 has read, which is `described`, on all ranks, which open it at the same time."""
     search.exchange()
     sent = collective.broadcast_bytes(b"" if payload is None else payload)
-    commit = described["commit"]
-    data = parse(sent if payload is not None else collective.intact(sent, commit["size"], commit["digest"]))
-    total = commit["step"]
+    copy = Copy(**described)
+    data = parse(sent if payload is not None else collective.intact(sent, copy.size, copy.digest))
     ours = data.get(OURS)
-    step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else total
-    return State(step, commit["epoch"], described["world_size"], described["run"], data, total)
+    step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
+    return State(step, copy.epoch, copy.world_size, "", data, copy.step)
 
 
 def _start_over(fresh: bool) -> bool:
@@ -489,7 +479,7 @@ _unsaved: dict[tuple[int, Path], Exception] = {}
 
 @atexit.register
 def _finish_saves() -> None:
-    """Finish a save in flight when the script ends. The writer is a daemon thread, so that a stuck one hangs nobody.
+    """Finish a save in flight when the script ends. Its thread is a daemon, so that a stuck one hangs nobody.
 
     A script that ends well although its last state is not saved has failed: what it has trained is lost.
     """

@@ -1,9 +1,9 @@
 """The memory tier: copies of the training state in the memory of each node's agent, taken while training goes on.
 
-Between two steps local rank 0 copies its state to the host; a thread writes the copy to a memory file and hands that to
-the agent, which keeps it when this process dies. Copies are taken as often as a share of the time allows, the cost of
-the last one being the measure. A generation that ends without a handover resumes from the newest copy that a surviving
-node holds, if it is newer than the newest checkpoint.
+Between two steps local rank 0 takes a snapshot of its state, which is handed to the agent as a memory file. The agent
+keeps it when this process dies. Copies are taken as often as a share of the time allows, the cost of the last one being
+the measure, and once more where a process hands over. A generation whose workers all end resumes from the newest copy
+that a surviving node holds, if it is newer than the newest checkpoint.
 
 Nodes copy after the same steps, without having to agree on them: after those that a round number divides, which each
 chooses by itself. All ranks wait for the one that copies; if each node did so in its own time, training would stand
@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from elasticrt.contract.env import WorkerEnv
-from elasticrt.contract.messages import Copied
-from elasticrt.train import handover, link
-from elasticrt.train.background import Background
-from elasticrt.train.deferred import Deferred, Steady
+from elasticrt.contract.messages import Copied, Damaged
+from elasticrt.train import link
+from elasticrt.train.files import sha256
+from elasticrt.train.plain import bytes_of
 from elasticrt.train.room import available_bytes
-from elasticrt.train.snapshots import Snapshots
+from elasticrt.train.snapshot import Snapshot, Use
 
 _log = logging.getLogger(__name__)
 
@@ -86,8 +85,6 @@ class Copies:
         self._step = 0
         self._at = 0.0
         self._step_s = 0.0
-        self._snapshots = Snapshots()
-        self._writer = Background("elasticrt-copy")
 
     def begin(self, now: float, step: int) -> None:
         """The loop is entered after `step`."""
@@ -103,52 +100,31 @@ class Copies:
             self._stride = stride(FIRST_WITHIN_S, (now - self._at) / (step - self._step))
         return step % self._stride == 0
 
-    def take(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Copy `state` as of `step` to the host now; the rest happens in the background."""
-        began = time.monotonic()
+    def to_agent(self, state: Mapping[str, Any], step: int, epoch: int) -> list[Use]:
+        """What keeps the snapshot of `state` as of `step` that is to be taken next; nothing where there is no room."""
         self._not_before = math.inf  # Until this one is done, or for ever.
-        problem = lacks_room(_size(state), available_bytes(), self._taken)
+        problem = lacks_room(bytes_of(state), available_bytes(), self._taken)
         if problem:
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
-            return
+            return []
+        now = time.monotonic()
         self._taken += 1
-        self._step_s = (began - self._at) / max(1, step - self._step)
-        self._step, self._at = step, began
-        copied, deferred = self._snapshots.take(state)
-        stall_s = time.monotonic() - began
-        self._writer.start(partial(self._write, copied, deferred, step, epoch, stall_s))
+        self._step_s = (now - self._at) / max(1, step - self._step)
+        self._step, self._at = step, now
+        return [partial(self._keep, step, epoch)]
 
-    def settle(self) -> None:
-        """Before an optimizer steps: from here on, what was marked as `Steady` in the last copy may change."""
-        self._snapshots.settle()
+    def hand_over(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Give the agent the state as of `step` at once: this process ends. A save to a slow disk is not waited for."""
+        snapshot = Snapshot(state)
+        self._say(step, epoch, snapshot)
+        snapshot.close()
 
-    def wait(self, timeout_s: float = 60.0) -> None:
-        """Wait for one that is being written, before this process leaves."""
-        self.settle()
-        self._writer.wait(timeout_s)
-
-    def _write(self, copied: dict[str, Any], deferred: Deferred, step: int, epoch: int, stall_s: float) -> None:
-        if not deferred.complete():
-            _log.warning("an optimizer's state was changed while it was copied: from now on it is copied all at once")
-            self._not_before = -math.inf
-            return
+    def _keep(self, step: int, epoch: int, snapshot: Snapshot) -> None:
         began = time.monotonic()
-        agent = link.agent_link()
-        assert agent is not None, "who takes copies has an agent"
-        try:
-            fd = os.memfd_create("elasticrt-copy", os.MFD_CLOEXEC)
-        except OSError as error:
-            _log.warning("no copies are kept in memory: %s", error)
+        size = self._say(step, epoch, snapshot)
+        if not size:
             return
-        try:
-            size, digest = handover.write(fd, copied)
-            agent.say(Copied(step, epoch, size, digest, self._place), [fd])
-        except OSError as error:
-            _log.warning("no copies are kept in memory any more: %s", error)
-            return
-        finally:
-            os.close(fd)
-        cost_s = stall_s + deferred.spent_s + time.monotonic() - began
+        cost_s = snapshot.stall_s + time.monotonic() - began
         chosen = stride(cost_s / self._budget, self._step_s)
         if chosen != self._stride:
             _log.info(
@@ -157,15 +133,39 @@ class Copies:
         self._stride = chosen
         self._not_before = -math.inf
 
+    def _say(self, step: int, epoch: int, snapshot: Snapshot) -> int:
+        """Hand the agent a snapshot; its size in bytes, 0 where there is no memory for it."""
+        agent = link.agent_link()
+        assert agent is not None, "who takes copies has an agent"
+        try:
+            fd, size, digest = snapshot.in_memory()
+        except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
+            _log.warning("no copies are kept in memory any more: %s", error)
+            return 0
+        agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+        return size
 
-def _size(value: object) -> int:
-    """Bytes of the tensors in a state."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Steady):
-        return _size(value.value)
-    if isinstance(value, Mapping):
-        return sum(_size(each) for each in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(_size(each) for each in value)
-    return 0
+
+def read(worker: WorkerEnv) -> bytearray:
+    """The copy that this generation resumes from, verified. RuntimeError when it is not what was promised.
+
+    That is no CheckpointError: the run can go on in the next generation, from another node's copy or from its head. The
+    agent is told, so that this copy is offered to nobody again.
+    """
+    copy = worker.copy
+    assert copy is not None, "asked for only when there is one"
+    if worker.state_fd < 0:
+        raise RuntimeError(f"the copy of step {copy.step} is not in this node's memory")
+    content, size = bytearray(), os.fstat(worker.state_fd).st_size
+    problem = f"got {size} bytes; expected {copy.size}"
+    if size == copy.size:  # Looked at before anything is read: behind the end of a file there is only SIGBUS.
+        with mmap.mmap(worker.state_fd, size, prot=mmap.PROT_READ) as mapped:
+            content = bytearray(mapped)
+        digest = sha256(content)
+        problem = "" if digest == copy.digest else f"got SHA-256 {digest[:12]}...; expected {copy.digest[:12]}..."
+    if problem:
+        agent = link.agent_link()
+        if agent is not None:
+            agent.say(Damaged(copy.step, problem))
+        raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
+    return content

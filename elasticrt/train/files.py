@@ -13,70 +13,32 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from elasticrt.contract.modes import DIRECTORY_MODE, FILE_MODE
 
-GATHERED_BYTES_MAX = 1 << 16
-"""How much of small writes a file is written at once."""
+Made = TypeVar("Made")
 
 
 class Unfit(Exception):  # noqa: N818  A finding about a file that is then skipped, not a failure of the program.
     """The file is not a plain file of one name, or not of the size or content it should have. The text says what."""
 
 
-class Sink(Protocol):
-    """What a writer writes to."""
+def put(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of `data`. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
-    def write(self, data: bytes) -> int:
-        """Take all of `data`."""
 
-
-class _HashingSink:
-    """Writes to a descriptor, counting and hashing on the way: the digest is of what was meant, not of a copy.
-
-    Small writes are gathered: torch makes four for each tensor, and what they take would be taken from the training.
-
-    A failed write is kept in `error`, and what follows is dropped: torch's writer would turn the OSError that says why
-    into a RuntimeError that does not.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._hash = hashlib.sha256()
-        self._gathered = bytearray()
-        self.size = 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        size = len(data)
-        self.size += size
-        if size >= GATHERED_BYTES_MAX:
-            self.flush()
-            self._put(memoryview(data).cast("B"))
-        else:
-            self._gathered += data
-            if len(self._gathered) >= GATHERED_BYTES_MAX:
-                self.flush()
-        return size
-
-    def flush(self) -> None:
-        """Write what is gathered."""
-        gathered, self._gathered = self._gathered, bytearray()
-        self._put(memoryview(gathered))
-
-    def digest(self) -> str:
-        """The SHA-256 of what is flushed."""
-        return self._hash.hexdigest()
-
-    def _put(self, left: memoryview) -> None:
-        if self.error is None:
-            self._hash.update(left)
-            try:
-                while left:
-                    left = left[os.write(self._fd, left) :]
-            except OSError as error:
-                self.error = error
+def transfer(source: int, fd: int, size: int) -> None:
+    """Write the first `size` bytes of the file `source` to `fd`. Raises OSError."""
+    done = 0
+    while done < size:
+        count = os.sendfile(fd, source, done, size - done)
+        if count == 0:
+            raise OSError(f"the memory file ended after {done} of {size} bytes")
+        done += count
 
 
 class Directory:
@@ -114,8 +76,8 @@ class Directory:
         """Make the names in it durable. Raises OSError."""
         os.fsync(self.fd)
 
-    def write(self, name: str, temporary: str, fill: Callable[[Sink], object]) -> tuple[int, str]:
-        """Write a file durably under `name`; its size in bytes and its SHA-256 in hex.
+    def write(self, name: str, temporary: str, fill: Callable[[int], Made]) -> Made:
+        """Make a file durable under `name`; what `fill` returns, which writes to the descriptor that it gets.
 
         Raises OSError (no space, read-only ...) and whatever `fill` raises; then nothing is left of it, and a file that
         had this name before is untouched.
@@ -125,11 +87,7 @@ class Directory:
         fd = os.open(temporary, flags, FILE_MODE, dir_fd=self.fd)
         try:
             try:
-                sink = _HashingSink(fd)
-                fill(sink)
-                sink.flush()
-                if sink.error is not None:
-                    raise sink.error
+                made = fill(fd)
                 # An fsync that failed is never tried again: the kernel may have dropped the pages and would say yes.
                 os.fsync(fd)
             finally:
@@ -139,7 +97,7 @@ class Directory:
             self.remove(temporary)
             raise
         self.sync()
-        return sink.size, sink.digest()
+        return made
 
     def read(self, name: str, *, size: int | None = None, size_max: int | None = None) -> bytearray:
         """The whole content of a plain file. Raises Unfit when it is none, or not `size` bytes; OSError."""

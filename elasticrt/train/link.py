@@ -208,7 +208,6 @@ class Link:
             listen_fd=fds[0] if fds else -1,
             channel_fd=here.channel_fd,
             page_fd=here.page_fd,
-            copy_fd=-1,
             state_fd=-1,
             error_file=here.error_file,
         )

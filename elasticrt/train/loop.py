@@ -23,13 +23,11 @@ from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train import collective, handover, leaving, link, misuse, regroup, rng, stateful
 from elasticrt.train.checkpoint import Checkpointer
 from elasticrt.train.copies import BUDGET, Copies
-from elasticrt.train.deferred import Later
 from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.in_place import InPlace, Undo
 from elasticrt.train.ledger import Ledger
 from elasticrt.train.order import WHOLE, Share
 from elasticrt.train.places import run_of
-from elasticrt.train.plain import plain_copy
 from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
@@ -254,8 +252,6 @@ class Loop:
 
     def _leave(self) -> None:
         self._in_place.end()
-        self._checkpointer.settle()
-        self._copies.settle()
         while self._hooks:
             self._hooks.pop().remove()
         self._shield.lower()
@@ -606,11 +602,12 @@ class Loop:
 
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
-        now = time.monotonic()
-        self._save_if_due(now)
-        total = self._run.total
-        if self._copies.due(now, total):
-            self._copies.take(self._state(), total, self._position.epoch)
+        now, total = time.monotonic(), self._run.total
+        copy = self._copies.due(now, total) and not self._checkpointer.snapshots.busy
+        save = self._rank == 0 and not self._checkpointer.busy
+        save = save and (self._owes_save or self._every.is_due(self._position, self._saved, now - self._saved_at))
+        if save or copy:
+            self._take_snapshot(save=save, copy=copy)
         if self._shield.received_at is not None:
             self._shield.obey()
         regroup.tidy()
@@ -621,12 +618,12 @@ class Loop:
             if self._page.save:
                 self._save_last()
             if self._in_place.possible:
-                handover.stay(total, self._position.epoch)
+                handover.stay(total)
                 self._go_on()
                 return
-            self._copies.wait()
-            state = plain_copy(self._state(), "state") if self._worker.local_rank == 0 else None
-            handover.leave(self._worker, state, total, self._position.epoch, self._checkpointer.place)
+            if self._worker.local_rank == 0:
+                self._copies.hand_over(self._state(), total, self._position.epoch)
+            raise handover.leave(total)
         self._numbers.begin_step(self._position)
 
     def _interrupted(self) -> None:
@@ -637,8 +634,6 @@ class Loop:
             self._stage = "broken"
 
     def _before_optimizer(self, *_: Any) -> None:
-        self._checkpointer.settle()
-        self._copies.settle()
         if self._has_blocks and not self._in_step:
             raise ConfigError(misuse.outside_of_step())
         if not self._touched and self._communicates_late:
@@ -654,37 +649,34 @@ class Loop:
 
     # Saving
 
-    def _save_if_due(self, now: float) -> None:
-        if self._rank != 0 or self._checkpointer.busy:
-            return
-        owed = self._owes_save or self._checkpointer.spoilt
-        if owed or self._every.is_due(self._position, self._saved, now - self._saved_at):
-            self._save()
-
     def _save_last(self) -> None:
         self._ledger.end(self._position.steps)
         if self._rank == 0:
             self._checkpointer.wait()
             if self._position != self._saved or self._checkpointer.missed:
-                self._save()
+                self._take_snapshot(save=True, copy=False)
             self._checkpointer.wait()
 
     def _state(self) -> dict[str, Any]:
         ledger = self._ledger.history(self._position.steps)
-        ours = {**self._about(), "rng": Later(rng.note()), "vars": self.vars, "ledger": ledger}
-        return {**stateful.collect(self._objects, steady=True), stateful.OURS: ours}
+        ours = {**self._about(), "rng": rng.capture(), "vars": self.vars, "ledger": ledger}
+        return {**stateful.collect(self._objects), stateful.OURS: ours}
 
     def _about(self) -> dict[str, Any]:
         sampler = None if self._sampler is None else self._sampler.state_dict()
         return {"position": self._position.to_dict(), "sampler": sampler}
 
-    def _save(self) -> None:
-        self._expect_steps(0)
-        position = self._position
-        self._checkpointer.save(self._state(), step=position.steps, epoch=position.epoch, about=self._about())
-        self._saved = self._position
-        self._saved_at = time.monotonic()
-        self._owes_save = False
+    def _take_snapshot(self, *, save: bool, copy: bool) -> None:
+        """Of the state as it is now, for the disk (on rank 0), for the agent's memory, or for both."""
+        position, state, uses = self._position, self._state(), []
+        if copy:
+            uses += self._copies.to_agent(state, self._run.total, position.epoch)
+        if save:
+            self._expect_steps(0)
+            uses += self._checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=self._about())
+            self._saved, self._saved_at, self._owes_save = position, time.monotonic(), False
+        if uses:
+            self._checkpointer.snapshots.take(state, uses)
 
     def _check_running(self, where: str) -> None:
         misuse.check_stage(self._stage, where)

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from elasticrt.errors import ConfigError, explain
-from elasticrt.train.deferred import Deferred, Later, Steady
 
 _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device})
 _BASES: tuple[type, ...] = (bool, int, float, str, bytes)
 
-
 POOLED_BYTES_MIN = 1 << 16
-
-ONE_THREAD_BYTES_MAX = 4 << 20
-"""Up to this size a tensor is copied by the training thread alone. Torch would wake its pool of threads for it, and on
-a machine whose cores are taken two of them may spin on one core for some time slices: 12 ms instead of 2 for 12 MB."""
 
 
 class Buffers:
@@ -37,12 +32,11 @@ class Buffers:
         self._taken: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
 
-    def begin(self) -> None:
-        """The copy made last is no longer needed, and another one begins."""
+    @contextmanager
+    def reused(self) -> Iterator[None]:
+        """For one copy: it is made over the one before, and what it did not need of that is let go."""
         self._free, self._taken = self._taken, {}
-
-    def end(self) -> None:
-        """The copy is complete: what it did not need is let go."""
+        yield
         self._free = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
@@ -54,22 +48,26 @@ class Buffers:
         return buffer
 
 
-def plain_copy(value: object, where: str, buffers: Buffers | None = None, deferred: Deferred | None = None) -> Any:
+def plain_copy(value: object, where: str, buffers: Buffers | None = None) -> Any:
     """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else.
 
-    With `buffers` the copy before is overwritten. With `deferred` too, what is marked as `Steady` or `Later` is left to
-    it: the copy is complete when it is.
+    With `buffers` the copy before is overwritten.
     """
-    copier = _Copier(buffers, deferred)
-    if buffers is not None:
-        buffers.begin()
     try:
-        copied = copier.copy(value)
+        with buffers.reused() if buffers is not None else nullcontext():
+            return _Copier(buffers).copy(value)
     except _UnfitError as unfit:
         # Looked for only now: to know the place of everything that is copied would take longer than to copy it.
         raise ConfigError(unfit.text(_place(value, unfit.value, where) or where)) from None
-    copier.end()
-    return copied
+
+
+def bytes_of(value: object) -> int:
+    """Bytes of the tensors in a state."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(bytes_of, value.values()))
+    return sum(map(bytes_of, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -106,9 +104,7 @@ def _place(value: object, culprit: object, where: str) -> str:
     if value is culprit:
         return where
     parts: list[tuple[object, str]] = []
-    if isinstance(value, Steady):
-        parts = [(value.value, where)]
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         parts = [(key, f"{where} key") for key in value]
         parts += [(item, f"{where}[{key!r}]") for key, item in value.items()]
         parts += [(getattr(value, "_metadata", None), f"{where}._metadata")]
@@ -120,11 +116,8 @@ def _place(value: object, culprit: object, where: str) -> str:
 
 
 class _Copier:
-    def __init__(self, buffers: Buffers | None, deferred: Deferred | None) -> None:
+    def __init__(self, buffers: Buffers | None) -> None:
         self._buffers = buffers
-        self._deferred = deferred
-        self._steady = self._filling = False
-        self._gaps: list[tuple[Any, Any, Any]] = []  # A container, its key, and what is to be made for it.
         self._copies: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}  # By the address of the original.
 
     def copy(self, value: object) -> Any:
@@ -136,16 +129,9 @@ class _Copier:
         if isinstance(value, (dict, Mapping)):  # Most are dicts, which are known faster.
             return self._mapping(value)
         if isinstance(value, list):
-            return self._list(value)
+            return [self.copy(item) for item in value]
         if isinstance(value, tuple):
             return tuple([self.copy(item) for item in value])
-        if isinstance(value, Steady):
-            before, self._steady = self._steady, True
-            copied = self.copy(value.value)
-            self._steady = before
-            return copied
-        if isinstance(value, Later):
-            return value.make()
         if isinstance(value, set):
             return {self.copy(item) for item in value}
         for base in _BASES:
@@ -155,40 +141,6 @@ class _Copier:
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
             return value.item()  # type: ignore[attr-defined]  # A numpy scalar, recognised without importing numpy.
         raise _UnfitError(value)
-
-    def end(self) -> None:
-        """All is copied that can't wait. The rest is for `deferred`."""
-        if self._gaps and self._deferred is not None:
-            self._deferred.add(self._fill)
-        elif self._buffers is not None:
-            self._buffers.end()
-
-    def _may_wait(self, value: object) -> bool:
-        """Whether `value` may be made later. A tensor of which that is said is watched from then on."""
-        if self._deferred is None:
-            return False
-        if type(value) is torch.Tensor:
-            plain = self._steady and value.is_cpu and value.layout is torch.strided and value.is_contiguous()
-            return plain and self._deferred.watch(value)
-        return isinstance(value, Later)
-
-    def _fill(self) -> None:
-        self._filling = True
-        for container, key, item in self._gaps:
-            container[key] = self.copy(item)
-        self._gaps = []
-        if self._buffers is not None:
-            self._buffers.end()
-
-    def _list(self, value: list[Any]) -> list[Any]:
-        copied: list[Any] = []
-        for item in value:
-            if self._may_wait(item):
-                self._gaps.append((copied, len(copied), item))
-                copied.append(None)
-            else:
-                copied.append(self.copy(item))
-        return copied
 
     def _mapping(self, value: Mapping[Any, object]) -> Any:
         if isinstance(value, Counter):
@@ -204,15 +156,7 @@ class _Copier:
     def _into(self, copied: dict[Any, Any], value: Mapping[Any, object]) -> dict[Any, Any]:
         for key, item in value.items():
             name = key if type(key) in _EXACT else self.copy(key)
-            if type(item) in _EXACT:
-                copied[name] = item
-            elif type(item) is torch.Tensor and not self._steady:
-                copied[name] = self._tensor(item)
-            elif self._may_wait(item):
-                copied[name] = None  # Its place in the order.
-                self._gaps.append((copied, name, item))
-            else:
-                copied[name] = self.copy(item)
+            copied[name] = item if type(item) in _EXACT else self.copy(item)
         return copied
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
@@ -241,11 +185,8 @@ class _Copier:
         plain_memory = tensor.is_cpu and tensor.is_contiguous() and buffer.is_contiguous()
         if not plain_memory or tensor.is_conj() or tensor.is_neg():
             return buffer.copy_(tensor)
-        if self._filling and self._deferred is not None:
-            self._deferred.add_copy(tensor, buffer)
-            return buffer
-        if size > ONE_THREAD_BYTES_MAX:
-            return buffer.copy_(tensor)
+        # By this thread alone: torch would wake its pool, and on a machine whose cores are taken that takes two to five
+        # times as long (12 MB: 12 ms instead of 2; 300 MB: 400 instead of 150).
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), size)
         return buffer
 

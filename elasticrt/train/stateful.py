@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from elasticrt.errors import CheckpointError, ConfigError, explain
 from elasticrt.train.context import unwrap
-from elasticrt.train.deferred import Steady
 from elasticrt.train.plain import is_sharded
 
 OURS = "elasticrt"
@@ -43,20 +42,9 @@ def checked(objects: Mapping[str, object]) -> dict[str, Any]:
     return {name: unwrap(each) if isinstance(each, torch.nn.Module) else each for name, each in objects.items()}
 
 
-def collect(objects: Mapping[str, Any], *, steady: bool = False) -> dict[str, Any]:
-    """The state of each object by name. `steady`: what only an optimizer's steps change is marked so."""
-    states = {name: each.state_dict() for name, each in objects.items()}
-    if steady:
-        for name, state in states.items():
-            if _steps_by_hooks(objects[name]) and isinstance(state, dict):
-                # Not the groups: a learning rate may be a tensor, and is changed between steps.
-                states[name] = {key: each if key == "param_groups" else Steady(each) for key, each in state.items()}
-    return states
-
-
-def _steps_by_hooks(each: object) -> bool:
-    """Whether this is an optimizer whose steps call the hooks that torch's optimizers have."""
-    return isinstance(each, torch.optim.Optimizer) and hasattr(type(each).step, "hooked")
+def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of each object by name."""
+    return {name: each.state_dict() for name, each in objects.items()}
 
 
 def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:

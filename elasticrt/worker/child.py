@@ -22,8 +22,7 @@ from elasticrt.worker import sessions
 EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 
-_FD_VARIABLES = {"channel": "ELASTICRT_CHANNEL_FD", "page": "ELASTICRT_PAGE_FD", "listen": "ELASTICRT_LISTEN_FD"}
-_FD_VARIABLES |= {"copy": "ELASTICRT_COPY_FD", "state": "ELASTICRT_STATE_FD"}
+_FD_VARIABLES = {name: f"ELASTICRT_{name.upper()}_FD" for name in ("channel", "page", "state", "listen")}
 _DEFAULT_IN_PROGRAMS = tuple(
     getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)
 )
@@ -112,7 +111,7 @@ def execute(job: Job, env: dict[str, str]) -> NoReturn:
         python = env.get("PYTHON_EXEC") or sys.executable
         command = [python, "-u", *(["-m"] if job.start.module else []), *command]
     try:
-        for name in ("channel", "page", "copy", "state"):
+        for name in ("channel", "page", "state"):
             if name in job.fds:
                 os.set_inheritable(job.fds[name], True)
         for number in _DEFAULT_IN_PROGRAMS:

@@ -97,8 +97,6 @@ def rival(method: str, job: Job, directory: Path) -> Callable[[int], None]:
 
 
 _saves: list[int] = []
-_waits_s: list[float] = []
-"""What the optimizer's steps have waited for copies that a save had left to be made later: a part of its stall."""
 
 
 def saves_begun() -> int:
@@ -110,21 +108,13 @@ def boundaries(method: str, job: Job, directory: Path, steps: int, every: int) -
     """Comes back between two steps `steps` times, having saved after each `every` of them."""
     if method == "loop":
         loop = elasticrt.Loop(directory, every=f"{every} steps", model=job.model, optimizer=job.optimizer)
-        save_in_loop = loop._save
+        take_snapshot = loop._take_snapshot
 
-        def noted() -> None:
+        def noted(**wanted: bool) -> None:
             _saves.append(loop.steps_done)
-            save_in_loop()
+            take_snapshot(**wanted)
 
-        settle = loop._checkpointer.settle
-
-        def timed() -> None:
-            began = time.perf_counter()
-            settle()
-            _waits_s.append(time.perf_counter() - began)
-
-        loop._save = noted  # type: ignore[method-assign]  # Where the benchmark looks in.
-        loop._checkpointer.settle = timed  # type: ignore[method-assign]
+        loop._take_snapshot = noted  # type: ignore[method-assign]  # Where the benchmark looks in.
         for _ in loop.epochs(1):
             yield from loop.batches(itertools.repeat(None, steps + 1))
         return
@@ -150,19 +140,14 @@ def disk(method: str, job: Job, gap_s: float, saves: int, directory: Path) -> di
     frame = boundaries(method, job, directory, steps, every)
     next(frame)
     began = time.perf_counter()
-    saved = False
     for _ in range(steps):
-        _waits_s.clear()
         began_step = time.perf_counter()
         job.step()
         times.append(time.perf_counter() - began_step)
-        if saved:
-            stalls[-1] += sum(_waits_s)
         asked = time.perf_counter()
         before = saves_begun()
         next(frame)
-        saved = saves_begun() > before
-        if saved:
+        if saves_begun() > before:
             stalls.append(time.perf_counter() - asked)
     wall_s = time.perf_counter() - began
     print(json.dumps({
@@ -184,7 +169,7 @@ def copies(job: Job, directory: Path) -> None:
         asked = time.perf_counter()
         for _batch in loop.batches(itertools.repeat(None)):
             now = time.perf_counter()
-            writing = tier._writer.busy
+            writing = loop._checkpointer.snapshots.busy
             if writing and (not stalls or counted == 0):
                 stalls.append(now - asked)
             began = now

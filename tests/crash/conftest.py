@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.train import files
+from elasticrt.train import snapshot
 
 
 @pytest.fixture(autouse=True)
 def fine_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is gathered before it is written: as in a checkpoint of many large tensors."""
-    monkeypatch.setattr(files, "GATHERED_BYTES_MAX", 1)
+    monkeypatch.setattr(snapshot, "GATHERED_BYTES_MAX", 1)

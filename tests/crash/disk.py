@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PIECE_BYTES = 64
+
 Content = bytes
 Names = dict[str, int]
 
@@ -78,10 +80,17 @@ class Recorder:
         self._directories.pop(fd, None)
 
     def write(self, fd: int, data: Any) -> int:
-        """Only files that were created while recording are written."""
+        """To a file, or to memory, which no power cut leaves."""
         count = os.write(fd, data)
-        self.changes.append(Change("write", file=self._files[fd], data=bytes(data[:count])))
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):  # noqa: PTH115  Of a descriptor.
+            self.changes.append(Change("write", file=self._files[fd], data=bytes(data[:count])))
         return count
+
+    def sendfile(self, fd: int, source: int, offset: int, count: int) -> int:
+        """The same, of what another file holds, in small pieces, so that there is most to be interrupted."""
+        done = os.sendfile(fd, source, offset, min(count, PIECE_BYTES))
+        self.changes.append(Change("write", file=self._files[fd], data=os.pread(source, done, offset)))
+        return done
 
     def fsync(self, fd: int) -> None:
         """Of a file, or of a directory."""

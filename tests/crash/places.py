@@ -14,6 +14,7 @@ from elasticrt import Checkpointer
 from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.train import archive
 from elasticrt.train.places import Run
+from elasticrt.train.snapshot import Snapshot
 
 SIZE = 400
 WORKER = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 2, "nonce", "node", "")
@@ -45,6 +46,13 @@ def save(directory: Path, *steps: int, keep: int = 2) -> Checkpointer:
         saver.save(state(step), step=step)
         assert saver.wait()
     return saver
+
+
+def save_one(saver: Checkpointer, step: int, *, copied: bool) -> None:
+    """As a Loop saves. `copied`: the same bytes are made for the agent's memory first."""
+    uses = [Snapshot.in_memory] if copied else []
+    saver.snapshots.take(state(step), [*uses, *saver.to_disk(step=step, epoch=0, about=None)])
+    assert saver.wait()
 
 
 def restored(directory: Path, head: Commit | None = None) -> int:

@@ -1,7 +1,8 @@
 """Copies of the training state in the nodes' memory: as virtual workers take them, and whether one may be resumed from.
 
 As in `elasticrt.train.copies`: between two steps a node's local rank 0 copies its state, and hands it to its agent a
-little later. Each node does so at its own pace, and what is not handed over when its workers die is lost.
+little later, or at once where it leaves. Each node does so at its own pace, and what is not handed over when its
+workers die is lost.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "_newest_copy", " and report.record.incarnation == entry.record.incarnation", ""),
     ),
     "rank 0 is not where the copy is": ((_LED, "publish", "if holder is not None:", "if False:"),),
-    "copies of the last generation are kept": ((_A + "memory", "Memory.renew", "self.left, self._copies = None, []", "self.left = None"),),
+    "copies of the last generation are kept": ((_A + "memory", "Memory.renew", "self._copies = []", "pass"),),
     "what a fenced node holds comes back with it": ((_A + "node", "Node.kill", "self._memory.close()", "pass"),),
     "a damaged copy is offered again": ((_A + "memory", "Memory.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, spec.min_nodes)", "in_place = False"),),

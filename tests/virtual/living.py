@@ -388,7 +388,7 @@ class Worker:
         self.group, self.waiting = None, True
         self.page.stepping = 0
         self.sim.say(self.process, f"  worker {self.env.rank} stops after step {self.step}")
-        self.say(HandedOver(self.step, 0, 0, ""))
+        self.say(HandedOver(self.step))
 
     def _saved(self) -> bool:
         if self.saved_for != self.step and self.saving is None:

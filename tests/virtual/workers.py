@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from elasticrt.agent.report import failure_of
 from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.contract.messages import Claim, Damaged, HandedOver, Published, Reply, Save
+from elasticrt.contract.messages import Claim, Copied, Damaged, HandedOver, Published, Reply, Save
 from elasticrt.contract.page import PAGE_BYTES, Page
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import require
@@ -138,17 +138,17 @@ class Group:
         return all(page.stop and page.go and step >= page.go for page in self.pages)
 
     def hand_over(self, step: int, trained: Trained) -> None:
-        """Leave the loop: local rank 0 leaves its state, and the processes end soon."""
+        """Leave the loop: local rank 0 gives its agent a copy of its state, and the processes end soon."""
         ahead = max(page.entered for page in self.pages)
         text = f"workers of {self.process.name} have been let into step {ahead}, and all leave after step {step}"
         require(ahead <= step, "S5", text)
         self.left = True
         self.copier.finish()
-        digest = self.copier.keep(step, trained)
+        copied = Copied(step, 0, 1, self.copier.keep(step, trained))
         self.sim.say(self.process, f"  workers hand over after step {step}")
+        self.emit(WorkerSaid(self.generation, self.envs[0].rank, 0, copied, self.sim.port()))
         for env in self.envs:
-            left = HandedOver(step, 0, 1, digest) if env.local_rank == 0 else HandedOver(step, 0, 0, "")
-            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, left))
+            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, HandedOver(step)))
         self.sim.engine.after(self.sim.net.uniform(0.01, 0.5), self.end, "handed over")
 
     # Preparing data, then meeting the others.

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from elasticrt import Checkpointer, CheckpointError
 from elasticrt.contract.env import Commit, Copy, WorkerEnv
-from elasticrt.train import collective, handover
+from elasticrt.train import collective
+from elasticrt.train.snapshot import Snapshot
 
 
 class _Warnings(logging.Handler):
@@ -94,8 +95,7 @@ def _worker(nodes: str, head: Path | None, generation: int, run: str, copy: int)
     resume = Commit.from_json(head.read_text()) if head else None
     fd, copied = -1, None
     if copy:
-        fd = os.memfd_create("state")
-        size, digest = handover.write(fd, {"w": torch.full((40,), float(copy))})
+        fd, size, digest = Snapshot({"w": torch.full((40,), float(copy))}).in_memory()
         copied = Copy(copy, 0, size, digest, len(nodes))
     world_size = len(nodes)
     worker = WorkerEnv(

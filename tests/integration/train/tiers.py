@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 
 import elasticrt
 from elasticrt.contract.env import Copy, WorkerEnv
-from elasticrt.train import handover, link, stateful
-from elasticrt.train.plain import plain_copy
+from elasticrt.train import link, stateful
+from elasticrt.train.snapshot import Snapshot
 
 BATCH = 8
 EPOCHS = 3
@@ -105,7 +105,7 @@ def leave_behind(directory: Path, *, steps: int) -> dict[str, str]:
         script.train(batch)
     if dist.get_rank() == 0:
         with (directory / "copy").open("w+b") as file:
-            size, digest = handover.write(file.fileno(), plain_copy(script.loop._state(), "state"))
+            size, digest = Snapshot(script.loop._state()).write_to(file.fileno())
         copy = Copy(steps, script.loop.epoch, size, digest, dist.get_world_size())
         (directory / "copy.json").write_text(json.dumps(asdict(copy)))
     return script.prints()

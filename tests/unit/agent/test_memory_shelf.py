@@ -84,10 +84,11 @@ def test_a_copy_of_the_same_step_is_kept_but_not_taken_for_another_node_s(memory
 
 
 def test_what_was_left_at_a_handover_comes_before_older_copies(memory: Memory) -> None:
-    """A handover's state is resumed from although copies were taken before it."""
-    memory.put(_copy(5), _file(b"copy"))
-    os.write(memory.fd, b"left")
-    memory.left = _copy(8)
+    """A handover's state is resumed from although one that was being written when it was taken arrives after it."""
+    memory.put(_copy(3), _file(b"old"))
+    memory.put(_copy(8), _file(b"left"))
+    memory.put(_copy(5), _file(b"late"))
+    assert memory.newest == _copy(8)
     memory.renew(_copy(8))
     assert os.pread(memory.descriptors(_copy(8))["state"], 8, 0) == b"left"
 

@@ -23,6 +23,7 @@ from elasticrt.contract.messages import Reply, Save
 from elasticrt.errors import DuplicateError
 from elasticrt.train import archive
 from elasticrt.train.manifest import _check
+from elasticrt.train.snapshot import Snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -594,8 +595,9 @@ def test_a_stale_process_tidies_nothing_up(tmp_path, monkeypatch):
         saver = save(tmp_path, keep=1)
         newer = Checkpointer(tmp_path, keep=10)
         newer.restore()
-        newer._archive.write(state(4), step=4, epoch=0, nonce="f" * 16, parent=head.nonce, world_size=1, about={})
-        newer._archive.write(state(5), step=5, epoch=0, nonce="e" * 16, parent="f" * 16, world_size=1, about={})
+        for step, nonce, parent in ((4, "f" * 16, head.nonce), (5, "e" * 16, "f" * 16)):
+            fill = Snapshot(state(step)).write_to
+            newer._archive.write(fill, step=step, epoch=0, nonce=nonce, parent=parent, world_size=1, about={})
         saver.save(state(4), step=4)
         assert saver.wait()
     assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 4, 5]

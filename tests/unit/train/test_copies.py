@@ -12,6 +12,7 @@ from elasticrt.contract.messages import Copied
 from elasticrt.errors import ConfigError
 from elasticrt.train.copies import STEP_S_MIN, Copies, lacks_room, stride
 from elasticrt.train.loop import Loop
+from elasticrt.train.snapshot import Snapshots
 from tests.servers import wait_until
 
 MIB = 2**20
@@ -62,9 +63,10 @@ def test_a_state_without_room_is_not_copied(
     with under(agent, monkeypatch) as worker, caplog.at_level(logging.WARNING):
         copies = Copies(worker, 0.01)
         copies.begin(0.0, 0)
-        copies.take(state, 1, 0)
-        copies.wait()
+        uses = copies.to_agent(state, 1, 0)
+        assert len(uses) == fits
         if fits:
+            Snapshots().take(state, uses)
             wait_until(lambda: agent.of(Copied), "the agent has the copy")
         assert len(agent.of(Copied)) == fits
     assert ("no copies are kept in memory: no room for 4 of" in caplog.text) is not fits
@@ -75,7 +77,6 @@ def test_without_an_agent_none_are_taken() -> None:
     copies = Copies(None, 0.01)
     copies.begin(0.0, 0)
     assert not copies.due(1e12, 1024)
-    copies.wait()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, True, "1%"])

@@ -16,8 +16,8 @@ from torch import nn
 from elasticrt import Loop
 from elasticrt.contract.env import Copy
 from elasticrt.contract.messages import Damaged
-from elasticrt.train import archive, handover
-from elasticrt.train.plain import plain_copy
+from elasticrt.train import archive
+from elasticrt.train.snapshot import Snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,10 @@ def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
         for _ in range(3):
             with loop.step(), torch.no_grad():
                 next(model.parameters()).add_(1.0)
-        state = plain_copy(loop._state(), "state")
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
-    try:
-        size, digest = handover.write(fd, state)
-        yield fd, Copy(3, 0, size, digest, 1)
-    finally:
-        os.close(fd)
+        snapshot = Snapshot(loop._state())
+    fd, size, digest = snapshot.in_memory()
+    yield fd, Copy(3, 0, size, digest, 1)
+    snapshot.close()
 
 
 def _flip(share: float) -> Callable[[int, int], None]:

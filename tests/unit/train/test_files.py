@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from elasticrt.train import files
-from elasticrt.train.files import GATHERED_BYTES_MAX, Directory, Sink
+from elasticrt.train.files import Directory
+from elasticrt.train.snapshot import GATHERED_BYTES_MAX, Sink, hashed
 
 SIZES = [0, 1, 7, 64, GATHERED_BYTES_MAX - 1, GATHERED_BYTES_MAX, GATHERED_BYTES_MAX + 1, 3 * GATHERED_BYTES_MAX]
 
@@ -43,7 +44,7 @@ def test_what_is_written_in_pieces_is_there_in_their_order(tmp_path: Path, seed:
         for piece in pieces:
             assert sink.write(memoryview(piece) if choose.random() < 0.5 else piece) == len(piece)
 
-    size, digest = Directory(tmp_path, create=True).write("name", "temporary", fill)
+    size, digest = Directory(tmp_path, create=True).write("name", "temporary", lambda fd: hashed(fd, fill))
     content = (tmp_path / "name").read_bytes()
     assert content == b"".join(pieces)
     assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
@@ -54,7 +55,7 @@ def test_small_pieces_are_written_together(tmp_path: Path, monkeypatch: pytest.M
     counting = Counting()
     monkeypatch.setattr(files, "os", counting)
     Directory(tmp_path, create=True).write(
-        "name", "temporary", lambda sink: [sink.write(b"x" * 100) for _ in range(1000)]
+        "name", "temporary", lambda fd: hashed(fd, lambda sink: [sink.write(b"x" * 100) for _ in range(1000)])
     )
     assert (tmp_path / "name").stat().st_size == 100_000
     assert counting.writes == 2
@@ -63,9 +64,12 @@ def test_small_pieces_are_written_together(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("fails", [1, 2, 3])
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
     """F01: neither the first nor a later one, nor that of what is gathered at the end; the error says why."""
+
+    def fill(sink: Sink) -> None:
+        for size in (9, GATHERED_BYTES_MAX, 9):
+            sink.write(b"x" * size)
+
     monkeypatch.setattr(files, "os", Counting(fails))
     with pytest.raises(OSError, match="No space left"):
-        Directory(tmp_path, create=True).write(
-            "name", "temporary", lambda sink: [sink.write(b"x" * size) for size in (9, GATHERED_BYTES_MAX, 9)]
-        )
+        Directory(tmp_path, create=True).write("name", "temporary", lambda fd: hashed(fd, fill))
     assert not list(tmp_path.iterdir())

@@ -259,15 +259,15 @@ def test_a_drained_epoch_is_entered_again(tmp_path):
 def test_how_often_it_saves(tmp_path, every, saves, monkeypatch):
     """By steps, epochs or time; the end is always saved, and never twice."""
     run = Run(tmp_path, every=every)
-    save = run.loop._checkpointer.save
+    take = run.loop._take_snapshot
     steps = []
 
-    def counting(state, *, step, **options):
-        steps.append(step)
-        save(state, step=step, **options)
+    def counting(**wanted):
+        steps.append(run.loop.steps_done)
+        take(**wanted)
         run.loop._checkpointer.wait()
 
-    monkeypatch.setattr(run.loop._checkpointer, "save", counting)
+    monkeypatch.setattr(run.loop, "_take_snapshot", counting)
     run.to_the_end(2)
     assert steps == saves
 
