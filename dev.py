@@ -5,7 +5,8 @@ library only: this file runs before anything is installed. Where packages come f
 index offers a CPU build of torch (`2.13.0+cpu`), that one is taken.
 
     python3 dev.py demo                  train MNIST-like digits on three nodes of this machine; kill some while it runs
-    python3 dev.py test [PYTEST ARGS]    ruff, mypy and the fast slice of the tests (test --full: all of them)
+    python3 dev.py test [PYTEST ARGS]    ruff, mypy, the documentation, the fast tests (test --full: all of them)
+    python3 dev.py docs                  build the documentation into build/site, and check its links
     python3 dev.py cluster               hosts of their own on this machine: cut them off, cut their power (needs root)
     python3 dev.py setup | lint | format | clean
 """
@@ -44,7 +45,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "elasticrt-setup.stamp"
 LOG = VENV / "elasticrt-setup.log"
-EXTRAS = ".[dev,examples]"
+EXTRAS = ".[dev,docs,examples]"
+MKDOCS = ["mkdocs", "build", "--strict"]  # Not with --quiet: that keeps --strict from seeing warnings.
 LOG_TAIL_LINES = 25
 EXIT_USAGE = 2
 
@@ -55,7 +57,7 @@ def main(argv: list[str]) -> int:
         print(f"dev.py: this is Python {sys.version.split()[0]}; elasticrt needs 3.10 or newer", file=sys.stderr)
         return EXIT_USAGE
     commands = {"demo": demo, "test": test, "cluster": cluster, "setup": setup, "lint": lint}
-    commands |= {"format": reformat, "clean": clean}
+    commands |= {"docs": docs, "format": reformat, "clean": clean}
     if not argv or argv[0] not in commands:
         print(__doc__, file=sys.stderr if argv and argv[0] not in ("-h", "--help") else sys.stdout)
         return 0 if argv and argv[0] in ("-h", "--help") else EXIT_USAGE
@@ -199,14 +201,22 @@ def run_and_forward(command: list[str]) -> int:
 
 
 def test(rest: list[str]) -> int:
-    """Lint, types, tests; everything is run, the first failing code is returned. pytest comes last and speaks last."""
+    """Lint, types, documentation, tests: all are run, the first failing code is returned. pytest speaks last."""
     full = "--full" in rest
     args = [word for word in rest if word != "--full"]
     slice_ = [] if full else ["-m", "not slow"]
     # Most tests wait for processes, so that several at a time are quicker even on two cores. `-n 0`: one at a time.
     together = ["-n", str(min(4, max(2, os.cpu_count() or 1))), "--dist", "loadfile"]
-    checks = {**lints(), "mypy": ["mypy"], "pytest": ["pytest", *slice_, *together, *args]}
+    checks = {**lints(), "mypy": ["mypy"], "mkdocs": MKDOCS, "pytest": ["pytest", *slice_, *together, *args]}
     return run_all(checks)
+
+
+def docs(_: list[str]) -> int:
+    """The documentation as a site; a dead link or a docstring that does not fit its function is a failure."""
+    code = run_all({"mkdocs": MKDOCS})
+    if code == 0:
+        print("built: build/site/index.html")
+    return code
 
 
 def cluster(rest: list[str]) -> int:
@@ -232,6 +242,7 @@ def lints() -> dict[str, list[str]]:
 def run_all(checks: dict[str, list[str]]) -> int:
     """Run each check (module and arguments) in `.venv`; the first failing code, 0 when all passed."""
     failed: dict[str, int] = {}
+    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # It advertises a successor on each build.
     for name, words in checks.items():
         print(f"+ {' '.join(words)}", flush=True)
         code = run_and_forward([str(PYTHON), "-m", *words])

@@ -1,1 +1,1 @@
-"""The tests, in layers; see "Tests" in README.md."""
+"""The tests, in layers; see "Layers of tests" in CONTRIBUTING.md."""

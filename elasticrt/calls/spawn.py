@@ -77,7 +77,8 @@ def spawn(
         args: what follows i. It is pickled, once for all workers and restarts.
         nprocs: workers on this node.
         join: only True: spawn returns when all is over.
-        min_nodes, max_nodes: with how many nodes to train.
+        min_nodes: train with at least so many nodes.
+        max_nodes: and at most so many.
 
     Raises WorkersFailedError with the report when the workers have failed more often than allowed, ConfigError when
     the function, its arguments or an option cannot be used, and the agent's other errors by their exit codes.

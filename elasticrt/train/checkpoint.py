@@ -144,8 +144,9 @@ class Checkpointer:
             epoch: the epoch that the next step belongs to.
             about: plain JSON values for readers of the manifest.
 
-        Waits for a save that is still in flight. Raises ConfigError when something in `state` can't be saved,
-        CheckpointError for a directory that can't be used; a write that fails is a warning.
+        Waits for a save that is still in flight, at most 10 min. Raises ConfigError when something in `state` can't be
+        saved, CheckpointError for a directory that can't be used, DuplicateError (exit code 7) when another live run
+        saves to it, TypeError and ValueError for other arguments that can't be; a write that fails is a warning.
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))

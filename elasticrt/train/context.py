@@ -73,6 +73,7 @@ class Context:
         """This rank's part of `dataset`: every world_size-th sample, none twice, none padded. Sizes differ by one.
 
         For evaluation; ranks then have different numbers of batches, so call the bare model, not DDP's forward.
+        Raises TypeError for a dataset without a length.
         """
         if not isinstance(dataset, Sized):
             raise TypeError(explain("a dataset without a length can't be sharded", "shard", got=type(dataset).__name__))
@@ -152,7 +153,8 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         timeout_s: how long a collective may wait for the others, in seconds. Under an elasticrt agent the first meeting
             takes as long as it takes: others may be preparing their data.
 
-    Raises ConfigError when the environment names a place that cannot be.
+    Raises ConfigError when the environment names a place that cannot be, TypeError and ValueError for arguments that
+    can't be. A meeting that takes longer than `timeout_s` raises torch's error.
     """
     global _context, _timeout_s, _own_group  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
     if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
@@ -346,12 +348,18 @@ def _first(leader: int, name: str) -> Iterator[bool]:
 
 
 def is_parallel(model: torch.nn.Module) -> bool:
-    """Whether `model` is wrapped in DataParallel or DistributedDataParallel, compiled or not."""
+    """Whether `model` is wrapped in DataParallel or DistributedDataParallel, compiled or not.
+
+    Raises TypeError for what is no module.
+    """
     return any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in wrappers(model))
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside all of DataParallel, DistributedDataParallel and torch.compile; a bare one as it is."""
+    """The module inside all of DataParallel, DistributedDataParallel and torch.compile; a bare one as it is.
+
+    Raises TypeError for what is no module.
+    """
     *_, innermost = wrappers(model)
     return innermost
 

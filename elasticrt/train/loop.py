@@ -66,11 +66,11 @@ class Loop:
         resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
         seed: of the random numbers of each step, rank by rank: after any restart at the same world size each rank draws
             what it would have drawn. None: only rank 0 does, and of generators that the script seeds alike all ranks.
-        memory: the share of the time that copies of the state in the memory of each node may take, 0 for none. After a
-            failure training goes on from the newest of them that has survived, else from disk.
+        memory: the share of the time, 0.01 by default, that copies of the state in the memory of each node may take; 0
+            for none. After a failure training goes on from the newest of them that has survived, else from disk.
         ledger: a directory to note in which samples each step has trained, for `elasticrt ledger check`.
-        stateful: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict() and
-            load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
+        **stateful_objects: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict()
+            and load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
 
     Attributes:
         vars: the user's own plain values; saved and restored, in place, with the rest.
@@ -163,10 +163,18 @@ class Loop:
     # Epochs
 
     def epochs(self, total: int, *, max_steps: int | None = None) -> Iterator[int]:
-        """The epochs still to train, of `total`; ends early after `max_steps` steps in all. Once per Loop.
+        """The epochs still to train, by number from 0. Once per Loop.
 
         The first use restores the newest checkpoint. An epoch whose batches were all trained, but whose body had not
         ended, is entered again with an empty `batches`. Leaving, unless by an exception, saves and waits for the save.
+
+        Args:
+            total: epochs in all, over all restarts.
+            max_steps: end early after so many steps in all; None: no limit.
+
+        Raises TypeError and ValueError for counts that can't be, ConfigError when it is used twice, CheckpointError
+        when no checkpoint can be used or the last one could not be saved, DuplicateError (exit code 7) when another
+        live run saves to the directory.
         """
         misuse.check_counts(total, max_steps, "epochs")
         if self._stage != "new":
@@ -367,7 +375,8 @@ class Loop:
         """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
 
         Gives the number of steps that are done, from 0. The body has one `with loop.step():`. When the membership has
-        changed in it, the same number comes again. Restores, saves and leaves as `epochs` does; once per Loop.
+        changed in it, the same number comes again. Restores, saves, leaves and raises as `epochs` does; once per Loop.
+        Raises ConfigError when the body has made no step.
         """
         misuse.check_counts(total, None, "steps")
         for _ in self.epochs(1, max_steps=total):
@@ -384,7 +393,9 @@ class Loop:
         """Numbers of this step for who watches the run: `loop.report(loss=loss)`.
 
         Args:
-            scalars: numbers, or tensors of one element. These are kept detached, and read at most once a second.
+            **scalars: numbers, or tensors of one element. These are kept detached, and read at most once a second.
+
+        Raises TypeError for anything else, ConfigError outside of `epochs`.
         """
         self._check_running("report")
         if self._reporter is not None:
@@ -407,6 +418,9 @@ class Loop:
         undone, and the step is done again in the new world: the loop gives its batch, or its number, once more.
         Put all that belongs to the step inside. Code between this block and the loop's end runs after a try that is
         undone, too; `loop.complete` is false there.
+
+        Raises ConfigError outside of `epochs`, for a block in a block, for a second block with the same batch, and when
+        an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete.
         """
         self._check_running("step")
         misuse.check_entered(self._asked)
@@ -551,7 +565,13 @@ class Loop:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """Something else than training: `with loop.pause("evaluate"): ...`. Nothing in it is weighted."""
+        """Something else than training: `with loop.pause("evaluate"): ...`. Nothing in it is weighted.
+
+        Args:
+            why: what is done meanwhile, in a word or two.
+
+        Raises TypeError when `why` is no text, ConfigError outside of `epochs`.
+        """
         if not isinstance(why, str):
             raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
         self._check_running("pause")

@@ -143,7 +143,8 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         shuffle: a new order each epoch, from `seed`.
         seed: the same on all ranks.
         drop_last: leave out the last global batch of an epoch when it is smaller. Otherwise each sample counts once.
-        rank, world_size: both or none; by default those of the process group, looked up when iterated.
+        rank: of this process; by default that of the process group, looked up when iterated.
+        world_size: processes in all; given with `rank`, or not at all.
 
     Raises TypeError and ValueError for arguments that cannot be.
     """
@@ -219,6 +220,16 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
 
     All ranks get equally many indices. As with DistributedSampler that repeats up to world_size - 1 samples at the end
     of an epoch (or with `drop_last` leaves up to that many out); use `ElasticBatchSampler` to count each exactly once.
+
+    Args:
+        dataset: anything with a length; only the length is used.
+        num_replicas: processes in all; by default those of the process group, looked up when iterated.
+        rank: of this process; given with `num_replicas`, or not at all.
+        shuffle: a new order each epoch, from `seed`.
+        seed: the same on all ranks.
+        drop_last: leave out up to world_size - 1 samples instead of repeating so many.
+
+    Raises TypeError and ValueError for arguments that cannot be.
     """
 
     def __init__(  # noqa: PLR0917  The order of DistributedSampler's own arguments.
