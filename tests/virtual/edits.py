@@ -71,9 +71,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
     ),
     "nobody asks whether enough are left": ((_LED, "re_form", "if short is not None:", "if False:"),),
-    "in place those seated before come first, whether or not they have the state": (
-        (_LED, "publish", "not in_place or seat.incarnation in having", "True"),
-    ),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_LED, "counting", "before.restarts_total + 1", "before.restarts_total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
