@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +51,7 @@ def test_only_connections_of_the_block_are_cut() -> None:
     with ExitStack() as stack:
         sockets = Sockets()
         before = stack.enter_context(_connection())
-        with sockets.noted():
+        with sockets.noted(2):
             ours = stack.enter_context(_connection())
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             left, right = socket.socketpair()
@@ -68,7 +71,7 @@ def test_a_number_that_is_used_again_is_left_alone() -> None:
     """A descriptor of the group was closed, and the user's own connection has its number now: that is not cut."""
     sockets = Sockets()
     with ExitStack() as stack:
-        with sockets.noted(), _connection() as (client, server):
+        with sockets.noted(2), _connection() as (client, server):
             numbers = {client.fileno(), server.fileno()}
             kept = stack.enter_context(_connection())
         again = stack.enter_context(_connection())
@@ -87,7 +90,7 @@ def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
             made.append(sockets.cut())
 
         thread = threading.Thread(target=work)
-        with sockets.noted():
+        with sockets.noted(2):
             first = stack.enter_context(_connection())
             thread.start()
             assert first[0].recv(1) == b""  # It has been cut.
@@ -234,3 +237,50 @@ def test_a_meeting_that_is_overtaken_is_not_begun() -> None:
             regroup.meet(here, "gloo", 10, lambda: True)
         with pytest.raises(OSError):
             os.fstat(fd)
+
+
+MEETS_THE_DEAD = """
+import os, signal, socket, sys, threading
+from dataclasses import replace
+from fake_worker import WORKER
+from elasticrt.train import regroup
+from elasticrt.train.meeting_store import MeetingStore
+
+def meet(rank, port, fd=-1):
+    worker = replace(WORKER, rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port, listen_fd=fd)
+    regroup.meet(worker, "gloo", 600, lambda: False)
+
+def dies(port):
+    made = MeetingStore.set
+    def set(store, key, value):
+        made(store, key, value)
+        os.kill(os.getpid(), signal.SIGKILL)
+    MeetingStore.set = set
+    meet(1, port)
+
+victims = []
+for _ in range(8):
+    told, tell = os.pipe()
+    victims.append((os.fork(), tell))
+    if not victims[-1][0]:
+        dies(int(os.read(told, 10)))
+for victim, tell in victims:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    cuts = threading.Thread(target=lambda: (os.waitpid(victim, 0), regroup.SOCKETS.cut()))
+    cuts.start()
+    os.write(tell, b"%d" % port)
+    try:
+        meet(0, port, listening.detach())
+    except RuntimeError as error:
+        print(error)
+    cuts.join()
+    regroup.leave()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
+    """Peers die when their address is known and before they connect: who waits for that, as every other one, is cut."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", MEETS_THE_DEAD], check=True, timeout=60, env=env)
