@@ -94,7 +94,7 @@ class Sockets:
         for fd, name in new.items():
             if name not in self._knocked and _knock(fd, self._ranks):
                 self._knocked.add(name)
-        return sum(_shut(fd) for fd in doomed)
+        return sum(_shut(fd, socket.SHUT_RDWR if fd in new else socket.SHUT_RD) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -112,16 +112,33 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _shut(fd: int) -> bool:
-    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own."""
+def _shut(fd: int, how: int) -> bool:
+    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own.
+
+    Of a group that is there only reading is shut down, and the connection is held for a while, whoever closes it: its
+    other end can go on writing. When a write fails gloo keeps the message, and tells nobody who waits for it to be sent
+    when the connection ends (torch 2.13). The end of what is read is told to all that wait for messages.
+    """
     try:
         with socket.socket(fileno=os.dup(fd)) as each:
             if not _is_tcp(each) or _listens(each):
                 return False
-            each.shutdown(socket.SHUT_RDWR)
+            if how == socket.SHUT_RD:
+                _retired.append((time.monotonic(), [_Held(each.fileno())]))
+            each.shutdown(how)
     except OSError:
         return False  # Closed meanwhile, or not connected any more.
     return True
+
+
+class _Held:
+    """Another descriptor of the same file, for as long as this object lives."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
 def _knock(fd: int, ranks: int) -> bool:
