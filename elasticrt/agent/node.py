@@ -172,7 +172,7 @@ class Node:
         self._names = names
         self._failed_at = None
         self._holding = self._going = 0  # Whatever the old generation was asked for is over.
-        self.progress.replaced()
+        self.progress.replaced(generation.number)
         if generation.in_place:
             self._wanted = None
             self.progress.remember()
