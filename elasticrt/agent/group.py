@@ -203,9 +203,9 @@ class WorkerGroup:
         self.release(generation)
         return time.monotonic() + grace_s
 
-    def signal(self, number: int, generation: int | None = None) -> None:
-        """Pass any other signal on to the workers' main processes; they are not expected to end of it."""
-        self._signal(generation, number, sessions=False, stops=False)
+    def signal(self, number: int, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
+        """Pass any other signal on to the main processes of all workers, or these. None is expected to end of it."""
+        self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
 
     def release(self, generation: int | None = None) -> None:
         """Let the worker that lingers for the sake of its store end: the whole group has."""

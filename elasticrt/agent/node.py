@@ -35,7 +35,7 @@ from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
 from elasticrt.agent.report import lost_peer, never_met
 from elasticrt.agent.settings import Settings
-from elasticrt.agent.stacks import Stacks
+from elasticrt.agent.stacks import Stacks, keep, take
 from elasticrt.agent.warm import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.agent.watch import Watch
 from elasticrt.contract.env import Copy, WorkerEnv
@@ -49,9 +49,17 @@ log = logging.getLogger(__name__)
 EXIT_HOOKS_S = 0.1
 """What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
 
+LATE_S = 2.0
+"""Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
+expected of it or it was meeting others, the stacks are kept ..."""
+
 SEATED_S_MAX = 10.0
-"""A worker that has not come back from its old generation so long after it got its new seat is ended, if steps are to
-be expected of it: nobody waits for one that does not report."""
+"""... and so long after it, it is ended: nobody waits for one that does not report."""
+
+
+class Late(Stacks):
+    """Stacks of workers that have not taken their new seats, `age_s` after these were given."""
+
 
 PARENT_END_S = 5.0
 PARENT_TRIES = 3
@@ -93,7 +101,7 @@ class Node:
             lambda rank: self._page_of(rank, 0, "in_place"),
             say,
         )
-        self._late_at: float | None = None  # When those that have not taken their new seat are ended.
+        self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._seated_ns = 0
         self._holding = self._going = 0
         self._memory = Memory()
@@ -164,7 +172,7 @@ class Node:
         self._names = names
         self._failed_at = None
         self._holding = self._going = 0  # Whatever the old generation was asked for is over.
-        self.progress.replaced()
+        self.progress.replaced(generation.number)
         if generation.in_place:
             self._wanted = None
             self.progress.remember()
@@ -361,7 +369,7 @@ class Node:
         self._ends = Ends(generation.number, seat.workers, kept=self._memory.newest)
         self._pids, self._ranks = {}, {}
         self._seated_ns = time.monotonic_ns()
-        self._late_at = time.monotonic() + SEATED_S_MAX
+        self._late_at = time.monotonic() + LATE_S
         self.progress.began()
         told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts", "in_place"})
         step = generation.resume.step if generation.resume else 0
@@ -425,21 +433,34 @@ class Node:
     def _look_after_workers(self, now: float) -> None:
         """End those that do not come back, and start what is missing beside the training."""
         if self._late_at is not None and now >= self._late_at:
-            self._late_at = None
-            late = [
-                rank
-                for rank in sorted(self._seated)
-                if self._page_of(rank, self._running, "init_at_ns") < self._seated_ns
-                and self._page_of(rank, self._running, "stepping")
-            ]
-            if late and self._started is not None:
+            age_s = now - self._seated_ns / 1e9
+            self._late_at = None if age_s >= SEATED_S_MAX else now + SEATED_S_MAX - age_s
+            late = [rank for rank in sorted(self._seated) if self._is_late(rank)]
+            if late and self._late_at is not None:
+                self._show(late, age_s)
+            elif late and self._started is not None:
                 text = f"{len(late)} of {len(self._seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
                 self._say(f"{text}: they are ended")
                 self._workers.kill(self._running, late)
+                self._beside.ending |= set(late)
                 self._seated -= set(late)
                 self._fail_in_place(self._started[1], text)
+                if not self._seated:  # What is being ended is of no generation any more: this node has none, and waits.
+                    self._running = 0
         if self._can_start_beside():
             self._beside.start(self._seated, now)
+
+    def _is_late(self, rank: int) -> bool:
+        """Whether a worker should have taken its seat by now: not one that does something else than training."""
+        began, joined = (self._page_of(rank, self._running, word) for word in ("init_at_ns", "joined_at_ns"))
+        return began < self._seated_ns and (joined < began or self._page_of(rank, self._running, "stepping") != 0)
+
+    def _show(self, late: Sequence[int], age_s: float) -> None:
+        group, generation = self._workers, self._running
+        pids = group.pids(generation)
+        workers = {rank: (pids[rank], group.page(rank, generation)) for rank in late if rank in pids}
+        blank = Late(generation, 0, age_s, False, {})
+        take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
     def _can_start_beside(self) -> bool:
         return self._wanted is None and self._warm and not self._ends.well
@@ -517,6 +538,7 @@ class Node:
         if event.generation == 0:
             self._beside.ended(event, time.monotonic())
             return
+        self._beside.ending.discard(event.local_rank)
         if event.generation == self._running:
             stepped = self.progress.step()
             self.progress.remember()  # While its page is among those that are looked at.
@@ -555,11 +577,16 @@ class Node:
         self.laggards.look(now, generation, ended, left, signal)
 
     def stalled(self, event: Stacks) -> None:
-        """The stacks of workers that make no step; when that has been so for too long, they have failed.
+        """The stacks of workers that make no step, or are late; when that has been so for too long, they have failed.
 
         The next generation ends them. Were it done here, other nodes' would fail of that before they have shown theirs.
         """
-        if event.generation == self._running and self._started is not None and self._failed_at is None:
+        if isinstance(event, Late):
+            ranks = {rank: self._ranks.get(rank, rank) for rank in event.lines}
+            keep(event, ranks, self._settings.node, self._settings.run_dir)
+            lines = {ranks[rank]: each for rank, each in event.lines.items()}
+            self._events.write("late", generation=event.generation, age_s=round(event.age_s, 3), stacks=lines)
+        elif event.generation == self._running and self._started is not None and self._failed_at is None:
             told = self.laggards.told if isinstance(event, AtEnd) else self.watch.told
             found = told(event, self._settings.node, self._ranks)  # type: ignore[arg-type]  # Each gets its own.
             if found:

@@ -5,7 +5,8 @@ nothing else: an accepted connection alone is silence (the kernel accepts for a 
 
 * the right answer: "alive";
 * refused, reset, or another life answers: "dead", at once; the process that held this port is gone;
-* anything else, three times within 1.5 s: "silent". That is no proof; `rendezvous.decide` says what may follow.
+* anything else, to three questions that come one after the other: "silent". That is no proof; `rendezvous.decide` says
+  what may follow.
 
 The answer also names the generation that the agent has workers of. An agent that cannot reach etcd asks for that: when
 others of its run are in a newer generation, its own is over.
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 
 TRIES = 3
 TRY_S = 0.5
-"""One try, from connecting to the end of the answer, for both sides: after that nobody waits for it any more."""
+"""Between two questions to the same agent."""
+
+QUESTION_S = TRIES * TRY_S
+"""After that nobody waits for an answer any more."""
 
 LINE_MAX_BYTES = 512
 NONCE_MAX = 64
@@ -123,7 +127,7 @@ class ProbeServer:
             return
         self._short = False
         connection.setblocking(False)
-        asking = _Asking(connection, time.monotonic() + TRY_S)
+        asking = _Asking(connection, time.monotonic() + QUESTION_S)
         self._asking.append(asking)
         self._selector.register(connection, selectors.EVENT_READ, asking)
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticrt.agent.probe import (
     LINE_MAX_BYTES,
@@ -24,7 +24,6 @@ from elasticrt.agent.probe import (
     TRY_S,
     Answer,
     answer_of,
-    ask,
     fields_of,
     generation_of,
     new_question,
@@ -70,19 +69,29 @@ class Gathering:
             self._sink(*each)
 
 
+_To = tuple[socket.AddressFamily, tuple[object, ...]]
+
+
 @dataclass(eq=False)
 class _Question:
-    """One seat's; `tries` still to be made, the present one until `ends`. Without a connection it waits for that."""
+    """One seat's: every TRY_S a try, `made` so far. Those under way are all `open` until one of them is answered."""
 
     seat: Seat
     asked_at: float
-    to: tuple[socket.AddressFamily, tuple[object, ...]]
-    tries: int = TRIES
-    ends: float = 0.0
-    connection: socket.socket | None = None
+    to: _To
+    made: int = 0
+    open: list[_Try] = field(default_factory=list)
+    answered: bool = False
+
+
+@dataclass(eq=False)
+class _Try:
+    """One connection; its nonce when it has been asked, and what it has said so far."""
+
+    question: _Question
+    connection: socket.socket
     nonce: str = ""
     text: bytes = b""
-    answered: bool = False
 
 
 class Prober:
@@ -96,7 +105,7 @@ class Prober:
         self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="elasticrt-ask")
         self._new: deque[_Question] = deque()
         self._open = 0
-        self._tries: deque[_Question] = deque()  # In order of `ends`: all tries are equally long.
+        self._due: deque[tuple[float, _Question]] = deque()  # When each is tried again, or given up; in that order.
         self._selector = selectors.DefaultSelector()
         self._bell = Bell()
         self._selector.register(self._bell, selectors.EVENT_READ, None)
@@ -106,18 +115,17 @@ class Prober:
     def ask(self, seats: Iterable[Seat]) -> None:
         """Start asking those that are not being asked already."""
         now = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
+            self._thread.start()
         for seat in self._not_asked(seats):
             self._answers.asked()
-            to = _numeric(seat)
+            to = _found(seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
             if to is None:
-                self._submit(self._ask_by_name, seat, now)
+                self._submit(self._look_up, seat, now)
             else:
                 self._new.append(_Question(seat, now, to))
-        if self._new:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
-                self._thread.start()
-            self._bell.ring()
+        self._bell.ring()
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
@@ -159,8 +167,15 @@ class Prober:
 
         self._pool.submit(do)
 
-    def _ask_by_name(self, seat: Seat, asked_at: float) -> None:
-        self._answers.answered(seat, ask(seat.address, seat.probe_port, seat.incarnation), asked_at)
+    def _look_up(self, seat: Seat, asked_at: float) -> None:
+        for _ in range(TRIES):
+            to = _found(seat)
+            if to is not None:
+                self._new.append(_Question(seat, asked_at, to))
+                self._bell.ring()
+                return
+            time.sleep(TRY_S)
+        self._answers.answered(seat, "silent", asked_at)
 
     def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
         number = generation_of(seat.address, seat.probe_port, run_id)
@@ -174,104 +189,104 @@ class Prober:
         while not self._closed:
             while self._new and self._open < OPEN_AT_ONCE:
                 self._try(self._new.popleft())
-            timeout_s = max(0.0, self._tries[0].ends - time.monotonic()) if self._tries else None
+            timeout_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
             for key, _ in self._selector.select(timeout_s):
                 if key.data is None:
                     self._bell.heard()
-                else:
+                elif key.data in key.data.question.open:  # Not hung up since it was selected.
                     self._go_on(key.data)
-            self._end_tries(time.monotonic())
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                _, question = self._due.popleft()
+                if not question.answered:
+                    self._try(question)
         self._end()
 
     def _try(self, question: _Question) -> None:
-        """Connect. What comes of it, if not at once, the selector tells."""
-        question.tries -= 1
-        question.ends = time.monotonic() + TRY_S
-        question.text = b""
-        self._tries.append(question)
+        """Connect once more. What comes of it, if not at once, the selector tells. After the last try it is silent."""
+        if question.made == TRIES:
+            self._answered(question, "silent")
+            return
+        question.made += 1
+        self._due.append((time.monotonic() + TRY_S, question))
+        while question.open and self._open >= OPEN_AT_ONCE:
+            self._hang_up(question.open[0])
         family, address = question.to
         try:
-            question.connection = socket.socket(family, socket.SOCK_STREAM)
-            self._open += 1
-            question.connection.setblocking(False)
-            failure = question.connection.connect_ex(address)
-            if failure in (0, errno.EINPROGRESS):
-                self._selector.register(question.connection, selectors.EVENT_WRITE, question)
-                return
-        except OSError as error:  # Too many open files, say.
-            failure = error.errno or 0
-        self._failed(question, failure)
-
-    def _go_on(self, question: _Question) -> None:
-        """The connection stands, or has failed, or brings an answer."""
-        connection = question.connection
-        assert connection is not None, "only open ones are selected"
-        try:
-            if not question.nonce:
-                failure = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if failure:
-                    self._failed(question, failure)
-                    return
-                question.nonce, text = new_question()
-                connection.send(text)  # A fresh connection has room for a line.
-                self._selector.modify(connection, selectors.EVENT_READ, question)
-                return
-            piece = connection.recv(LINE_MAX_BYTES)
-        except OSError as error:
-            self._failed(question, error.errno or 0)
+            one = _Try(question, socket.socket(family, socket.SOCK_STREAM))
+        except OSError:  # Too many open files, say.
             return
-        question.text += piece
-        if question.text.endswith(b"\n"):
-            answer = answer_of(fields_of(question.text, question.nonce), question.seat.incarnation)
-        elif piece and len(question.text) <= LINE_MAX_BYTES:
+        question.open.append(one)
+        self._open += 1
+        try:
+            one.connection.setblocking(False)
+            failure = one.connection.connect_ex(address)
+            if failure in (0, errno.EINPROGRESS):
+                self._selector.register(one.connection, selectors.EVENT_WRITE, one)
+                return
+        except OSError as error:
+            failure = error.errno or 0
+        self._failed(one, failure)
+
+    def _go_on(self, one: _Try) -> None:
+        """The connection stands, or has failed, or brings an answer."""
+        try:
+            if not one.nonce:
+                failure = one.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if failure:
+                    self._failed(one, failure)
+                    return
+                one.nonce, text = new_question()
+                one.connection.send(text)  # A fresh connection has room for a line.
+                self._selector.modify(one.connection, selectors.EVENT_READ, one)
+                return
+            piece = one.connection.recv(LINE_MAX_BYTES)
+        except OSError as error:
+            self._failed(one, error.errno or 0)
+            return
+        one.text += piece
+        if one.text.endswith(b"\n"):
+            answer = answer_of(fields_of(one.text, one.nonce), one.question.seat.incarnation)
+        elif piece and len(one.text) <= LINE_MAX_BYTES:
             return
         else:
             answer = "silent"
-        self._tried(question, answer)
+        self._tried(one, answer)
 
-    def _failed(self, question: _Question, failure: int) -> None:
-        self._tried(question, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent")
+    def _failed(self, one: _Try, failure: int) -> None:
+        self._tried(one, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent")
 
-    def _tried(self, question: _Question, answer: Answer) -> None:
-        """An answer; or silence, after which the next try begins when this one's time is over, and not before."""
-        self._hang_up(question)
+    def _tried(self, one: _Try, answer: Answer) -> None:
+        """An answer; or nothing of use, and the other tries still may bring one."""
+        self._hang_up(one)
         if answer != "silent":
-            question.answered = True
-            self._answers.answered(question.seat, answer, question.asked_at)
+            self._answered(one.question, answer)
 
-    def _end_tries(self, now: float) -> None:
-        while self._tries and self._tries[0].ends <= now:
-            question = self._tries.popleft()
-            if question.answered:
-                continue
-            self._hang_up(question)
-            if question.tries:
-                self._new.appendleft(question)
-            else:
-                question.answered = True
-                self._answers.answered(question.seat, "silent", question.asked_at)
+    def _answered(self, question: _Question, answer: Answer) -> None:
+        question.answered = True
+        while question.open:
+            self._hang_up(question.open[0])
+        self._answers.answered(question.seat, answer, question.asked_at)
 
-    def _hang_up(self, question: _Question) -> None:
-        if question.connection is not None:
-            with contextlib.suppress(KeyError):  # It was never selected.
-                self._selector.unregister(question.connection)
-            question.connection.close()
-            question.connection, question.nonce = None, ""
-            self._open -= 1
+    def _hang_up(self, one: _Try) -> None:
+        one.question.open.remove(one)
+        with contextlib.suppress(KeyError):  # It was never selected.
+            self._selector.unregister(one.connection)
+        one.connection.close()
+        self._open -= 1
 
     def _end(self) -> None:
-        for question in self._tries:
-            self._hang_up(question)
+        for _, question in self._due:
+            while question.open:
+                self._hang_up(question.open[0])
         self._selector.close()
         self._bell.close()
 
 
-def _numeric(seat: Seat) -> tuple[socket.AddressFamily, tuple[object, ...]] | None:
-    """Where to connect; None for a name, which somebody has to be asked for."""
+def _found(seat: Seat, flags: int = 0) -> _To | None:
+    """Where to connect; None when there is no such address, or a name where `flags` say that only numbers count."""
     try:
-        found = socket.getaddrinfo(
-            seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        )
-    except (OSError, ValueError):  # Text that is no name either: whoever resolves it says so.
+        found = socket.getaddrinfo(seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, ValueError):  # Text that is no name either.
         return None
     return found[0][0], found[0][4]

@@ -42,6 +42,7 @@ class Progress:
         self._has_loop = False
         self._marks: dict[str, int] = {}
         self._began_at = 0.0
+        self._generation = 0  # The newest that this node has had a seat in.
         self.pause_s = 1.0
 
     # What happens, in order. Of a thing that happens twice the first time counts.
@@ -56,8 +57,14 @@ class Progress:
         """It was not: the handover was given up."""
         self._marks = {}
 
-    def replaced(self) -> None:
-        """Another generation is to be run."""
+    def replaced(self, generation: int) -> None:
+        """Another generation is to be run.
+
+        Who had no seat in the one before is a newcomer: what it has waited was no pause of the training.
+        """
+        if generation != self._generation + 1:
+            self._last = LastStep()
+        self._generation = generation
         self.disturbed()
         self._mark("agree")
 

@@ -256,6 +256,8 @@ def _headline(story: Story) -> str:
         code, how = story.ended.get(node, 0), story.lost.get(node, "left")
         if code < 0:
             parts.append(f"{node} lost ({describe_code(code)})")
+        elif node not in story.ended and node not in story.lost and f" on {node}: " in chapter.headline:
+            parts.append(chapter.headline)  # It lives, and none of its workers does.
         elif how.endswith("left"):
             parts.append(f"{node} left")
         else:

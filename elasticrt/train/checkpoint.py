@@ -211,7 +211,7 @@ class Checkpointer:
         if not self.wait():
             self._missed(CheckpointError, self._asked_step, f"not written within {SAVE_TIMEOUT_S:.0f} s")
         error = _unsaved.pop((os.getpid(), self._archive.path), None)
-        if error is not None:
+        if error is not None and not self._moved:  # Else it was of another place, and rank 0 of this one has saved.
             raise error
 
     def _missed(self, kind: type[Exception], step: int, why: str) -> None:

@@ -186,7 +186,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if not dist.is_initialized():
         own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
-        with regroup.SOCKETS.noted():
+        with regroup.SOCKETS.noted(world_size):
             _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
         _timeout_s, _own_group = timeout_s, True
         regroup.note_subgroups()

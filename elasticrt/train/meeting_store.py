@@ -77,7 +77,7 @@ class MeetingServer:
             buffer += data
             while data and (question := _taken(buffer)) is not None:
                 self._answer(connection, question)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             data = b""  # It is gone, or it is none of ours.
         if not data:
             self._selector.unregister(connection)

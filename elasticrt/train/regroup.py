@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -43,6 +44,9 @@ CUT_AGAIN_S = 0.02
 CUT_S_MAX = 60.0
 """A group that is just being made may connect again after a cut: it is cut again, until it has failed."""
 
+KNOCK_S = 1.0
+"""How long a connection to this process itself may take."""
+
 
 class Overtaken(Exception):  # noqa: N818  Not an error: the ordinary end of a meeting that is no longer needed.
     """A newer seat has come: nobody will come to this meeting."""
@@ -55,12 +59,15 @@ class Sockets:
         self._lock = threading.Condition()
         self._known: dict[int, str] = {}
         self._before: dict[int, str] | None = None
+        self._ranks = 0
+        self._knocked: set[str] = set()
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Connections that are made in this block, in whichever thread, belong to the groups."""
+    def noted(self, ranks: int) -> Iterator[None]:
+        """Connections that are made in this block, in whichever thread, belong to groups of at most so many ranks."""
         with self._lock:
-            self._before = _sockets()
+            self._before, self._ranks = _sockets(), ranks
+            self._knocked.clear()
         try:
             yield
         finally:
@@ -81,9 +88,13 @@ class Sockets:
 
     def _shut_all(self) -> int:
         now = _sockets()
-        doomed = {fd for fd, name in {**self._known, **self._new()}.items() if now.get(fd) == name}
+        new = self._new()
+        doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
-        return sum(_shut(fd) for fd in doomed)
+        for fd, name in new.items():
+            if name not in self._knocked and _knock(fd, self._ranks):
+                self._knocked.add(name)
+        return sum(_shut(fd, socket.SHUT_RDWR if fd in new else socket.SHUT_RD) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -101,17 +112,62 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _shut(fd: int) -> bool:
-    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own."""
+def _shut(fd: int, how: int) -> bool:
+    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own.
+
+    Of a group that is there only reading is shut down, and the connection is held for a while, whoever closes it: its
+    other end can go on writing. When a write fails gloo keeps the message, and tells nobody who waits for it to be sent
+    when the connection ends (torch 2.13). The end of what is read is told to all that wait for messages.
+    """
     try:
         with socket.socket(fileno=os.dup(fd)) as each:
-            tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
-            if not tcp or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if not _is_tcp(each) or _listens(each):
                 return False
-            each.shutdown(socket.SHUT_RDWR)
+            if how == socket.SHUT_RD:
+                _retired.append((time.monotonic(), [_Held(each.fileno())]))
+            each.shutdown(how)
     except OSError:
         return False  # Closed meanwhile, or not connected any more.
     return True
+
+
+class _Held:
+    """Another descriptor of the same file, for as long as this object lives."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def _knock(fd: int, ranks: int) -> bool:
+    """Connect to a listening socket of a group that is being made, in the name of each rank, and be gone; whether it
+    was one.
+
+    Of two ranks one waits for the other to connect. When that one dies before it does, there is no connection to cut,
+    and no call of torch ends the wait before the time of a collective is over (torch 2.13).
+    """
+    try:
+        with socket.socket(fileno=os.dup(fd)) as each:
+            if not _listens(each):
+                return False
+            for rank in range(ranks):
+                with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
+                    knocking.settimeout(KNOCK_S)
+                    knocking.connect(each.getsockname())
+                    knocking.sendall(struct.pack("=q", rank))  # How gloo tells who connects.
+    except OSError:
+        return False  # It does not listen yet, or was closed meanwhile.
+    return True
+
+
+def _is_tcp(each: socket.socket) -> bool:
+    return each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+
+
+def _listens(each: socket.socket) -> bool:
+    return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 SOCKETS = Sockets()
@@ -131,7 +187,7 @@ def note_subgroups() -> None:
         return
 
     def new_group(*args: Any, **options: Any) -> Any:
-        with SOCKETS.noted():
+        with SOCKETS.noted(dist.get_world_size()):
             group = made(*args, **options)
         _subgroups.append(group)
         return group
@@ -193,7 +249,7 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], b
     # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
     dist.distributed_c10d._world.group_count = 0
     try:
-        with SOCKETS.noted():
+        with SOCKETS.noted(worker.world_size):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
             _store_in_use = _store(worker, timeout_s, over)  # Torch calls it, and does not keep it.
             store = PrefixStore(prefix, _store_in_use)

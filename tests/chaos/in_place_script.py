@@ -18,8 +18,10 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import elasticrt
+from elasticrt.train.meeting_store import MeetingStore
 
 DIRECTORY, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
@@ -141,9 +144,9 @@ class Saved:
         assert state == {"nothing": 0}
 
 
-def around(name: str, *, before: str = "", after: str = "") -> None:
-    """A fault before or after a function of torch's own."""
-    made = getattr(dist, name)
+def around(name: str, *, before: str = "", after: str = "", of: Any = dist) -> None:
+    """A fault before or after a function, torch's own unless told."""
+    made = getattr(of, name)
 
     def wrapped(*args: object, **options: object) -> object:
         if before:
@@ -153,7 +156,7 @@ def around(name: str, *, before: str = "", after: str = "") -> None:
             FAULTS.at(after)
         return result
 
-    setattr(dist, name, wrapped)
+    setattr(of, name, wrapped)
 
 
 def main() -> None:
@@ -192,8 +195,11 @@ def main() -> None:
     net.first.weight.register_hook(lambda _: FAULTS.at("last bucket"))
     around("_broadcast_coalesced", before="broadcast")
     around("init_process_group", before="meet", after="met")
+    around("set", after="published", of=MeetingStore)  # The others know its address; it has not connected yet.
     around("isend", before="send", after="sent")
     around("recv", before="receive", after="received")
+    if OPTIONS.get("any time"):
+        threading.Thread(target=at_any_time, daemon=True).start()
     out = (DIRECTORY / f"steps-{os.getpid()}").open("a", buffering=1)
     stacks = (DIRECTORY / f"stacks-{os.getpid()}").open("w")
     hooked = False
@@ -254,6 +260,13 @@ def main() -> None:
         },
         last,
     )
+
+
+def at_any_time() -> None:
+    """A fault that does not wait for the main thread, which may wait for others."""
+    while True:
+        FAULTS.at("any time")
+        time.sleep(0.01)
 
 
 def size() -> tuple[int, int, int]:

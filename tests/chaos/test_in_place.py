@@ -226,7 +226,7 @@ def test_layers_that_differ_by_rank(tmp_path: Path, words: tuple[str, ...]) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("second", ["meet", "met", "send", "sent", "receive", "received"])
+@pytest.mark.parametrize("second", ["meet", "published", "met", "send", "sent", "receive", "received"])
 def test_lost_again_while_it_re_forms(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, second: str) -> None:
     """W02: while the survivors meet, or share their state, another one of them is killed: the rest meet again."""
     plan = [
@@ -272,10 +272,13 @@ def test_a_survivor_that_does_not_come_back(tmp_path: Path, tmp_path_factory: py
     for how in ("lock", "stick"):
         directory = tmp_path / how
         directory.mkdir()
-        plan = [fault("before forward", 2, how, world=3), fault("broadcast", 1, world=3, step=0)]
-        found = run(directory, plan, workers=3, epochs=2, timeout_s=180)
+        plan = [fault("before forward", 2, how, world=3), fault("any time", 1, world=3, step=0)]
+        found = run(directory, plan, "any time=1", workers=3, epochs=2, timeout_s=180)
         found.check_all()
         check_weights(found, tmp_path_factory)
+        (late,) = found.cluster.events("late")
+        (stacks,) = late["stacks"].values()
+        assert any('in_place_script.py", line' in line and "in at" in line for line in stacks)
 
 
 @pytest.mark.slow

@@ -273,6 +273,7 @@ def virtual(sim: Simulator) -> Iterator[None]:
         "Courier": VirtualCourier,
         "Rendezvous": rendezvous,
         "ask": lambda *seat: sim.probe(here(), *seat),
+        "take": lambda *_: None,  # Stacks.
         "meet": lambda settings, told_to_leave: SimpleNamespace(store=here().wire, endpoints=(), served=None),
     }
     before = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import struct
 import threading
@@ -104,6 +105,24 @@ def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
             [_seat(LIFE, alive.port, "localhost"), *(_seat(life, 1, name) for life, name in names.items())]
         )
         assert heard.wait(3) == {LIFE: ["alive"], "d" * 16: ["silent"], "e" * 16: ["silent"]}
+
+
+def test_an_answer_to_an_earlier_question_counts(heard: Heard) -> None:
+    """L1: an agent on a busy machine answers the first question when the second has come: it lives."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as first:
+                nonce = json.loads(first.recv(512))["nonce"]
+                with listener.accept()[0]:
+                    first.sendall(json.dumps({"nonce": nonce, "incarnation": LIFE}).encode() + b"\n")
+                    first.recv(1)
+
+        late = threading.Thread(target=answer)
+        late.start()
+        heard.prober.ask([_seat(LIFE, listener.getsockname()[1])])
+        assert heard.wait(1) == {LIFE: ["alive"]}
+        late.join(20)
 
 
 def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:

@@ -156,6 +156,21 @@ def checked(event):
             [
                 *BEGIN,
                 step(20, 103.0),
+                generation("node-0", 2, ["node-0", "node-2"], "rank 1 on node-1: killed by SIGKILL", 103.3),
+                first_step("node-0", 2, 21, 103.4, pause_s=0.2),
+                first_step("node-2", 2, 21, 103.4, pause_s=0.2),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- rank 1 on node-1: killed by SIGKILL at step 20. generation 2: 2 nodes, world size 2. "
+                "next step 21 after 0.20 s; no step lost",
+            ],
+            id="a node whose only worker was killed has not left",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                step(20, 103.0),
                 generation("node-0", 2, THREE, "rank 1 on node-1: killed by SIGKILL", 103.3, resume_step=10),
                 *(first_step(node, 2, 11, 103.4, pause_s=0.15, redone=10) for node in THREE),
             ],

@@ -469,6 +469,17 @@ def test_a_save_in_flight_is_of_the_generation_that_it_began_in(tmp_path, monkey
     assert restored(tmp_path) == 2
 
 
+def test_a_refused_save_of_another_place_is_nobodys_last(tmp_path, monkeypatch):
+    """F08: who was rank 0 when its save was refused has another place since, where another one saves: it ends well."""
+    with under(Agent(head="0123456789abcdef"), monkeypatch) as worker:
+        saver = Checkpointer(tmp_path)
+        saver.save(state(1), step=1)
+        assert saver.wait()
+        assert saver.missed
+        saver.move(replace(worker, generation=2, rank=1))
+        saver.finish()
+
+
 def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
     """A newcomer that becomes rank 0 opens the directory at its first save, and goes on from the run's head."""
     save(tmp_path, 1)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,12 +47,19 @@ def _works(pair: tuple[socket.socket, socket.socket]) -> bool:
         return False
 
 
+def _is_cut(pair: tuple[socket.socket, socket.socket]) -> bool:
+    """Whether both ends find that nothing more comes."""
+    for each in pair:
+        each.settimeout(5)
+    return [each.recv(1) for each in pair] == [b"", b""]
+
+
 def test_only_connections_of_the_block_are_cut() -> None:
     """Connections from before and after the block live on, and so do listening and unix sockets made inside of it."""
     with ExitStack() as stack:
         sockets = Sockets()
         before = stack.enter_context(_connection())
-        with sockets.noted():
+        with sockets.noted(2):
             ours = stack.enter_context(_connection())
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             left, right = socket.socketpair()
@@ -56,7 +67,7 @@ def test_only_connections_of_the_block_are_cut() -> None:
             stack.callback(right.close)
         after = stack.enter_context(_connection())
         assert sockets.cut() == 2
-        assert not _works(ours)
+        assert _is_cut(ours)
         assert _works(before)
         assert _works(after)
         assert _works((left, right))
@@ -68,13 +79,13 @@ def test_a_number_that_is_used_again_is_left_alone() -> None:
     """A descriptor of the group was closed, and the user's own connection has its number now: that is not cut."""
     sockets = Sockets()
     with ExitStack() as stack:
-        with sockets.noted(), _connection() as (client, server):
+        with sockets.noted(2), _connection() as (client, server):
             numbers = {client.fileno(), server.fileno()}
             kept = stack.enter_context(_connection())
         again = stack.enter_context(_connection())
         assert numbers & {each.fileno() for each in again}
         assert sockets.cut() == 2
-        assert not _works(kept)
+        assert _is_cut(kept)
         assert _works(again)
 
 
@@ -87,7 +98,7 @@ def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
             made.append(sockets.cut())
 
         thread = threading.Thread(target=work)
-        with sockets.noted():
+        with sockets.noted(2):
             first = stack.enter_context(_connection())
             thread.start()
             assert first[0].recv(1) == b""  # It has been cut.
@@ -234,3 +245,99 @@ def test_a_meeting_that_is_overtaken_is_not_begun() -> None:
             regroup.meet(here, "gloo", 10, lambda: True)
         with pytest.raises(OSError):
             os.fstat(fd)
+
+
+def _run(script: str) -> None:
+    """Run processes that meet. Those that hang are ended."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", script], env=env, start_new_session=True) as ranks:
+        try:
+            assert ranks.wait(60) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
+
+
+MEETS_THE_DEAD = """
+import os, signal, socket, sys, threading
+from dataclasses import replace
+from fake_worker import WORKER
+from elasticrt.train import regroup
+from elasticrt.train.meeting_store import MeetingStore
+
+def meet(rank, port, fd=-1):
+    worker = replace(WORKER, rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port, listen_fd=fd)
+    regroup.meet(worker, "gloo", 600, lambda: False)
+
+def dies(port):
+    made = MeetingStore.set
+    def set(store, key, value):
+        made(store, key, value)
+        os.kill(os.getpid(), signal.SIGKILL)
+    MeetingStore.set = set
+    meet(1, port)
+
+victims = []
+for _ in range(8):
+    told, tell = os.pipe()
+    victims.append((os.fork(), tell))
+    if not victims[-1][0]:
+        dies(int(os.read(told, 10)))
+for victim, tell in victims:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    cuts = threading.Thread(target=lambda: (os.waitpid(victim, 0), regroup.SOCKETS.cut()))
+    cuts.start()
+    os.write(tell, b"%d" % port)
+    try:
+        meet(0, port, listening.detach())
+    except RuntimeError as error:
+        print(error)
+    cuts.join()
+    regroup.leave()
+os._exit(0)
+"""
+
+
+CUT_WHILE_SENDING = """
+import os, random, socket, threading, time
+from dataclasses import replace
+import torch, torch.distributed as dist
+from fake_worker import WORKER
+from elasticrt.train import regroup
+
+ROUNDS, RANKS = 40, 3
+stores = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+rank = 0 if os.fork() else 1 if os.fork() else 2
+draw = random.Random(rank)
+value = torch.zeros(8)
+for number in range(ROUNDS):
+    place = {"rank": rank, "world_size": RANKS, "generation": number, "nonce": str(number)}
+    store = stores[number % len(stores)]
+    port, fd = store.getsockname()[1], os.dup(store.fileno()) if rank == 0 else -1
+    worker = replace(WORKER, **place, master_addr="127.0.0.1", master_port=port, listen_fd=fd)
+    regroup.meet(worker, "gloo", 600, lambda: False)
+    dist.barrier()
+    cuts = threading.Timer(draw.uniform(0, 0.004), regroup.SOCKETS.cut)
+    cuts.start()
+    try:
+        while True:
+            dist.broadcast(value, 0)
+            dist.all_reduce(value)
+    except RuntimeError:
+        pass
+    cuts.join()
+    regroup.leave()
+    regroup.tidy()
+os._exit(0 if rank else os.waitpid(-1, 0)[1])
+"""
+
+
+def test_who_is_cut_off_while_it_sends_comes_back() -> None:
+    """Ranks are cut, each at a moment of its own, while all of them send: none waits for what it could not send."""
+    _run(CUT_WHILE_SENDING)
+
+
+def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
+    """Peers die when their address is known and before they connect: who waits for that, as every other one, is cut."""
+    _run(MEETS_THE_DEAD)
