@@ -48,8 +48,8 @@ dist.destroy_process_group()
 
 
 WEIGHTS_DIFFER_MAX = 1e-6
-"""Of the largest: gradients of two ranks are rounded otherwise than those of one, and 20,000 steps of this training make
-1e-7 of a difference of 1e-14 at its beginning. A sample that counts twice makes much more."""
+"""Of the largest: gradients of two ranks are rounded otherwise than those of one, and 20,000 steps of this training
+turn 1e-14 at its beginning into 1e-7. A sample that counts twice makes much more."""
 
 
 @dataclass(frozen=True)
