@@ -54,7 +54,7 @@ def test_a_second_loop_costs_nothing(tmp_path: Path) -> None:
     page, said = Page(Page.create()), []
     progress = Progress(lambda: [page], EventLog("n0", tmp_path, -1), said.append)
     page.finished(7, 0, 1 * MS)
-    progress.replaced()
+    progress.replaced(1)
     progress.remember()
     progress.stepped(2, Step(6, 0, 5 * MS, 5, True, {}))
     progress.stepped(2, Step(1, 0, 900 * MS, 0, True, {}))

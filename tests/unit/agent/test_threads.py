@@ -118,12 +118,12 @@ def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.agent.prober.ask", broken)
+    monkeypatch.setattr("elasticrt.agent.prober.generation_of", broken)
     prober = Prober(lambda *_: None)
     named = Seat(
         node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="a.name.invalid", probe_port=1
     )
-    prober.ask([named])
+    prober.listen([named], "r", lambda _: None)
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
     assert event.name.startswith("elasticrt-ask")
@@ -142,8 +142,8 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.agent.prober.ask", broken)
-    one.prober.ask([turn.seat.model_copy(update={"address": "a.name.invalid", "incarnation": "1" * 16})])
+    monkeypatch.setattr("elasticrt.agent.prober.generation_of", broken)
+    one.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
     with pytest.raises(StoreError, match=r"thread elasticrt-ask_0 of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)
     assert one.has(after=turn.generation.number)
