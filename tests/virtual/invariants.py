@@ -188,7 +188,9 @@ class Invariants:
             return
         failed = [report for report in self.reported if report.generation == old.number and report.status == "failed"]
         failures = [(report.node, report.failure) for report in failed if report.failure is not None]
-        final = [node for node, failure in failures if failure.final_code]
+        intent = self.conduct.writer[2] if self.conduct.writer else None
+        heard = intent.view.reports if intent and intent.view else {}  # A publication may arrive later than a report.
+        final = [node for node, failure in failures if failure.final_code and node in heard]
         require(not final, "S13", f"generation {new.number} comes after a failure on {final} that no restart can cure")
         if new.kind == "failure":
             again = [node for node, failure in failures if failure.early and failure.early == old.early]
