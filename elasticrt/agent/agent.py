@@ -36,6 +36,7 @@ from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, S
 from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
 from elasticrt.rendezvous.handler import Rendezvous
 from elasticrt.rendezvous.records import Generation, HeadRecord, Member, Report, Result, Seat
+from elasticrt.rendezvous.seats import seats_for
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Lease, StoreUnavailable
 from elasticrt.store.session import Session
@@ -226,7 +227,9 @@ class Agent(Cycle):
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
         address = self.membership.ride_out(lambda: own_address(settings, endpoints))
-        self.probes = ProbeServer(address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started))
+        self.probes = ProbeServer(
+            address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started), self._known
+        )
         self.node.ports.bind(address)
         member = Member(
             node=settings.node,
@@ -251,6 +254,14 @@ class Agent(Cycle):
         if settings.alone:
             self.alone_at = time.monotonic() + ALONE_S
         return True
+
+    def _known(self) -> Iterable[Seat]:
+        """The seats of its generation that this agent knows, the leader's by its key. From any thread."""
+        if not self.me.started:
+            return ()
+        view = self.rendezvous.view
+        leader = view.members.get(view.oldest or "")
+        return (*view.seats.values(), *seats_for([leader] if leader is not None else []))
 
     def _left_out(self, reason: str) -> float:
         """Left out or fenced: the workers go first, then whatever this node was, it is a newcomer."""

@@ -169,7 +169,9 @@ class Cycle(ABC):
                 if self.rendezvous.file(decision):
                     self.me = replace(self.me, filed=decision.report)
             case Probe():
-                self.prober.ask(decision.seats)
+                view = self.rendezvous.view
+                # A wrong word about a node costs little where workers go on in place: there, two agree sooner.
+                self.prober.ask(decision.seats, *([view.witnesses] if self.me.record.has_state else []))
                 return time.monotonic() + PROBE_S
             case Fence():
                 self.rendezvous.evict(decision)

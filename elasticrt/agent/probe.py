@@ -5,8 +5,10 @@ nothing else: an accepted connection alone is silence (the kernel accepts for a 
 
 * the right answer: "alive";
 * refused, reset, or another life answers: "dead", at once; the process that held this port is gone;
-* anything else, to three questions that come one after the other: "silent". That is no proof; `rendezvous.decide` says
-  what may follow.
+* anything else, to questions that come one after the other: "silent". That is no proof; `rendezvous.decide` says what
+  may follow.
+
+A question may name a third life: the agent then asks that one once, if it knows its seat, and says what came of it.
 
 The answer also names the generation that the agent has workers of. An agent that cannot reach etcd asks for that: when
 others of its run are in a newer generation, its own is over.
@@ -21,12 +23,14 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elasticrt.agent.ports import listen
 from elasticrt.contract.bell import Bell
+from elasticrt.rendezvous.records import Seat
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,12 @@ TRY_S = 0.5
 
 QUESTION_S = TRIES * TRY_S
 """After that nobody waits for an answer any more."""
+
+WITNESS_S = 0.3
+"""How long an agent waits for a third one's answer when it is asked about it."""
+
+CHECKS_MAX = 4
+"""So many others an agent asks at a time because it was asked about them."""
 
 LINE_MAX_BYTES = 512
 NONCE_MAX = 64
@@ -53,30 +63,41 @@ Answer = Literal["alive", "dead", "silent"]
 
 @dataclass(eq=False)
 class _Asking:
-    """One connection; what it has said so far, and when its time is over."""
+    """One connection; what it has said so far, when its time is over, and the answer once it has asked."""
 
     connection: socket.socket
     ends: float
     text: bytes = b""
+    answer: dict[str, object] = field(default_factory=dict)
 
 
 class ProbeServer:
-    """Answers probes on `address` from `start` until `close`. `state` gives (incarnation, generation) from any thread.
+    """Answers probes on `address` from `start` until `close`. `state` gives (incarnation, generation) from any thread,
+    and `seats` those that it may be asked about: never does it connect to an address that came with a question.
 
     One thread serves all connections, each until a deadline of its own: what one of them sends, or does not send,
     delays no other. The port is bound before anything is answered, because it is a part of what its agent says of
     itself; questions of that time wait.
     """
 
-    def __init__(self, address: str, run_id: str, state: Callable[[], tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        address: str,
+        run_id: str,
+        state: Callable[[], tuple[str, int]],
+        seats: Callable[[], Iterable[Seat]] = tuple,
+    ) -> None:
         self._socket = listen(address, CONNECTIONS_MAX)
         self._socket.setblocking(False)
         self._run_id = run_id
         self._state = state
+        self._seats = seats
         self.port: int = self._socket.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._bell = Bell()
         self._asking: list[_Asking] = []  # In order of `ends`: all have equally long.
+        self._checks: dict[str, list[_Asking]] = {}  # Who waits for a word about whom.
+        self._checked: deque[tuple[str, Answer]] = deque()
         self._short = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -103,7 +124,10 @@ class ProbeServer:
             for key, _ in self._selector.select(timeout_s):
                 if isinstance(key.data, _Asking):
                     self._hear(key.data)
-                elif key.fileobj is self._socket and not self._closed:
+                elif key.fileobj is self._bell:
+                    self._bell.heard()
+                    self._pass_on()
+                elif not self._closed:
                     self._accept()
             while self._asking and self._asking[0].ends <= time.monotonic():
                 self._drop(self._asking[0])
@@ -136,26 +160,65 @@ class ProbeServer:
             return  # Dropped since it was selected.
         try:
             piece = asking.connection.recv(LINE_MAX_BYTES)
-            asking.text += piece
-            if piece and b"\n" not in asking.text and len(asking.text) < LINE_MAX_BYTES:
-                return
-            answer = self._answer(asking.text)
-            if answer:
-                asking.connection.send(answer)  # A fresh connection has room for a line.
+        except OSError as error:
+            log.debug("a probe that broke off: %s", error)
+            self._drop(asking)
+            return
+        asking.text += piece
+        if asking.answer:  # It has asked, and goes before it is answered, or says too much.
+            self._drop(asking)
+        elif not piece or b"\n" in asking.text or len(asking.text) >= LINE_MAX_BYTES:
+            self._understand(asking)
+
+    def _understand(self, asking: _Asking) -> None:
+        """Answer what somebody has said, now or when it is known; nothing to what is no question."""
+        question = _fields(asking.text.partition(b"\n")[0]) or {}
+        nonce = question.get("nonce")
+        if not isinstance(nonce, str) or len(nonce) > NONCE_MAX:
+            log.debug("a probe that was none: %r", asking.text[:80])
+            self._drop(asking)
+            return
+        incarnation, generation = self._state()
+        asking.answer = {"nonce": nonce, "run": self._run_id, "incarnation": incarnation, "generation": generation}
+        if "about" not in question:
+            self._answer(asking)
+        elif not self._check(asking, question["about"]):
+            self._answer(asking, "unknown")
+
+    def _check(self, asking: _Asking, about: object) -> bool:
+        """Ask that life, once for all who ask about it meanwhile. False: it is unknown, or too many are being asked."""
+        seat = next((seat for seat in self._seats() if seat.incarnation == about), None)
+        if seat is None:
+            return False
+        if seat.incarnation not in self._checks:
+            if len(self._checks) >= CHECKS_MAX:
+                return False
+            self._checks[seat.incarnation] = []
+            threading.Thread(target=self._ask, args=(seat,), name="elasticrt-witness", daemon=True).start()
+        self._checks[seat.incarnation].append(asking)
+        return True
+
+    def _ask(self, seat: Seat) -> None:
+        """On a thread of its own: it may have to wait for a name."""
+        answer = _ask_once(seat.address, seat.probe_port, seat.incarnation, WITNESS_S)
+        self._checked.append((seat.incarnation, answer))
+        self._bell.ring()
+
+    def _pass_on(self) -> None:
+        """Answer those who wait for a word about somebody, and are still there."""
+        while self._checked:
+            life, answer = self._checked.popleft()
+            for asking in self._checks.pop(life):
+                if asking.connection.fileno() >= 0:
+                    self._answer(asking, answer)
+
+    def _answer(self, asking: _Asking, about: str = "") -> None:
+        answer = {**asking.answer, "about": about} if about else asking.answer
+        try:
+            asking.connection.send(json.dumps(answer).encode() + b"\n")  # A fresh connection has room for a line.
         except OSError as error:
             log.debug("a probe that broke off: %s", error)
         self._drop(asking)
-
-    def _answer(self, text: bytes) -> bytes:
-        """The line that answers what somebody has said; nothing to what is no question."""
-        question = _fields(text.partition(b"\n")[0])
-        nonce = question.get("nonce") if question is not None else None
-        if not isinstance(nonce, str) or len(nonce) > NONCE_MAX:
-            log.debug("a probe that was none: %r", text[:80])
-            return b""
-        incarnation, generation = self._state()
-        answer = {"nonce": nonce, "run": self._run_id, "incarnation": incarnation, "generation": generation}
-        return json.dumps(answer).encode() + b"\n"
 
     def _drop(self, asking: _Asking) -> None:
         self._asking.remove(asking)
@@ -193,10 +256,10 @@ def generation_of(address: str, port: int, run_id: str) -> int:
     return number if type(number) is int and 0 <= number <= GENERATION_MAX else 0
 
 
-def new_question() -> tuple[str, bytes]:
-    """A nonce, and the line that asks with it."""
+def new_question(about: str = "") -> tuple[str, bytes]:
+    """A nonce, and the line that asks with it, `about` another life if that is given."""
     nonce = secrets.token_hex(8)
-    return nonce, json.dumps({"nonce": nonce}).encode() + b"\n"
+    return nonce, json.dumps({"nonce": nonce, "about": about} if about else {"nonce": nonce}).encode() + b"\n"
 
 
 def fields_of(line: bytes, nonce: str) -> dict[str, Any] | None:
@@ -212,17 +275,17 @@ def answer_of(fields: dict[str, Any] | None, incarnation: str) -> Answer:
     return "alive" if fields.get("incarnation") == incarnation else "dead"
 
 
-def _ask_once(address: str, port: int, incarnation: str) -> Answer:
-    answer = _exchange(address, port)
+def _ask_once(address: str, port: int, incarnation: str, limit_s: float = TRY_S) -> Answer:
+    answer = _exchange(address, port, limit_s)
     return answer if isinstance(answer, str) else answer_of(answer, incarnation)
 
 
-def _exchange(address: str, port: int) -> dict[str, Any] | Literal["dead", "silent"]:
+def _exchange(address: str, port: int, limit_s: float = TRY_S) -> dict[str, Any] | Literal["dead", "silent"]:
     """One question; an agent's answer, or what its absence means."""
     nonce, text = new_question()
-    deadline = time.monotonic() + TRY_S
+    deadline = time.monotonic() + limit_s
     try:
-        with socket.create_connection((address, port), timeout=TRY_S) as connection:
+        with socket.create_connection((address, port), timeout=limit_s) as connection:
             connection.sendall(text)
             answer = fields_of(_read_line(connection, deadline), nonce)
     except (ConnectionRefusedError, ConnectionResetError):

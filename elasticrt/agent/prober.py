@@ -3,25 +3,28 @@
 A thread per question would be simpler. But after the loss of one of a thousand nodes all others are asked before
 anything else can happen: threads that take turns need three times as long for that. And where half of a cluster is cut
 off, hundreds of questions wait for their time to end; they do so together, and not a few at a time.
+
+Who does not answer at once is asked about (the indirect probe of SWIM, Das et al. 2002): two agents that both hear
+nothing agree sooner than one alone may be sure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from elasticrt.agent.probe import (
     LINE_MAX_BYTES,
-    TRIES,
-    TRY_S,
+    QUESTION_S,
     Answer,
     answer_of,
     fields_of,
@@ -33,6 +36,19 @@ from elasticrt.rendezvous.records import Seat
 
 OPEN_AT_ONCE = 256
 """Connections. An agent's usual limit of open files is 1,024."""
+
+STEPS = 5
+STEP_S = QUESTION_S / STEPS
+"""Between two tries of a question; after the last of them it is given up."""
+
+WITNESSES = 2
+"""So many others are asked about a seat that has not answered within a step."""
+
+AGREED_STEPS = 2
+"""After so many steps a seat is silent if a witness says so, too."""
+
+Witnesses = Callable[[Seat], Sequence[Seat]]
+"""Who may be asked about a seat: agents that know it, without the one that asks."""
 
 THREADS = 32
 """For what may have to wait for a name to be resolved, and for questions of another kind."""
@@ -74,21 +90,27 @@ _To = tuple[socket.AddressFamily, tuple[object, ...]]
 
 @dataclass(eq=False)
 class _Question:
-    """One seat's: every TRY_S a try, `made` so far. Those under way are all `open` until one of them is answered."""
+    """One seat's: every STEP_S a try, `made` so far. Those under way are all `open` until one of them is answered.
+
+    `agreed`: a witness has heard nothing either.
+    """
 
     seat: Seat
     asked_at: float
     to: _To
+    witnesses: Witnesses
     made: int = 0
     open: list[_Try] = field(default_factory=list)
+    agreed: bool = False
     answered: bool = False
 
 
 @dataclass(eq=False)
 class _Try:
-    """One connection; its nonce when it has been asked, and what it has said so far."""
+    """One connection, to the question's seat or to a witness's; its nonce when that was asked, and what it has said."""
 
     question: _Question
+    seat: Seat
     connection: socket.socket
     nonce: str = ""
     text: bytes = b""
@@ -112,8 +134,11 @@ class Prober:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def ask(self, seats: Iterable[Seat]) -> None:
-        """Start asking those that are not being asked already."""
+    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = lambda _: ()) -> None:
+        """Start asking those that are not being asked already.
+
+        Who says nothing is silent after 1.5 s; after 0.6 s if one of its `witnesses` hears nothing of it either.
+        """
         now = time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
@@ -122,9 +147,9 @@ class Prober:
             self._answers.asked()
             to = _found(seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
             if to is None:
-                self._submit(self._look_up, seat, now)
+                self._submit(self._look_up, seat, now, witnesses)
             else:
-                self._new.append(_Question(seat, now, to))
+                self._new.append(_Question(seat, now, to, witnesses))
         self._bell.ring()
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
@@ -167,14 +192,14 @@ class Prober:
 
         self._pool.submit(do)
 
-    def _look_up(self, seat: Seat, asked_at: float) -> None:
-        for _ in range(TRIES):
+    def _look_up(self, seat: Seat, asked_at: float, witnesses: Witnesses) -> None:
+        for _ in range(STEPS):
             to = _found(seat)
             if to is not None:
-                self._new.append(_Question(seat, asked_at, to))
+                self._new.append(_Question(seat, asked_at, to, witnesses))
                 self._bell.ring()
                 return
-            time.sleep(TRY_S)
+            time.sleep(STEP_S)
         self._answers.answered(seat, "silent", asked_at)
 
     def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
@@ -203,17 +228,32 @@ class Prober:
         self._end()
 
     def _try(self, question: _Question) -> None:
-        """Connect once more. What comes of it, if not at once, the selector tells. After the last try it is silent."""
-        if question.made == TRIES:
+        """Connect once more, or give it up."""
+        if question.made == STEPS or (question.agreed and question.made >= AGREED_STEPS):
             self._answered(question, "silent")
             return
         question.made += 1
-        self._due.append((time.monotonic() + TRY_S, question))
+        self._due.append((time.monotonic() + STEP_S, question))
+        self._connect(question, question.seat, question.to)
+        if question.made == 2:
+            self._ask_witnesses(question)
+
+    def _ask_witnesses(self, question: _Question) -> None:
+        """Ask some about a seat, of those that are not being asked themselves. A name is not waited for here."""
+        unsure = {each.seat.incarnation for _, each in self._due if not each.answered}
+        others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
+        for seat in random.sample(others, min(WITNESSES, len(others))):
+            to = _found(seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
+            if to is not None:
+                self._connect(question, seat, to)
+
+    def _connect(self, question: _Question, seat: Seat, to: _To) -> None:
+        """What comes of it, if not at once, the selector tells."""
         while question.open and self._open >= OPEN_AT_ONCE:
             self._hang_up(question.open[0])
-        family, address = question.to
+        family, address = to
         try:
-            one = _Try(question, socket.socket(family, socket.SOCK_STREAM))
+            one = _Try(question, seat, socket.socket(family, socket.SOCK_STREAM))
         except OSError:  # Too many open files, say.
             return
         question.open.append(one)
@@ -236,7 +276,7 @@ class Prober:
                 if failure:
                     self._failed(one, failure)
                     return
-                one.nonce, text = new_question()
+                one.nonce, text = new_question("" if one.seat is one.question.seat else one.question.seat.incarnation)
                 one.connection.send(text)  # A fresh connection has room for a line.
                 self._selector.modify(one.connection, selectors.EVENT_READ, one)
                 return
@@ -246,21 +286,25 @@ class Prober:
             return
         one.text += piece
         if one.text.endswith(b"\n"):
-            answer = answer_of(fields_of(one.text, one.nonce), one.question.seat.incarnation)
-        elif piece and len(one.text) <= LINE_MAX_BYTES:
-            return
-        else:
-            answer = "silent"
-        self._tried(one, answer)
+            fields = fields_of(one.text, one.nonce)
+            self._tried(one, answer_of(fields, one.seat.incarnation), fields is not None and fields.get("about"))
+        elif not piece or len(one.text) > LINE_MAX_BYTES:
+            self._tried(one, "silent")
 
     def _failed(self, one: _Try, failure: int) -> None:
         self._tried(one, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent")
 
-    def _tried(self, one: _Try, answer: Answer) -> None:
-        """An answer; or nothing of use, and the other tries still may bring one."""
+    def _tried(self, one: _Try, answer: Answer, about: object = None) -> None:
+        """An answer, or a witness's; or nothing of use, and the other tries still may bring one."""
         self._hang_up(one)
-        if answer != "silent":
-            self._answered(one.question, answer)
+        question = one.question
+        if one.seat is question.seat:
+            if answer != "silent":
+                self._answered(question, answer)
+        elif answer == "alive" and about == "silent":
+            question.agreed = True
+            if question.made > AGREED_STEPS:  # It is time; but what else has come by now is heard first.
+                self._due.appendleft((0.0, question))
 
     def _answered(self, question: _Question, answer: Answer) -> None:
         question.answered = True

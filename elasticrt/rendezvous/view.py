@@ -137,6 +137,14 @@ class View:
         """The known seats in rank order."""
         return sorted(self.seats.values(), key=attrgetter("index"))
 
+    def witnesses(self, seat: Seat) -> list[Seat]:
+        """Others of the generation that know this seat: those of its chunk. All know the leader's, by its key."""
+        others = [each for each in self.seats.values() if each.node not in (self.node, seat.node)]
+        if self.generation is None or seat.node not in self.seats:
+            return others
+        chunks = self.generation.record.chunks
+        return [each for each in others if chunk_of(each.node, chunks) == chunk_of(seat.node, chunks)]
+
     def seat_of(self, node: str, incarnation: str) -> Seat | None:
         """The seat of a node in one life, or None (another life's seat is not mine)."""
         seat = self.seats.get(node)

@@ -8,14 +8,25 @@ import json
 import logging
 import random
 import resource
+import select
 import socket
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
-from elasticrt.agent.probe import CONNECTIONS_MAX, LINE_MAX_BYTES, ProbeServer, ask, fields_of, generation_of
+from elasticrt.agent.probe import (
+    CHECKS_MAX,
+    CONNECTIONS_MAX,
+    LINE_MAX_BYTES,
+    ProbeServer,
+    ask,
+    fields_of,
+    generation_of,
+    new_question,
+)
 from elasticrt.agent.prober import Prober
 from elasticrt.rendezvous.records import Seat
 from tests.servers import answering, wait_until
@@ -213,3 +224,79 @@ def test_an_answer_that_never_ends() -> None:
     with answering(drip) as port:
         assert generation_of("127.0.0.1", port, "run") == 0
         ended.set()
+
+
+class Witness:
+    """An agent that can be asked about the seats that it knows."""
+
+    def __init__(self) -> None:
+        self.seats: list[Seat] = []
+        self.server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3), lambda: tuple(self.seats))
+        self.server.start()
+
+    def asked(self, stack: contextlib.ExitStack, about: Any) -> Any:
+        """Ask it; what it says comes when it is called for."""
+        connection = stack.enter_context(_connect(self.server.port))
+        nonce, line = new_question("?")
+        connection.sendall(line.replace(b'"?"', json.dumps(about).encode()))
+        return lambda: (fields_of(connection.recv(LINE_MAX_BYTES), nonce) or {}).get("about")
+
+
+@pytest.fixture
+def witness() -> Iterator[Witness]:
+    """One."""
+    one = Witness()
+    yield one
+    one.server.close()
+
+
+def test_what_an_agent_says_about_another(witness: Witness) -> None:
+    """N11: alive, dead, silent, itself or unknown, by the seats that it knows; an address in a question is nothing."""
+    with contextlib.ExitStack() as stack:
+        other = ProbeServer("127.0.0.1", "run", lambda: ("b" * 16, 3))
+        stack.callback(other.close)
+        other.start()
+        mute = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            refusing = free.getsockname()[1]
+        ports = {LIFE: witness.server.port, "b" * 16: other.port, "c" * 16: other.port, "d" * 16: refusing}
+        witness.seats = [_seat(life, port) for life, port in {**ports, "e" * 16: mute}.items()]
+        lives = [*ports, "e" * 16, "f" * 16, "127.0.0.1", "", None, 7, [], {}]
+        said = [witness.asked(stack, about) for about in lives]
+        assert [each() for each in said] == ["alive", "alive", "dead", "dead", "silent", *["unknown"] * 7]
+        assert "about" not in _plain(witness.server.port)
+
+
+def _plain(port: int) -> dict[str, Any]:
+    with _connect(port) as connection:
+        nonce, line = new_question()
+        connection.sendall(line)
+        return fields_of(connection.recv(LINE_MAX_BYTES), nonce) or {}
+
+
+def test_a_flood_of_questions_about_others(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N11: many ask about one silent node, and it is asked once; only a few are at a time; others get answers."""
+    monkeypatch.setattr("elasticrt.agent.probe.WITNESS_S", 30.0)  # Until the silent ones are gone.
+    with contextlib.ExitStack() as stack:
+        mute = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(CHECKS_MAX + 2)]
+        lives = [f"{index:016x}" for index in range(len(mute))]
+        witness.seats = [_seat(life, each.getsockname()[1]) for life, each in zip(lives, mute, strict=True)]
+        said = [witness.asked(stack, lives[0]) for _ in range(50)]
+        with contextlib.ExitStack() as hasty:
+            witness.asked(hasty, lives[0])  # Asks, and hangs up.
+        wait_until(lambda: mute[0] in select.select(mute, [], [], 0)[0], "it asks the silent one")
+        more = [witness.asked(stack, life) for life in lives[1:]]
+        assert [each() for each in more[CHECKS_MAX - 1 :]] == ["unknown", "unknown"]
+        assert ask("127.0.0.1", witness.server.port, LIFE) == "alive"
+        mute[0].setblocking(False)
+        mute[0].accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            mute[0].accept()
+        for each in mute:
+            each.close()
+        assert {each() for each in said} <= {"dead", "silent"}
+    wait_until(lambda: not _witnessing(), "its threads end")
+
+
+def _witnessing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "elasticrt-witness"]

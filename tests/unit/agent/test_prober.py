@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elasticrt.agent.probe import ProbeServer
-from elasticrt.agent.prober import OPEN_AT_ONCE, Prober
+from elasticrt.agent.prober import OPEN_AT_ONCE, STEPS, Prober
 from elasticrt.rendezvous.records import Seat
 from tests.servers import answering
 
@@ -155,3 +155,82 @@ def test_a_prober_that_is_closed_leaves_nothing() -> None:
         thread.join(10)
         assert not thread.is_alive()
     assert {thread.name for thread in threading.enumerate()} <= before | {"elasticrt-ask"}
+
+
+def _says(about: str, life: str = OTHER) -> Callable[[socket.socket], None]:
+    """A witness that says so at once, and only when it is asked about somebody."""
+
+    def answer(connection: socket.socket) -> None:
+        question = json.loads(connection.recv(512))
+        said = {"nonce": question["nonce"], "incarnation": life}
+        connection.sendall(json.dumps({**said, "about": about} if "about" in question else said).encode() + b"\n")
+
+    return answer
+
+
+def _tries(listener: socket.socket) -> int:
+    """How often somebody has connected to who never answers."""
+    listener.setblocking(False)
+    number = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            number += 1
+    return number
+
+
+def test_two_that_hear_nothing_agree_before_one_is_sure(heard: Heard) -> None:
+    """N11: a second agent that hears nothing either saves the last tries; whatever else it says, all are made."""
+    with contextlib.ExitStack() as stack:
+        witnesses: dict[str, list[Seat]] = {}
+        mute: dict[str, socket.socket] = {}
+
+        def silent(name: str) -> Seat:
+            mute[name] = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            return _seat(f"{len(mute):016x}", mute[name].getsockname()[1])
+
+        def scripted(way: Callable[[socket.socket], None]) -> Seat:
+            return _seat(OTHER, stack.enter_context(answering(way)))
+
+        ways = {word: _says(word) for word in ("silent", "alive", "dead", "unknown")}
+        ways |= {"another life": _says("silent", "d" * 16), "no answer": _hang_up, "reset": _reset}
+        ways |= {"other nonce": _say(json.dumps({"nonce": "", "incarnation": OTHER, "about": "silent"}).encode())}
+        seats = {name: silent(name) for name in ways}
+        witnesses |= {seats[name].incarnation: [scripted(way)] for name, way in ways.items()}
+        seats["alone"] = silent("alone")
+        seats |= {name: silent(name) for name in ("suspect", "its witness")}
+        witnesses[seats["suspect"].incarnation] = [seats["its witness"]]
+        witnesses[seats["its witness"].incarnation] = [seats["suspect"]]
+        seats["real"] = silent("real")
+        real = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3), lambda: (seats["real"],))
+        stack.callback(real.close)
+        real.start()
+        witnesses[seats["real"].incarnation] = [_seat(LIFE, real.port), scripted(_says("alive"))]
+
+        heard.prober.ask(seats.values(), lambda seat: witnesses.get(seat.incarnation, []))
+        assert heard.wait(len(seats)) == {seat.incarnation: ["silent"] for seat in seats.values()}
+        tries = {name: _tries(listener) for name, listener in mute.items()}
+        agreed = {"silent": tries.pop("silent"), "real": tries.pop("real") - 1}  # One was the real witness's.
+        assert max(agreed.values()) < STEPS, agreed
+        assert tries == dict.fromkeys(tries, STEPS)
+
+
+def test_a_late_answer_counts_more_than_a_witness(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N11: a witness has heard nothing, and before two agree for long enough the node answers: it lives."""
+    monkeypatch.setattr("elasticrt.agent.prober.STEP_S", 2.0)
+    said = threading.Event()
+
+    def witness(connection: socket.socket) -> None:
+        _says("silent")(connection)
+        connection.recv(1)  # Until it has been heard.
+        said.set()
+
+    def late(connection: socket.socket) -> None:
+        nonce = json.loads(connection.recv(512))["nonce"]
+        said.wait(20)
+        connection.sendall(json.dumps({"nonce": nonce, "incarnation": LIFE}).encode() + b"\n")
+
+    with answering(witness) as beside, answering(late) as port:
+        heard.prober.ask([_seat(LIFE, port)], lambda _: [_seat(OTHER, beside)])
+        assert heard.wait(1) == {LIFE: ["alive"]}
+        assert said.is_set()
