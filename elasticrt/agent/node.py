@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from elasticrt.agent.group import (
 from elasticrt.agent.interfaces import interface_of
 from elasticrt.agent.laggards import AtEnd, Laggards
 from elasticrt.agent.memory import Memory
+from elasticrt.agent.pace import STANDING_IN_PLACE_S
 from elasticrt.agent.policy import Ends, copy_record, network, worker_env
 from elasticrt.agent.ports import Ports
 from elasticrt.agent.progress import Progress
@@ -158,7 +160,7 @@ class Node:
             report=report,
             failed_at=self._failed_at,
             copy=copy_record(self._ends.kept) if generation else None,
-            standing_since=self.watch.standing_since(now),
+            standing_since=self.watch.standing_since(now) or self._unmet_since(now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not pages.building(self._pages())) or self.progress.starting(now),
             holding=self._holding,
@@ -454,6 +456,17 @@ class Node:
         """Whether a worker should have taken its seat by now: not one that does something else than training."""
         began, joined = (self._page_of(rank, self._running, word) for word in ("init_at_ns", "joined_at_ns"))
         return began < self._seated_ns and (joined < began or self._page_of(rank, self._running, "stepping") != 0)
+
+    def _unmet_since(self, now: float) -> float | None:
+        """From when on workers in new seats have been waiting too long for their first step there; None: they have not.
+
+        A node that dies between its seat and the meeting breaks no connection: the others wait for it.
+        """
+        if self._started is None or not self._started[0].in_place:
+            return None
+        begun = [page.init_at_ns for page in self._pages() if not page.step_at_ns]
+        at = min((at for at in begun if at >= self._seated_ns), default=math.inf) / 1e9 + STANDING_IN_PLACE_S
+        return at if now >= at else None
 
     def _show(self, late: Sequence[int], age_s: float) -> None:
         group, generation = self._workers, self._running

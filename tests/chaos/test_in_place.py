@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,7 +22,7 @@ import torch
 
 from elasticrt.cli.ledger import books
 from elasticrt.contract.ledger import check
-from tests.cluster import Cluster
+from tests.cluster import Cluster, kill
 
 SCRIPT = Path(__file__).with_name("in_place_script.py")
 STEPS_PER_EPOCH = 20
@@ -354,3 +355,38 @@ def test_two_hundred_kills(tmp_path: Path) -> None:
     assert rest[0] <= sizes[0][0] + 40, "descriptors: groups that were left have been let go of"
     assert rest[1] <= sizes[0][1] + 8, "threads"
     assert rest[2] <= early[2] * 1.1, "memory"
+
+
+NODES = """
+import os, time, torch, elasticrt
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+elasticrt.init()
+model = DDP(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loop = elasticrt.Loop("ckpt", model=model, optimizer=optimizer, every="1000 steps", memory=0)
+for step in loop.steps(200):
+    with loop.step():
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(0.02)
+"""
+
+
+def test_a_node_that_dies_between_its_seat_and_the_meeting(tmp_path: Path) -> None:
+    """N01: the others wait for it where no connection breaks: they ask, and do not wait for a lease to end."""
+    (tmp_path / "train.py").write_text(NODES)
+    options = ["--min-nodes", "1", "--max-nodes", "3", "--lease-ttl", "600"]
+    with Cluster(tmp_path, f"unmet-{secrets.token_hex(4)}", options, [str(tmp_path / "train.py")]) as cluster:
+        for rank, name in enumerate("abc"):
+            cluster.start(name, "--node-rank", str(rank))
+        cluster.wait_for_step_after(20)
+        (stopped,) = cluster.agents["c"].worker_pids().values()
+        os.kill(stopped, signal.SIGSTOP)
+        kill(cluster.agents["a"].pid)
+        cluster.wait("c has a seat in generation 2", lambda: cluster.number() == 2)
+        kill(cluster.agents["c"].pid)
+        assert cluster.ended()["b"] == 0, cluster.story()
+        causes = {event["number"]: event["nodes"] for event in cluster.events("generation")}
+        assert [sorted(causes[number]) for number in sorted(causes)] == [["a", "b", "c"], ["b", "c"], ["b"]]
