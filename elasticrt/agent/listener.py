@@ -337,6 +337,7 @@ class Listener:
         env = worker.env
         failure = None
         if code != 0:
+            pages = [each.page for each in running.workers.values() if not each.page.entered]
             failure = failure_of(
                 rank=env.rank,
                 local_rank=env.local_rank,
@@ -349,6 +350,7 @@ class Listener:
                 step=worker.step or worker.page.step or None,
                 stepped=_stepped(worker),
                 beats=0 if worker.page.entered else worker.page.beats,
+                loaded=max((page.loaded for page in pages if page.beats), default=0),
                 start_error=start_error,
                 oom=code == -signal.SIGKILL and not worker.stopping and oom_kills() > running.oom_kills,
             )

@@ -117,6 +117,7 @@ def failure_record(failures: Sequence[Failure], well: Sequence[int] = (), *, unm
         unmet=unmet >= UNMET_MAX,
         early=cause.early,
         beats=max(failure.beats for failure in failures),
+        loaded=max(failure.loaded for failure in failures),
     )
 
 

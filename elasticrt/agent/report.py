@@ -62,6 +62,7 @@ class Failure:
         final_code: the exit code the run ends with, because no restart can cure this (1, 5, 6 or 7); 0 otherwise.
         step: the last global step that it is known to have finished.
         beats: optimizer steps that it made, in a script without a Loop.
+        loaded: when the newest snapshot was written from which its node's workers have made such steps, see `Page`.
         early: what it raised before its first step, and where, as a digest: the same twice is certain to come again.
     """
 
@@ -80,6 +81,7 @@ class Failure:
     final_code: Literal[0, 1, 5, 6, 7]
     step: int | None
     beats: int = 0
+    loaded: int = 0
     early: str = ""
 
 
@@ -98,6 +100,7 @@ def failure_of(
     oom: bool = False,
     stepped: bool | None = None,
     beats: int = 0,
+    loaded: int = 0,
 ) -> Failure:
     """Put together what is known of a worker that ended with `code` (not 0), or could not be started.
 
@@ -137,6 +140,7 @@ def failure_of(
         final_code=final or (_final_code(exception, hint, stepped=stepped) if code > 0 else 0),
         step=step,
         beats=beats,
+        loaded=loaded,
         early="" if stepped is not False or collateral or code <= 0 else _digest(exception, message, callstack),
     )
 

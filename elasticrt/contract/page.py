@@ -44,6 +44,8 @@ class Page:
             between epochs and outside of a Loop.
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
         first_beat_at_ns: when the first one ended.
+        loaded: when the newest file was written that `torch.load` read before it; see `worker.pulse`. In microseconds
+            since the epoch.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
         in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training
@@ -75,6 +77,7 @@ class Page:
     first_beat_at_ns = _Word(17)
     begun_at_ns = _Word(15)
     in_place = _Word(16)
+    loaded = _Word(18)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)

@@ -277,22 +277,27 @@ def returned(entry: Entry[Member], verdict: Verdict) -> bool:
 
 
 LONG_S = 3600.0
-"""Who has made steps for so long has got on, by whatever measure: a script that begins each generation from a snapshot
-of its own makes fewer steps in it than in the one before, and what fails at once does not come this far."""
+"""Who has made steps for so long has got on, by whatever measure: not every snapshot is read with `torch.load`, and
+what fails at once does not come this far."""
 
 
 def counting(led: Led, first: FailureRecord, failed: list[Entry[Report]]) -> Restarts:
     """The restarts once this failure is counted: from one again after progress.
 
     That is a new committed step. A script without a Loop commits none: there it is a generation that has made more
-    optimizer steps than any before, or has lasted for LONG_S.
+    optimizer steps than any before, or some from a newer snapshot, or has lasted for LONG_S. No run is restarted for
+    ever without a snapshot being written and stepped from: the time of the newest only grows, so that neither several
+    old ones in turn nor the same one again give anything back, and one that a life writes and reads itself is none.
     """
     before, step = led.generation, led.view.head.record.reached if led.view.head else 0
-    beats = max(entry.record.failure.beats if entry.record.failure else 0 for entry in failed)
-    further = beats > before.restart_beats or (beats > 0 and led.now - led.since >= LONG_S)
+    failures = [entry.record.failure for entry in failed if entry.record.failure]
+    beats = max((failure.beats for failure in failures), default=0)
+    loaded = max((failure.loaded for failure in failures), default=0)
+    further = beats > before.restart_beats or loaded > before.restart_loaded
+    further = further or (beats > 0 and led.now - led.since >= LONG_S)
     progress = led.spec.restarts_reset and (step > before.restart_step or further)
     spent, most = (1 if progress else before.restarts + 1), max(beats, before.restart_beats)
-    return Restarts(spent, before.restarts_total + 1, step, most, first.early)
+    return Restarts(spent, before.restarts_total + 1, step, most, max(loaded, before.restart_loaded), first.early)
 
 
 def first_cause(reports: Iterable[Entry[Report]]) -> tuple[FailureRecord, bool]:

@@ -236,7 +236,8 @@ class Generation(Record):
 
     `restarts` counts failures since there was progress, `restarts_total` all of this attempt. `restart_step` is the
     head's step at the last counted failure; `restart_beats` the most optimizer steps that a generation of a script
-    without a Loop had made by then; `early` that failure's, if it came before the first step.
+    without a Loop had made by then, `restart_loaded` the time of the newest snapshot that one had gone on from; `early`
+    that failure's, if it came before the first step.
 
     `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
     node with rank 0.
@@ -256,6 +257,7 @@ class Generation(Record):
     restarts_total: Count = 0
     restart_step: Count = 0
     restart_beats: Count = 0
+    restart_loaded: Count = 0
     early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     resume: HeadRecord | None = None
     memory: CopyRecord | None = None
@@ -268,7 +270,8 @@ class FailureRecord(BaseModel):
 
     `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `unmet`:
     workers here could not reach other nodes', once more. `early`: a digest of what was raised before the first step.
-    `beats`: the optimizer steps of a script without a Loop in this generation.
+    `beats`: the optimizer steps of a script without a Loop in this generation. `loaded`: when the newest snapshot was
+    written that it made them from, in microseconds since the epoch; 0: it began without one, or made none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -282,6 +285,7 @@ class FailureRecord(BaseModel):
     unmet: bool = False
     early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
     beats: Count = 0
+    loaded: Count = 0
 
 
 class Report(Record):

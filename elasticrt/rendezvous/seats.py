@@ -32,12 +32,14 @@ class Restarts:
     total: int = 0
     step: int = 0
     beats: int = 0
+    loaded: int = 0
     early: str = ""
 
     @classmethod
     def of(cls, before: Generation) -> Restarts:
         """The same as before, for a generation that follows it for free."""
-        return cls(before.restarts, before.restarts_total, before.restart_step, before.restart_beats, before.early)
+        most = (before.restart_step, before.restart_beats, before.restart_loaded)
+        return cls(before.restarts, before.restarts_total, *most, before.early)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Draft:
             restarts_total=self.restarts.total,
             restart_step=self.restarts.step,
             restart_beats=self.restarts.beats,
+            restart_loaded=self.restarts.loaded,
             early=self.restarts.early,
             resume=self.resume,
             memory=self.memory,

@@ -144,6 +144,29 @@ def test_optimizer_steps_are_progress(beats: tuple[int, ...], lasts_s: float, su
     assert ended == ([] if survives else [1, 1])
 
 
+@pytest.mark.parametrize(
+    ("loaded", "survives"),
+    [
+        ((0, 1, 2, 3, 4), True),  # The first life has nothing to go on from.
+        ((1, 2, 3, 4, 5), True),
+        ((1, 1, 1, 2, 2, 2, 3), True),
+        ((0, 0, 0, 0), False),
+        ((7, 7, 7, 7), False),
+        ((0, 7, 7, 7, 7), False),
+        ((7, 3, 7, 3), False),  # Several old ones in turn: nobody has written one since.
+        ((7, 0, 7, 0), False),
+    ],
+)
+def test_steps_from_a_newer_snapshot_are_progress(loaded: tuple[int, ...], survives: bool) -> None:
+    """S13: without a Loop, steps from a newer snapshot than ever before give the restarts back; older ones do not."""
+    world = running(2)
+    for written in loaded:
+        world.members["n1"].fail(beats=3, loaded=written)
+        world.settle()
+    ended = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
+    assert ended == ([] if survives else [1, 1])
+
+
 @pytest.mark.parametrize(("second", "ended"), [("a", [1, 1]), ("b", []), ("", [])])
 def test_the_same_failure_before_the_first_step_twice_is_certain(second: str, ended: list[int]) -> None:
     """S13: what raises the same error at the same line before any step, twice, will do so again."""
