@@ -6,6 +6,7 @@ clock, for people). An ended run can be read from these files without etcd.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,24 @@ from pathlib import Path
 from elasticrt.contract.modes import make_directory
 
 log = logging.getLogger(__name__)
+
+
+TAIL_BYTES = 1 << 16
+
+
+def success(directory: Path) -> str:
+    """How the run of this directory succeeded, if that is the last end of it that a node has noted; "" if not."""
+    ends = []
+    for path in directory.glob("events-*.jsonl"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            for line in file:
+                with contextlib.suppress(ValueError):  # The tail may begin within a line, a full disk end within one.
+                    event = json.loads(line)
+                    if isinstance(event, dict) and event.get("event") == "result":
+                        ends.append((str(event.get("time")), event.get("status"), str(event.get("reason"))))
+    newest = max(ends, default=("", "", ""))
+    return newest[2] if newest[1] == "succeeded" else ""
 
 
 class EventLog:

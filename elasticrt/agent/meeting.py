@@ -81,7 +81,13 @@ def ride_out(ask: Callable[[], R], wait_s: float, *, told_to_leave: Callable[[],
                 message = "told to leave before the run was joined (signal). Nothing has been started"
                 raise StoreError(message) from error
             if time.monotonic() - since >= wait_s:
-                message = f"etcd has not answered for {wait_s:g} s: {error}"
+                message = explain(
+                    f"etcd has not answered for {wait_s:g} s",
+                    "--etcd",
+                    got=str(error),
+                    expected="an answer within --etcd-wait",
+                    remedy="Check that it runs, that most of its members do, and that the way to it is open",
+                )
                 raise StoreError(message) from error
             if not said:
                 log.warning("etcd does not answer: %s; waiting for up to %g s", error, wait_s)

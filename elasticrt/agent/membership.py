@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elasticrt.agent.commit import Courier
+from elasticrt.agent.events import success
 from elasticrt.agent.logs import newest_generation
 from elasticrt.agent.meeting import Meeting, meet, ride_out
 from elasticrt.agent.probe import ask
@@ -62,9 +63,19 @@ class Membership:
             return answer
         self.ride_out(self.rendezvous.refresh)
         number = self.rendezvous.view.number
+        ended = self._has_succeeded() if not (me.started or number) else ""
+        if ended:
+            self.leave()
+            return Result(attempt=answer.attempt, status="succeeded", code=0, reason=ended, generation=0)
         seen = max(me.record.seen, number, newest_generation(self._settings.run_dir))
         record = me.record.model_copy(update={"seen": seen})
         return replace(me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
+
+    def _has_succeeded(self) -> str:
+        """How the run ended, if it is told to nobody but by its logs: this machine's etcd has ended with it."""
+        alone = len(self.rendezvous.view.members) == 1
+        asked = alone and self.meeting.served is not None and not self._settings.again
+        return success(self._settings.run_dir) if asked else ""
 
     def ride_out(self, ask: Callable[[], R]) -> R:
         """See `meeting.ride_out`: for all that is asked before this agent is a member."""

@@ -29,7 +29,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "news of a handover that was given up come while the next is under way",
     ),
     "a key that is gone is a death": ("L1", "the leader is killed by a former leader"),
-    "a lost key is never a death": ("L1", "a node is killed"),
+    "a lost key is never a death": ("L1", "a node comes back together with a newcomer, and both complete a generation"),
     "reports of an older generation count": ("S13", "a report of the last generation is heard for long"),
     "members that left are seated": ("L6", "a node leaves, and its machine goes off"),
     "cold members are seated": ("L1", "a node is killed"),

@@ -246,6 +246,19 @@ def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServe
     assert said == [["at 0"], ["at 7", "goes on from step 7: --fresh"], ["at 0"]]
 
 
+def test_a_run_that_has_succeeded_is_not_run_again(tmp_path: Path) -> None:
+    """The machine's own etcd has ended with the run; its logs tell what became of it. --again runs it once more."""
+    (tmp_path / "script.py").write_text("print('at work')\n")
+    command = [sys.executable, "-m", "elasticrt", "run", "--run-id", f"once-{tmp_path.name}", "--etcd-linger", "0s"]
+    said = []
+    for more in ([], [], ["--again"]):
+        done = subprocess.run(
+            [*command, *more, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        )
+        said.append(("at work" in done.stdout, "has succeeded already" in done.stderr))
+    assert said == [(True, False), (False, True), (True, False)]
+
+
 TUTORIAL = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

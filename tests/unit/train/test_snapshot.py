@@ -86,8 +86,10 @@ def test_each_checkpoint_is_the_state_between_two_steps(tmp_path: Path) -> None:
     model, optimizer = build()
     loop = elasticrt.Loop(tmp_path, every="1 steps", keep=100, model=model, optimizer=optimizer)
     for _ in loop.epochs(1, max_steps=60):
-        for _ in loop.batches(repeat(None)):
+        for step, _ in enumerate(loop.batches(repeat(None))):
             train(model, optimizer)
+            if step in (10, 20, 30):
+                loop._checkpointer.wait()  # So that another save begins at each of these, however slow the disk is.
     found = checkpoints(tmp_path)
     assert len(found) > 3
     assert 60 in found
