@@ -198,9 +198,9 @@ class Simulator:
 
     def process_group(self, worker: Worker) -> ProcessGroup:
         """The process group of a worker's generation."""
-        if worker.nonce not in self.process_groups:
-            self.process_groups[worker.nonce] = ProcessGroup(self, worker)
-        return self.process_groups[worker.nonce]
+        if worker.own.nonce not in self.process_groups:
+            self.process_groups[worker.own.nonce] = ProcessGroup(self, worker)
+        return self.process_groups[worker.own.nonce]
 
     def probe(self, asker: Process, address: str, port: int, incarnation: str) -> str:
         """What asking an agent finds; takes time."""
