@@ -73,6 +73,10 @@ milliseconds, its peers' failing collectives later, so this is rarely used up.""
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
+SILENCE_TERMS = 2
+"""So many lease terms before its key goes a node's silence may have begun, and explain that: it has lost its lease, or
+has been fenced. Whoever kept its key for longer was heard by etcd."""
+
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
     """What this member does next. `now` is its monotonic clock, in seconds."""
@@ -309,14 +313,16 @@ def _doubted(led: Led, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
     Evidence against all: a failure report, or steps that stand still. Evidence against one: its member key has gone.
-    That it has come back since it was silent is evidence for it, which a leader that is deaf must not pass over.
+    That it has come back since it was silent is evidence for it, which a leader that is deaf must not pass over. That
+    it was silent in the generation before, or long before its key has gone, says nothing.
     """
     if led.has_left(seat):
         return False
     verdict, key = led.view.verdicts.get(seat.incarnation), led.key_of(seat)
     evidence = [at for at in (led.failed_since, led.standing_since) if at is not None]
-    if key is None and (verdict is None or verdict.kind == "alive"):
-        evidence.append(led.vanished_at(seat))
+    if key is None:
+        away, heard = led.vanished_at(seat), verdict is None or verdict.kind == "alive"
+        evidence.append(away if heard else max(led.since, away - SILENCE_TERMS * led.spec.lease_ttl_s))
     if key is not None and led.deaf:
         evidence.append(key.since)
     if not evidence:

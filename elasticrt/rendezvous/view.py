@@ -44,8 +44,8 @@ V = TypeVar("V")
 class Entry(Generic[R]):
     """A record with its place in the store's history.
 
-    `since`: when this observer first saw the key in this creation; `ready_since` (members only): since when it has been
-    warm and not draining, with as many workers ready as now.
+    `since`: when this observer first saw the key in this creation, or this very generation; `ready_since` (members
+    only): since when it has been warm and not draining, with as many workers ready as now.
     """
 
     record: R
@@ -361,6 +361,7 @@ def _generation(view: View, key: str, value: KeyValue | None, now: float) -> Vie
         return replace(view, generation=entry)
     # Reports, verdicts and disappearances were about the generation before. Reports of a newer one may have come first.
     filed = {key: report for key, report in view.filed.items() if report.record.generation >= entry.record.number}
+    entry = replace(entry, since=now)  # The key is never made anew, and each generation has its own time.
     return replace(view, generation=entry, roster_complete=False, filed=filed, vanished={}, verdicts={})
 
 

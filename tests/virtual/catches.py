@@ -16,6 +16,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
+    "who has lost its key is not asked": ("L1", "a node loses power, and the workers of the others hang"),
+    "an old silence is believed": ("L7", "of two nodes one is silent for a moment, and loses its key long after"),
     "a next life is asked only when it is warm": (
         "L4",
         "a node's next life is out of the leader's reach, as another is",
@@ -229,10 +231,6 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_after_failure without: (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts": (
         "S13",
         "the budget is spent",
-    ),
-    "_doubted without: key is None and (verdict is None or verdict.kind == 'alive')": (
-        "L1",
-        "a node loses power, and the workers of the others hang",
     ),
     "_doubted without: key is not None and led.deaf": (
         "L4",

@@ -40,6 +40,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a deaf leader passes over who has come back": (
         (_DECIDE, "_doubted", "if key is not None and led.deaf:", "if False:"),
     ),
+    "who has lost its key is not asked": ((_DECIDE, "_doubted", "if key is None:", "if False:"),),
+    "an old silence is believed": (
+        (_DECIDE, "_doubted", "max(led.since, away - SILENCE_TERMS * led.spec.lease_ttl_s)", "-math.inf"),
+    ),
     "a next life is asked only when it is warm": ((_DECIDE, "_strangers", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
     "old news take back what a node has written": ((_HANDLER, "Rendezvous._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),

@@ -47,6 +47,7 @@ class Worker:
 
     Attributes:
         env: who it is, as its agent sees it; `seat`: the seat that has come and is not taken yet.
+        own: who it is, as it knows itself: the last seat that it has taken.
         told: its end has been told to the agent, so that nothing can be said to it any more.
         trained: its state, of as many finished steps; `whole`: it is the state of just these.
         group: the process group that it is in, or comes to.
@@ -58,7 +59,7 @@ class Worker:
     def __init__(self, owner: VirtualGroup, env: WorkerEnv) -> None:
         self.owner = owner
         self.process = owner.process
-        self.env = env
+        self.env = self.own = env
         self.page = Words()
         self.incarnation = owner.process.agent.me.record.incarnation
         self.attempt = env.attempt
@@ -302,7 +303,7 @@ class Worker:
             return
         if self.group is not None:
             self.group.lost(self)
-        env, self.seat = self.seat, None
+        env, self.own, self.seat = self.seat, self.seat, None
         self.waiting, self.group, self.seated, self.first = False, None, True, True
         self.head = self.parent = env.resume.nonce if env.resume else ""
         self.page.init_at_ns = nanoseconds(self.process.clock())
@@ -331,7 +332,7 @@ class Worker:
         if self.seat is not None:
             self.take()
             return
-        self.sim.say(self.process, f"  worker {self.env.rank} is down after step {self.step}")
+        self.sim.say(self.process, f"  worker {self.own.rank} is down after step {self.step}")
         self.say(Down(group.generation, self.step, "Connection closed by peer"))
 
     # Steps.
@@ -360,7 +361,7 @@ class Worker:
         self.first = False
         ends = self.sim.last_step is not None and self.step >= self.sim.last_step
         due = self.step % self.sim.plan.commit_every == 0 or disks.lacks(self.sim, self.process.name, self.head)
-        if self.env.rank == 0 and (ends or due):
+        if self.own.rank == 0 and (ends or due):
             self.save(self.step, self.trained)
         if self.env.local_rank == 0:
             self.copier.look(self.step, self.trained)
@@ -377,17 +378,17 @@ class Worker:
         elif not self.page.stop or (self.page.go and self.step < self.page.go):
             self.page.stepping = 1
             group.enter(self)
-        elif not self.page.go or (self.page.save and self.env.rank == 0 and not self._saved()):
+        elif not self.page.go or (self.page.save and self.own.rank == 0 and not self._saved()):
             self.later(0.05, self._between, group)
         else:
             self._stay()
 
     def _stay(self) -> None:
-        text = f"worker {self.env.rank} of {self.process.name} stops after step {self.step}, not {self.page.go}"
+        text = f"worker {self.own.rank} of {self.process.name} stops after step {self.step}, not {self.page.go}"
         require(self.step == self.page.go, "S5", text)
         self.group, self.waiting = None, True
         self.page.stepping = 0
-        self.sim.say(self.process, f"  worker {self.env.rank} stops after step {self.step}")
+        self.sim.say(self.process, f"  worker {self.own.rank} stops after step {self.step}")
         self.say(HandedOver(self.step))
 
     def _saved(self) -> bool:
@@ -398,11 +399,11 @@ class Worker:
 
     def save(self, step: int, trained: Trained) -> None:
         """Ask for a commit, one at a time. One of a generation that is over is refused."""
-        if self.saving is not None and self.saving[1].generation == self.generation:
+        if self.saving is not None and self.saving[1].generation == self.own.generation:
             return
-        nonce = hashlib.sha256(f"{self.nonce}/{step}/{self.process.life}".encode()).hexdigest()[:16]
+        nonce = hashlib.sha256(f"{self.own.nonce}/{step}/{self.process.life}".encode()).hexdigest()[:16]
         commit = Commit(
-            step=step, epoch=0, generation=self.generation, nonce=nonce, parent=self.parent, directory="/ckpt",
+            step=step, epoch=0, generation=self.own.generation, nonce=nonce, parent=self.parent, directory="/ckpt",
             file=f"step-{step}", digest="d" * 64, size=1, node=self.process.name,
         )  # fmt: skip
         self.sim.disk[nonce], self.sim.written[nonce] = trained, commit
@@ -410,7 +411,7 @@ class Worker:
 
     def go_back(self, to: Commit) -> None:
         """Rank 0 asks that an ancestor of the head be the head."""
-        self._commit(replace(to, generation=self.generation))
+        self._commit(replace(to, generation=self.own.generation))
 
     def _commit(self, commit: Commit) -> None:
         self.saving = (self.requests + 1, commit)
@@ -419,7 +420,7 @@ class Worker:
 
     def _reach_the_end(self) -> None:
         self.page.stepping = 0
-        if self.env.rank == 0 and self.saving is not None and self.saving[1].generation == self.generation:
+        if self.own.rank == 0 and self.saving is not None and self.saving[1].generation == self.own.generation:
             self.later(POLL_S, self._reach_the_end)
             return
         self.page.in_place = 0

@@ -24,8 +24,8 @@ class ProcessGroup:
 
     def __init__(self, sim: Simulator, first: Worker) -> None:
         self.sim = sim
-        self.generation, self.nonce = first.generation, first.nonce
-        self.world_size = first.env.world_size
+        self.generation, self.nonce = first.own.generation, first.own.nonce
+        self.world_size = first.own.world_size
         self.in_place = first.seated
         self.members: dict[int, Worker] = {}
         self.formed = self.over = False
@@ -44,9 +44,11 @@ class ProcessGroup:
 
     def arrive(self, worker: Worker) -> None:
         """A worker comes."""
-        rank = worker.env.rank
+        rank = worker.own.rank
         text = f"rank {rank} of {worker.process.name} comes to generation {self.generation}"
-        require(worker.nonce == self.nonce and worker.seated == self.in_place, "S20", f"{text}, which is not its own")
+        require(
+            worker.own.nonce == self.nonce and worker.seated == self.in_place, "S20", f"{text}, which is not its own"
+        )
         require(self.members.get(rank, worker) is worker, "S20", f"{text}, where another process is")
         self.sim.invariants.work.arrived(worker)
         self.members[rank] = worker
@@ -148,9 +150,9 @@ class ProcessGroup:
     def _settled(self, worker: Worker) -> None:
         if worker.group is not self or self.over:
             return
-        self._meeting.discard(worker.env.rank)
+        self._meeting.discard(worker.own.rank)
         self.state = worker.trained if self.state is None else self.state
-        text = f"rank {worker.env.rank} of generation {self.generation} begins after step {worker.step}"
+        text = f"rank {worker.own.rank} of generation {self.generation} begins after step {worker.step}"
         require(worker.whole and worker.trained == self.state, "S19", f"{text}, another after {len(self.state)}")
         worker.at_home()
 
@@ -158,7 +160,7 @@ class ProcessGroup:
 
     def enter(self, worker: Worker) -> None:
         """A worker comes to the collective of its next step."""
-        self._in_collective.add(worker.env.rank)
+        self._in_collective.add(worker.own.rank)
         if self.over:
             self._notice(worker)
             return
@@ -181,7 +183,7 @@ class ProcessGroup:
             worker.later(self.sim.living.uniform(0.0, 0.03), self._finish, worker)
 
     def _finish(self, worker: Worker) -> None:
-        if self._finishing.pop(worker.env.rank if worker.group is self else -1, None) is not None:
+        if self._finishing.pop(worker.own.rank if worker.group is self else -1, None) is not None:
             worker.finish(self)
             self._tear()
 

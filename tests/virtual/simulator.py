@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
-from elasticrt.rendezvous.records import Keys
+from elasticrt.rendezvous.records import Keys, SpecRecord
 from elasticrt.spec import RunSpec, resized
 from elasticrt.store.memory import MemoryServer
 from elasticrt.store.protocol import Changes, Resync, Txn, TxnResult
@@ -102,6 +102,7 @@ class Simulator:
         self.cut_peers: dict[str, float] = {}
         self.cut_pairs: dict[frozenset[str], float] = {}
         self.wiped_at: float | None = None
+        self.wiped_spec: SpecRecord | None = None  # What was in the store then: who is cut off knows only that.
         self._snagged: Counter[Snag] = Counter()
         self._first: Violation | None = None
         self.faults = Faults(self)
@@ -176,6 +177,7 @@ class Simulator:
         """What was true of the store is so no more; agents that knew it have to find out."""
         self.wiped_at = self.trouble_at = self.engine.now
         self.invariants.running = False
+        self.wiped_spec = self.invariants.spec
         self.invariants = Invariants(self)
         self.engine.check = self.invariants.after_event
         for process in self.processes.values():
@@ -198,9 +200,9 @@ class Simulator:
 
     def process_group(self, worker: Worker) -> ProcessGroup:
         """The process group of a worker's generation."""
-        if worker.nonce not in self.process_groups:
-            self.process_groups[worker.nonce] = ProcessGroup(self, worker)
-        return self.process_groups[worker.nonce]
+        if worker.own.nonce not in self.process_groups:
+            self.process_groups[worker.own.nonce] = ProcessGroup(self, worker)
+        return self.process_groups[worker.own.nonce]
 
     def probe(self, asker: Process, address: str, port: int, incarnation: str) -> str:
         """What asking an agent finds; takes time."""
@@ -263,12 +265,12 @@ class Simulator:
         if not process.attempt:
             # It could not get in (etcd is away, or its own former life seems to live): somebody starts it again.
             allowed = allowed or process.code in (EXIT_STORE, EXIT_DUPLICATE)
+        stored = [self.invariants.spec]
         if self.wiped_at is not None and process.began_at <= self.wiped_at:
             allowed = allowed or process.code == EXIT_STORE
-        stored = self.invariants.spec
-        if (
-            stored is not None and resized(process.spec, stored.spec) != stored.spec
-        ) or process.attempt != self.invariants.attempt():
+            stored.append(self.wiped_spec)
+        others = any(each is not None and resized(process.spec, each.spec) != each.spec for each in stored)
+        if others or process.attempt != self.invariants.attempt():
             allowed = allowed or process.code == EXIT_DUPLICATE
         require(allowed, "S12", f"{process.name} ends with code {process.code}, results {sorted(codes)}")
         if process.code in (EXIT_STORE, EXIT_DUPLICATE) or (self.calm and process.name not in self.plan.doomed):

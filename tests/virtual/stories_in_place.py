@@ -168,6 +168,22 @@ IN_PLACE: list[Plan] = [
         lossless=False,
         succeeds=True,
     ),
+    _living(
+        "the agent of a node is started again while its former workers are still there",
+        3,
+        Fault(6.0, "crash", "n1"),
+        Fault(6.1, "start", "n1"),
+        step_s=0.1,
+    ),
+    _living(
+        "of two nodes one is silent for a moment, and loses its key long after",
+        2,
+        Fault(6.0, "cut_peers", "n1", 3.0),
+        Fault(30.0, "key_deleted", "n1"),
+        Snag("n1", "registers again", "slow", 1.0, on="! key_deleted"),
+        safety_s=40.0,
+        generations_max=1,
+    ),
     _living("all workers of all nodes are killed", 2, *(Fault(6.0, "worker_killed", f"n{i}") for i in range(2)),
         stays=False, lossless=False, commit_every=2, commits_within_s=8.0),
 ]  # fmt: skip

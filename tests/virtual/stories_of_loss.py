@@ -207,7 +207,7 @@ LOSSES: list[Plan] = [
         Fault(5.0, "cut_peers", "n3", 6.0),
         Fault(5.1, "collateral_first", "n0"),
         spec=spec_for(4, min_nodes=4),
-        commits_within_s=14.0,
+        commits_within_s=8.0,
     ),
     story(
         "the budget is spent",

@@ -81,6 +81,21 @@ def test_joins_pay_for_the_last_re_form() -> None:
     assert world.generations() == [1, 2]
 
 
+def test_the_next_leader_counts_from_the_last_re_form_too() -> None:
+    """A member that has not published the generation itself, and leads it now, knows since when it has lasted."""
+    world = running(2, join="budget")
+    world.add("n2")
+    world.pass_time(22.0)
+    assert world.generations() == [1, 2]
+    world.server.revoke(world.members["n0"].lease.lease_id)
+    world.add("n3")
+    world.pass_time(15.0)
+    assert world.members["n1"].rendezvous.view.leads
+    assert world.generations() == [1, 2]
+    world.pass_time(6.0)
+    assert world.generations() == [1, 2, 3]
+
+
 def test_leaving_is_at_once_and_free() -> None:
     """A02: a member that leaves is not waited for, and no restart is counted."""
     world = running(3)

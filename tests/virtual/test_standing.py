@@ -9,6 +9,7 @@ import pytest
 from elasticrt.rendezvous.decide import STACKS_GRACE_S
 from elasticrt.rendezvous.decision import End, Fence, Probe
 from elasticrt.rendezvous.records import FailureRecord
+from elasticrt.rendezvous.view import Verdict, with_verdict
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
 
@@ -94,6 +95,36 @@ def test_steps_that_go_on_are_an_answer() -> None:
     _stand(world, "n0")
     world.pass_time(0.25)
     assert world.members["n0"].rendezvous.view.verdicts[world.members["n1"].me.record.incarnation].kind == "silent"
+
+
+def test_a_silence_of_long_ago_is_no_loss() -> None:
+    """L7: of two, one was silent for a moment. When its key goes much later it is asked, and registers again."""
+    world = running(2)
+    world.cuts.append({"n0", "n1"})
+    _stand(world, "n0", "n1")
+    world.pass_time(3.0)
+    world.cuts.clear()
+    _go_on(world)
+    world.pass_time(30.0)
+    world.server.revoke(world.members["n1"].lease.lease_id)
+    world.pass_time(10.0)
+    assert world.generations() == [1]
+
+
+def test_a_silence_in_the_last_generation_is_no_loss_in_this_one() -> None:
+    """L7: the answer to a question about the last generation comes late; who then loses its key is asked again."""
+    world = running(3)
+    asked_at = world.now
+    world.members["n2"].crash()
+    world.members["n1"].fail(collateral=True)
+    world.pass_time(1.0)
+    assert world.generations() == [1, 2]
+    leader, other = world.members["n0"], world.members["n1"]
+    late = Verdict("silent", asked_at)
+    leader.rendezvous.view = with_verdict(leader.rendezvous.view, other.me.record.incarnation, late)
+    world.server.revoke(other.lease.lease_id)
+    world.pass_time(10.0)
+    assert world.generations() == [1, 2]
 
 
 def test_an_old_answer_does_not_settle_a_new_failure() -> None:

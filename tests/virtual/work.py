@@ -107,9 +107,10 @@ class Work:
 
     def arrived(self, worker: Worker) -> None:
         """S20: who comes to a process group has a rank of it."""
-        owner = self.started_ranks.get(worker.nonce, {}).get(worker.env.rank)
-        known = worker.nonce in self.history.seats
-        text = f"{worker.process.name} comes as rank {worker.env.rank} of generation {worker.generation}"
+        own = worker.own
+        owner = self.started_ranks.get(own.nonce, {}).get(own.rank)
+        known = own.nonce in self.history.seats
+        text = f"{worker.process.name} comes as rank {own.rank} of generation {own.generation}"
         require(not known or owner == worker.incarnation, "S20", text)
 
     def formed_anew(self, group: ProcessGroup) -> None:
