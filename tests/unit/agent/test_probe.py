@@ -262,8 +262,8 @@ def test_what_an_agent_says_about_another(witness: Witness) -> None:
         ports = {LIFE: witness.server.port, "b" * 16: other.port, "c" * 16: other.port, "d" * 16: refusing}
         witness.seats = [_seat(life, port) for life, port in {**ports, "e" * 16: mute}.items()]
         lives = [*ports, "e" * 16, "f" * 16, "127.0.0.1", "", None, 7, [], {}]
-        said = [witness.asked(stack, about) for about in lives]
-        assert [each() for each in said] == ["alive", "alive", "dead", "dead", "silent", *["unknown"] * 7]
+        said = [witness.asked(stack, about)() for about in lives]
+        assert said == ["alive", "alive", "dead", "dead", "silent", *["unknown"] * 7]
         assert "about" not in _plain(witness.server.port)
 
 
