@@ -41,6 +41,7 @@ class Attendance:
         self._news = news
         self._watches: list[Watch] = []
         self._keys: set[str] = set()
+        self._attended = False  # Whether there has been a member: who has started the server is about to be the first.
         self._read_at = dict.fromkeys(self._prefixes, 0)
         self._left_at = self._found_at = time.monotonic()
 
@@ -70,7 +71,7 @@ class Attendance:
             result=any(key.startswith(self._prefixes[1]) for key in self._keys),
             left_at=self._left_at,
             found_at=self._found_at,
-            linger_s=self._linger_s,
+            linger_s=self._linger_s if self._attended else max(self._linger_s, FOUND_S),
         )
 
     def let_them_leave(self) -> bool:
@@ -109,6 +110,7 @@ class Attendance:
         if self._count(self._keys) and not self._count(keys):
             self._left_at = time.monotonic()
         self._keys = keys
+        self._attended = self._attended or bool(self._count(keys))
 
     def _count(self, keys: set[str]) -> int:
         return sum(key.startswith(self._prefixes[0]) for key in keys)

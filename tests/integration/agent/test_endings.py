@@ -249,7 +249,7 @@ def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServe
 def test_a_run_that_has_succeeded_is_not_run_again(tmp_path: Path) -> None:
     """The machine's own etcd has ended with the run; its logs tell what became of it. --again runs it once more."""
     (tmp_path / "script.py").write_text("print('at work')\n")
-    command = [sys.executable, "-m", "elasticrt", "run", "--run-id", f"once-{tmp_path.name}", "--etcd-linger", "0s"]
+    command = [sys.executable, "-m", "elasticrt", "run", "--run-id", f"once-{tmp_path.name}", "--etcd-linger", "1s"]
     said = []
     for more in ([], [], ["--again"]):
         done = subprocess.run(
