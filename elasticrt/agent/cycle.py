@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt.agent.outage import Heard, Outage
-from elasticrt.agent.prober import Prober
+from elasticrt.agent.prober import Prober, nobody
 from elasticrt.errors import EXIT_STORE
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
@@ -169,9 +169,9 @@ class Cycle(ABC):
                 if self.rendezvous.file(decision):
                     self.me = replace(self.me, filed=decision.report)
             case Probe():
-                view = self.rendezvous.view
                 # A wrong word about a node costs little where workers go on in place: there, two agree sooner.
-                self.prober.ask(decision.seats, *([view.witnesses] if self.me.record.has_state else []))
+                witnesses = self.rendezvous.view.witnesses if self.me.record.has_state else nobody
+                self.prober.ask(decision.seats, witnesses)
                 return time.monotonic() + PROBE_S
             case Fence():
                 self.rendezvous.evict(decision)

@@ -50,6 +50,12 @@ AGREED_STEPS = 2
 Witnesses = Callable[[Seat], Sequence[Seat]]
 """Who may be asked about a seat: agents that know it, without the one that asks."""
 
+
+def nobody(_: Seat) -> Sequence[Seat]:
+    """Witnesses where one agent's word has to do."""
+    return ()
+
+
 THREADS = 32
 """For what may have to wait for a name to be resolved, and for questions of another kind."""
 
@@ -134,7 +140,7 @@ class Prober:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = lambda _: ()) -> None:
+    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody) -> None:
         """Start asking those that are not being asked already.
 
         Who says nothing is silent after 1.5 s; after 0.6 s if one of its `witnesses` hears nothing of it either.

@@ -38,9 +38,7 @@ class Voice:
             return
         try:
             self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
-        except (
-            Unwritable
-        ) as error:  # The disk behind it is full, or its terminal is gone: the run does not end of that.
+        except Unwritable as error:  # A full disk, or a terminal that is gone: the run does not end of that.
             self._unheard = True
             self.event("unheard", problem=str(error))
 

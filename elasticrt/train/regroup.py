@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from elasticrt.contract import sockets
 from elasticrt.contract.env import WorkerEnv
 from elasticrt.train.meeting_store import MeetingServer, MeetingStore
 
@@ -66,7 +67,7 @@ class Sockets:
     def noted(self, ranks: int) -> Iterator[None]:
         """Connections that are made in this block, in whichever thread, belong to groups of at most so many ranks."""
         with self._lock:
-            self._before, self._ranks = _sockets(), ranks
+            self._before, self._ranks = sockets.own(), ranks
             self._knocked.clear()
         try:
             yield
@@ -87,7 +88,7 @@ class Sockets:
             return count
 
     def _shut_all(self) -> int:
-        now = _sockets()
+        now = sockets.own()
         new = self._new()
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
@@ -98,18 +99,7 @@ class Sockets:
 
     def _new(self) -> dict[int, str]:
         before = self._before
-        return {} if before is None else {fd: name for fd, name in _sockets().items() if before.get(fd) != name}
-
-
-def _sockets() -> dict[int, str]:
-    """This process's sockets: descriptor and name, which has the inode in it. Numbers of descriptors are used again."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError):  # It was closed meanwhile.
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115  As above.
-            if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
+        return {} if before is None else {fd: name for fd, name in sockets.own().items() if before.get(fd) != name}
 
 
 def _shut(fd: int, how: int) -> bool:
@@ -121,7 +111,7 @@ def _shut(fd: int, how: int) -> bool:
     """
     try:
         with socket.socket(fileno=os.dup(fd)) as each:
-            if not _is_tcp(each) or _listens(each):
+            if not sockets.is_connection(each):
                 return False
             if how == socket.SHUT_RD:
                 _retired.append((time.monotonic(), [_Held(each.fileno())]))
@@ -150,7 +140,7 @@ def _knock(fd: int, ranks: int) -> bool:
     """
     try:
         with socket.socket(fileno=os.dup(fd)) as each:
-            if not _listens(each):
+            if not sockets.listens(each):
                 return False
             for rank in range(ranks):
                 with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
@@ -160,14 +150,6 @@ def _knock(fd: int, ranks: int) -> bool:
     except OSError:
         return False  # It does not listen yet, or was closed meanwhile.
     return True
-
-
-def _is_tcp(each: socket.socket) -> bool:
-    return each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
-
-
-def _listens(each: socket.socket) -> bool:
-    return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 SOCKETS = Sockets()

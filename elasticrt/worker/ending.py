@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-from elasticrt.contract import error_file
+from elasticrt.contract import error_file, sockets
 from elasticrt.contract.channel import Channel, ChannelClosed
 from elasticrt.contract.collateral import is_collateral
 from elasticrt.contract.error_file import text_of
@@ -96,12 +96,10 @@ def linger(channel_fd: int) -> None:
 def _leave_groups() -> None:
     """Let peers that wait for this process in a collective find it gone. Connections of the store stay."""
     store = os.environ.get("MASTER_PORT", "")
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
-            tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
-            if not tcp or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue
-            if store not in {str(each.getsockname()[1]), str(each.getpeername()[1])}:
+    for fd in sockets.own():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            ports = {str(each.getsockname()[1]), str(each.getpeername()[1])} if sockets.is_connection(each) else {store}
+            if store not in ports:
                 each.shutdown(socket.SHUT_RDWR)
 
 

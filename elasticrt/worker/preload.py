@@ -1,8 +1,8 @@
 """Warming up: import what workers will need, so that a worker that is a fork finds it there.
 
 That is torch, its optimizers, the parts that torch imports on first use, the well-known libraries that the script
-begins with, and the modules of --preload. Whether this
-process can be forked afterwards is tested, not guessed: it must have one thread, no children, no CUDA, no new sockets.
+begins with, and the modules of --preload. Whether this process can be forked afterwards is tested, not guessed: it must
+have one thread, no children, no CUDA, no new sockets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
-from pathlib import Path
+
+from elasticrt.contract import sockets
 
 _ROOTS = ("torch", "numpy", "elasticrt")
 _LAZY = (
@@ -50,7 +51,7 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
 
 
 def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> tuple[str, int]:
-    sockets_before = _sockets()
+    sockets_before = set(sockets.own().values())
     for name in _ROOTS:
         if directory and _shadows(name, directory):
             return f"the script's directory has a {name!r} of its own", 0
@@ -101,7 +102,7 @@ def _why_unsafe(sockets_before: set[str]) -> str:
     # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
     if _tasks() != 1:
         return f"keeps {_tasks() - 1} thread(s) running"
-    if _sockets() - sockets_before:
+    if set(sockets.own().values()) - sockets_before:
         return "has opened a socket"
     return ""
 
@@ -113,15 +114,6 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _sockets() -> set[str]:
-    """The sockets that this process holds, by the kernel's names."""
-    links = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError):  # The directory's own descriptor is closed by now.
-            links.add(str(Path("/proc/self/fd", name).readlink()))
-    return {link for link in links if link.startswith("socket:")}
 
 
 def _tasks() -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from elasticrt.rendezvous.records import HeadRecord, Keys, decode
 from elasticrt.store.etcd import EtcdStore
-from tests.cluster import Cluster, kill
+from tests.cluster import Cluster, gone, kill
 from tests.servers import EtcdServer, wait_until, wheel_binary
 
 BEGINNING = """
@@ -160,7 +160,9 @@ def test_the_node_with_the_newest_checkpoint_is_lost(tmp_path: Path) -> None:
         for rank, name in enumerate("abc"):
             cluster.start(name, "--node-rank", str(rank))
         wait_until(lambda: _newest(tmp_path, "a"), "a has saved", 60)
-        kill(cluster.agents["a"].pid)
+        lost = cluster.agents["a"]
+        kill(lost.pid)
+        assert gone([*lost.worker_pids().values()], 10.0) == [], "it would make the next step with the others"
         (tmp_path / "go-16").touch()
         cluster.wait("the next checkpoint", lambda: commits(cluster) == [15, 17])
         others = [cluster.agents[name] for name in "bc"]

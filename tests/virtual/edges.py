@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
+from elasticrt.agent.prober import Witnesses, nobody
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.protocol import Lease
 from elasticrt.store.session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, Session
@@ -69,7 +70,7 @@ class VirtualProber:
         self._sink = sink
         self._asking: set[str] = set()
 
-    def ask(self, seats: Sequence[Seat], witnesses: Callable[[Seat], Sequence[Seat]] = lambda _: ()) -> None:
+    def ask(self, seats: Sequence[Seat], witnesses: Witnesses = nobody) -> None:
         """See `Prober`. Here nobody is asked about others: whoever is silent is so after 1.5 s."""
         del witnesses
         sim = CURRENT[0]

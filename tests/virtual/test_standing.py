@@ -30,6 +30,18 @@ def _fenced(world: World) -> list[str]:
     return [decision.member.record.node for decision in stories if isinstance(decision, Fence)]
 
 
+def _long_after_a_silence() -> World:
+    """Two, of whom one was silent for a moment while steps stood; both have gone on for half a minute since."""
+    world = running(2)
+    world.cuts.append({"n0", "n1"})
+    _stand(world, "n0", "n1")
+    world.pass_time(3.0)
+    world.cuts.clear()
+    _go_on(world)
+    world.pass_time(30.0)
+    return world
+
+
 def _rounds(member: VirtualMember) -> int:
     return sum(isinstance(decision, Probe) for decision in member.story)
 
@@ -83,13 +95,7 @@ def test_of_two_the_silent_one_has_a_lease_term() -> None:
 
 def test_steps_that_go_on_are_an_answer() -> None:
     """L8: of two, one was silent for a moment; its steps go on, so it is not fenced when the lease term is over."""
-    world = running(2)
-    world.cuts.append({"n0", "n1"})
-    _stand(world, "n0", "n1")
-    world.pass_time(3.0)
-    world.cuts.clear()
-    _go_on(world)
-    world.pass_time(30.0)
+    world = _long_after_a_silence()
     assert world.generations() == [1]
     world.members["n1"].silent = True
     _stand(world, "n0")
@@ -99,13 +105,7 @@ def test_steps_that_go_on_are_an_answer() -> None:
 
 def test_a_silence_of_long_ago_is_no_loss() -> None:
     """L7: of two, one was silent for a moment. When its key goes much later it is asked, and registers again."""
-    world = running(2)
-    world.cuts.append({"n0", "n1"})
-    _stand(world, "n0", "n1")
-    world.pass_time(3.0)
-    world.cuts.clear()
-    _go_on(world)
-    world.pass_time(30.0)
+    world = _long_after_a_silence()
     world.server.revoke(world.members["n1"].lease.lease_id)
     world.pass_time(10.0)
     assert world.generations() == [1]
