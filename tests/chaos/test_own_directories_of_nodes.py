@@ -104,7 +104,7 @@ def test_the_node_that_has_the_newest_sends_it(tmp_path: Path, monkeypatch: pyte
         # With a, b saves at once, and never again.
         monkeypatch.setenv("EVERY", "100000 steps")
         with _life(tmp_path, run_id, "ba", *etcd) as cluster:
-            wait_until(lambda: _newest(tmp_path, "b"), "b has saved", 60)
+            wait_until(lambda: _newest(tmp_path, "b") and _resumed_from(cluster), "b has saved and goes on", 60)
             for agent in cluster.agents.values():
                 kill(agent.pid)
             cluster.ended()
