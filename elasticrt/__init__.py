@@ -9,7 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elasticrt.calls.spawn import spawn
+    from elasticrt.checkpoint.checkpointer import Checkpointer, State
+    from elasticrt.data.prepare import prepare
+    from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
+    from elasticrt.distributed.context import Context, barrier, global_first, init, is_parallel, local_first, unwrap
     from elasticrt.errors import (
         CheckpointError,
         ConfigError,
@@ -18,11 +21,8 @@ if TYPE_CHECKING:
         PreparationError,
         WorkersFailedError,
     )
-    from elasticrt.train.checkpoint import Checkpointer, State
-    from elasticrt.train.context import Context, barrier, global_first, init, is_parallel, local_first, unwrap
+    from elasticrt.multiprocessing.spawn import spawn
     from elasticrt.train.loop import Loop
-    from elasticrt.train.prepare import prepare
-    from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
 
 __version__ = "0.1.0"
 
@@ -50,12 +50,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "calls.spawn": ("spawn",),
-    "train.checkpoint": ("Checkpointer", "State"),
-    "train.context": ("Context", "barrier", "global_first", "init", "is_parallel", "local_first", "unwrap"),
+    "multiprocessing.spawn": ("spawn",),
+    "checkpoint.checkpointer": ("Checkpointer", "State"),
+    "distributed.context": ("Context", "barrier", "global_first", "init", "is_parallel", "local_first", "unwrap"),
     "train.loop": ("Loop",),
-    "train.prepare": ("prepare",),
-    "train.sampler": ("ElasticBatchSampler", "ElasticDistributedSampler"),
+    "data.prepare": ("prepare",),
+    "data.sampler": ("ElasticBatchSampler", "ElasticDistributedSampler"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

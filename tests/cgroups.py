@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.contract.cgroups import VERSIONS, memory_groups
+from elasticrt.ipc.cgroups import VERSIONS, memory_groups
 
 DISK = "25 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
 ONE = "31 25 0:28 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"

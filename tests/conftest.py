@@ -164,6 +164,6 @@ def nothing_left_behind(session_mark: Processes) -> Iterator[None]:
 def no_save_is_owed() -> Iterator[None]:
     """A test whose last save was meant to fail is not how this process ends."""
     yield
-    checkpoint = sys.modules.get("elasticrt.train.checkpoint")
+    checkpoint = sys.modules.get("elasticrt.checkpoint.checkpointer")
     if checkpoint is not None:
         checkpoint._unsaved.clear()

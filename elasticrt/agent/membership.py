@@ -15,18 +15,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elasticrt.agent.commit import Courier
-from elasticrt.agent.events import success
-from elasticrt.agent.logs import newest_generation
-from elasticrt.agent.meeting import Meeting, meet, ride_out
-from elasticrt.agent.probe import ask
-from elasticrt.agent.settings import Settings
+from elasticrt.agent.store_discovery import Meeting, meet, ride_out
+from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.errors import DuplicateError, StoreError, explain
+from elasticrt.event_log import success
+from elasticrt.liveness.probe import ask
 from elasticrt.rendezvous.decision import Me
-from elasticrt.rendezvous.handler import Entered, Rendezvous
+from elasticrt.rendezvous.member_client import Entered, MemberClient
 from elasticrt.rendezvous.records import Keys, Member, Result, decode
+from elasticrt.settings import Settings
+from elasticrt.store.lease_session import LeaseSession
 from elasticrt.store.protocol import KeyValue, Lease, LeaseLost
-from elasticrt.store.session import Session
+from elasticrt.workers.logs import newest_generation
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +44,20 @@ class Membership:
         self._queue = events
         self._keys = Keys(settings.run_id)
         self.meeting: Meeting = meet(settings, self._told_to_leave)
-        self.session: Session
+        self.session: LeaseSession
         self.lease: Lease
-        self.rendezvous: Rendezvous
-        self.courier: Courier
+        self.rendezvous: MemberClient
+        self.courier: StoreProxy
 
     def open(self, me: Me) -> Me | Result:
         """Get a lease and a key, and read a first view. A Result when the run has succeeded before.
 
         The member's name can be another one afterwards. Raises DuplicateError, StoreError.
         """
-        self.session = Session(self.meeting.store, me.spec.lease_ttl_s, self._queue.put)
+        self.session = LeaseSession(self.meeting.store, me.spec.lease_ttl_s, self._queue.put)
         self.lease = self.ride_out(self.session.open)
-        self.rendezvous = Rendezvous(self.meeting.store, self._keys, me.record.node, self._queue.put)
-        self.courier = Courier(self.meeting.store, self._keys, self._queue.put)
+        self.rendezvous = MemberClient(self.meeting.store, self._keys, me.record.node, self._queue.put)
+        self.courier = StoreProxy(self.meeting.store, self._keys, self._queue.put)
         me, answer = self._enter(me)
         if isinstance(answer, Result):
             return answer
@@ -154,7 +154,7 @@ class Membership:
 
     def _rename(self, me: Me, name: str) -> Me:
         self.rendezvous.close()
-        self.rendezvous = Rendezvous(self.meeting.store, self._keys, name, self._queue.put)
+        self.rendezvous = MemberClient(self.meeting.store, self._keys, name, self._queue.put)
         return replace(me, record=me.record.model_copy(update={"node": name}))
 
     def _told_to_leave(self) -> bool:

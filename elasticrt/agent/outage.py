@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from elasticrt.agent.prober import Prober
+from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.protocol import StoreFull, StoreUnavailable
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from elasticrt.cli.etcd_options import declare_etcd, read_credentials, where_etcd_is
 from elasticrt.cli.options import Options, positive_seconds
-from elasticrt.cli.where import declare_etcd, read_credentials, where_etcd_is
-from elasticrt.contract.streams import write
-from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
+from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.wording import counted
 from elasticrt.store.address import check_security
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def describe(
 
 def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: Mapping[str, Any]) -> int:
     """Ask a node to drain and wait until it has left. Raises ConfigError, RendezvousTimeoutError, StoreError."""
-    from elasticrt.rendezvous import fence
+    from elasticrt.rendezvous import transactions
 
     name, deadline = arguments.name, time.monotonic() + values["timeout"]
     life = ""
@@ -158,7 +158,7 @@ def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: 
             write(sys.stdout, f"{name} has left run {keys.run_id}\n")
             return EXIT_OK
         if not member.draining:
-            store.commit(fence.drain(keys, value, member.model_copy(update={"draining": True})))
+            store.commit(transactions.drain(keys, value, member.model_copy(update={"draining": True})))
             continue
         time.sleep(LOOK_AGAIN_S)
     raise RendezvousTimeoutError(
@@ -174,7 +174,7 @@ def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: 
 
 def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mapping[str, Any]) -> int:
     """Change the numbers of nodes. Raises ConfigError, StoreError."""
-    from elasticrt.rendezvous import fence
+    from elasticrt.rendezvous import transactions
 
     least, most = arguments.nodes
     for _again in range(TRIES):
@@ -184,7 +184,7 @@ def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mappi
             raise ConfigError(explain("the run is not alive", f"run {keys.run_id}", remedy="Start it with new options"))
         changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         new = record.model_copy(update={"spec": changed, "resized": True})
-        if changed == record.spec or store.commit(fence.resize(keys, new, seen)).succeeded:
+        if changed == record.spec or store.commit(transactions.resize(keys, new, seen)).succeeded:
             write(sys.stdout, f"run {keys.run_id} may have {least} to {counted(most, 'node')}; it has {len(members)}\n")
             return EXIT_OK
     raise StoreError(explain("the run's options keep changing", f"run {keys.run_id}", remedy="Try again"))

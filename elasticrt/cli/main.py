@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from elasticrt import __version__
-from elasticrt.contract.streams import Unwritable, occupy, tell, write
 from elasticrt.errors import EXIT_BUG, EXIT_USAGE, ConfigError, ElasticError, explain
+from elasticrt.ipc.std_streams import Unwritable, occupy, tell, write
 from elasticrt.text import plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
@@ -72,12 +72,12 @@ class _Formatter(logging.Formatter):
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import control, etcd, launch, ledger, run, simulate
+    from elasticrt.cli import audit, control, launch, playground, run, serve_etcd
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, launch, simulate, etcd, control, ledger):
+    for command in (run, launch, playground, serve_etcd, control, audit):
         command.add_parser(commands)
     return parser
 
@@ -86,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     occupy()
     if os.getpid() == 1:  # Of a container.
-        from elasticrt.agent import first
+        from elasticrt.agent import container_init
 
-        first.step_aside()
+        container_init.step_aside()
     debug = "ELASTICRT_DEBUG" in os.environ
     handler = logging.StreamHandler()
     handler.setFormatter(

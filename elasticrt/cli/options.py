@@ -14,9 +14,9 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.agent.logs import ERR, OUT, Streams
 from elasticrt.cli.torchrun_flags import variable
 from elasticrt.errors import ConfigError, explain
+from elasticrt.settings import ERR, OUT, Streams
 
 _UNITS_S = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
 

@@ -13,7 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.cli import output
+from elasticrt.cli import output_options
+from elasticrt.cli.etcd_options import (
+    declare_etcd,
+    declare_meeting,
+    etcd_runs,
+    etcd_wait_s,
+    own_address,
+    read_credentials,
+    where_etcd_is,
+)
 from elasticrt.cli.options import (
     Options,
     choice,
@@ -27,21 +36,11 @@ from elasticrt.cli.options import (
 )
 from elasticrt.cli.slurm import Slurm, alone, placed
 from elasticrt.cli.torchrun_flags import FLAGS, in_our_words
-from elasticrt.cli.where import (
-    declare_etcd,
-    declare_meeting,
-    etcd_runs,
-    etcd_wait_s,
-    own_address,
-    read_credentials,
-    where_etcd_is,
-)
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store.address import check_host, check_security
 
 if TYPE_CHECKING:
-    from elasticrt.agent.group import Command
-    from elasticrt.agent.settings import Settings
+    from elasticrt.settings import Command, Settings
     from elasticrt.spec import RunSpec
 
 OWN = frozenset({
@@ -98,7 +97,7 @@ def declare(parser: argparse.ArgumentParser) -> Options:
     options = Options(parser)
     _declare_nodes(options)
     _declare_workers(options)
-    output.declare(options)
+    output_options.declare(options)
     options.section("etcd")
     declare_etcd(options)
     declare_meeting(options)
@@ -186,7 +185,7 @@ def configure(
     values: Mapping[str, Any], script: str | None, arguments: list[str], env: Mapping[str, str]
 ) -> tuple[Settings, RunSpec]:
     """Everything the agent needs, checked. Raises ConfigError before anything has been started or asked."""
-    from elasticrt.agent.settings import SIGNALS, Settings
+    from elasticrt.settings import SIGNALS, Settings
     from elasticrt.spec import RunSpec, check_name
 
     least, most = _nodes(values)
@@ -226,8 +225,8 @@ def configure(
         credentials=read_credentials(values),
         serve=serve,
         again=values["again"],
-        run_dir=output.run_dir(values, run_id),
-        logs=output.log_options(values, workers_here, env),
+        run_dir=output_options.run_dir(values, run_id),
+        logs=output_options.log_options(values, workers_here, env),
         notes=(*notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
         max_restarts=spec.max_restarts,
         stop_timeout_s=10.0 if values["stop_timeout"] is None else values["stop_timeout"],
@@ -304,7 +303,7 @@ def _nodes(values: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _command(values: Mapping[str, Any], script: str | None, arguments: list[str]) -> Command:
-    from elasticrt.agent.group import Command
+    from elasticrt.settings import Command
 
     if values["module"] and values["no_python"]:
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")

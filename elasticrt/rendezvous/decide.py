@@ -25,8 +25,8 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from elasticrt.contract.words import counted
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
+from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import (
     Adopt,
     Announce,
@@ -46,8 +46,8 @@ from elasticrt.rendezvous.decision import (
     Run,
     Wait,
 )
-from elasticrt.rendezvous.led import (
-    Led,
+from elasticrt.rendezvous.leader_context import (
+    LeaderContext,
     candidates,
     counting,
     first_cause,
@@ -60,10 +60,10 @@ from elasticrt.rendezvous.led import (
     text_of,
     too_few,
 )
-from elasticrt.rendezvous.planned import handing_over, planned
+from elasticrt.rendezvous.reconfiguration import handing_over, planned
 from elasticrt.rendezvous.records import Member, Report, Seat
 from elasticrt.rendezvous.seats import Restarts, seats_for
-from elasticrt.rendezvous.view import Entry, View
+from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec, difference, resized
 
 COLLATERAL_GRACE_S = 0.25
@@ -182,7 +182,7 @@ def _follow(me: Me, view: View) -> Decision:
     return Wait(f"{what}; {leader.record.node} leads")
 
 
-def _without_leader(view: View, me: Me, leader: Entry[Member], since: float) -> Decision:
+def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:
     """The leader is silent. Of whom this member knows of, it is taken out only while most can be reached from here.
 
     Who hears nothing from half of the others must suspect itself; then the leases will tell.
@@ -209,7 +209,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     if not view.roster_complete:
         return Wait("reading the roster")
 
-    led = Led(me, view, spec, view.generation.record, view.generation.since, view.order(), view.reports, now)
+    led = LeaderContext(me, view, spec, view.generation.record, view.generation.since, view.order(), view.reports, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
         return Finish("succeeded", 0, f"{workers} ended with exit code 0")
@@ -237,7 +237,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     return _asking_again(led, planned(led))
 
 
-def _asking_again(led: Led, decision: Decision) -> Decision:
+def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
     """Whatever is waited for, or before a generation: who was out of reach is asked again, once in a lease term."""
     away = out_of_reach(led.view)
     asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in away)
@@ -249,7 +249,7 @@ def _asking_again(led: Led, decision: Decision) -> Decision:
     return decision
 
 
-def _strangers(led: Led) -> tuple[Seat, ...]:
+def _strangers(led: LeaderContext) -> tuple[Seat, ...]:
     """Newcomers that have not been asked: who registers in etcd need not be in reach of the others.
 
     Of a node with a seat any new life is asked, warm or not: it counts where the silent are counted.
@@ -273,7 +273,7 @@ def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float
     return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.reached if view.head else 0))
 
 
-def _after_loss(led: Led, gone: list[Seat]) -> Decision:
+def _after_loss(led: LeaderContext, gone: list[Seat]) -> Decision:
     """A node is gone: the others re-form. It costs no restart."""
     if len(gone) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
@@ -282,7 +282,7 @@ def _after_loss(led: Led, gone: list[Seat]) -> Decision:
     return re_form(led, "lost", cause)
 
 
-def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
+def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
     first, only_collateral = first_cause(led.reports.values())
     if only_collateral:
@@ -309,7 +309,7 @@ def _after_failure(led: Led, failed: list[Entry[Report]]) -> Decision:
     return re_form(led, "failure", first.summary, restarts)
 
 
-def _doubted(led: Led, seat: Seat) -> bool:
+def _doubted(led: LeaderContext, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
     Evidence against all: a failure report, or steps that stand still. Evidence against one: its member key has gone.
@@ -330,7 +330,7 @@ def _doubted(led: Led, seat: Seat) -> bool:
     return verdict is None or (verdict.kind != "dead" and verdict.asked_at < max(evidence))
 
 
-def _fence_or_wait(led: Led) -> Decision | None:
+def _fence_or_wait(led: LeaderContext) -> Decision | None:
     """Take out the dead at once, and the silent only while they are fewer than half of the generation.
 
     A leader that hears nothing from half of the others must suspect itself. Of two nodes, one is silent and neither can
@@ -367,12 +367,12 @@ def _fence_or_wait(led: Led) -> Decision | None:
     return None
 
 
-def _gone(led: Led, seat: Seat) -> bool:
+def _gone(led: LeaderContext, seat: Seat) -> bool:
     """Whether a seat's node is out."""
     return led.now >= _gone_at(led, seat)
 
 
-def _gone_at(led: Led, seat: Seat) -> float:
+def _gone_at(led: LeaderContext, seat: Seat) -> float:
     """When a seat's node is out: at once if it said so, lives another life, is dead or silent; else a lease term later.
 
     Silence does not count at once for a leader that is deaf: etcd can lose every lease while a leader is cut off.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from elasticrt.rendezvous.records import CopyRecord, Generation, HandoverRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.seats import Draft
-from elasticrt.rendezvous.view import Entry
+from elasticrt.rendezvous.view import Stored
 from elasticrt.spec import RunSpec
 
 
@@ -149,7 +149,7 @@ class Probe:
 class Fence:
     """Delete the key of a member that is certainly gone, if it is unchanged and the generation still is."""
 
-    member: Entry[Member]
+    member: Stored[Member]
     reason: str
 
 
@@ -204,7 +204,7 @@ class Go:
 
 
 @dataclass(frozen=True)
-class Release:
+class ReleaseHold:
     """Let this node's workers go on: the handover was given up."""
 
     reason: str
@@ -223,7 +223,7 @@ Decision = (
     | Withdraw
     | Hold
     | Go
-    | Release
+    | ReleaseHold
     | End
     | Leave
     | Halt

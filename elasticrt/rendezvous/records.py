@@ -25,8 +25,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from elasticrt.contract.env import Commit, Copy
 from elasticrt.errors import StoreError, explain
+from elasticrt.ipc.env import Commit, Copy
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut, known, packed, unpacked
 
@@ -169,7 +169,7 @@ class RosterChunk(Record):
 
 
 class HeadRecord(Record):
-    """The head: the newest committed checkpoint, with the field meanings of `contract.env.Commit`."""
+    """The head: the newest committed checkpoint, with the field meanings of `ipc.env.Commit`."""
 
     step: Count
     epoch: Count
@@ -201,7 +201,7 @@ class HeadRecord(Record):
 
 
 class CopyRecord(Record):
-    """A copy of the training state in one node's memory, with the field meanings of `contract.env.Copy`."""
+    """A copy of the training state in one node's memory, with the field meanings of `ipc.env.Copy`."""
 
     step: Count
     epoch: Count

@@ -21,7 +21,7 @@ from elasticrt.rendezvous.records import (
     roster_chunks,
     roster_digest,
 )
-from elasticrt.rendezvous.view import Entry
+from elasticrt.rendezvous.view import Stored
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,25 @@ class Draft:
         return record, chunks
 
 
-def seat_order(ready: Iterable[Entry[Member]], before: Iterable[Seat], most: int) -> list[Entry[Member]]:
+def seat_order(ready: Iterable[Stored[Member]], before: Iterable[Seat], most: int) -> list[Stored[Member]]:
     """At most `most` ready members in rank order: those seated before in their old order, then newcomers.
 
     The oldest keys get in. Those that do sit by the node ranks that they were given, those without one behind, by age.
     """
     old = {(seat.node, seat.incarnation): seat.index for seat in before}
 
-    def place(entry: Entry[Member]) -> tuple[int, int]:
+    def place(entry: Stored[Member]) -> tuple[int, int]:
         index = old.get((entry.record.node, entry.record.incarnation))
         return (0, index) if index is not None else (1, entry.create_revision)
 
-    def wish(entry: Entry[Member]) -> float:
+    def wish(entry: Stored[Member]) -> float:
         seated = (entry.record.node, entry.record.incarnation) in old
         return -1 if seated else math.inf if entry.record.node_rank is None else entry.record.node_rank
 
     return sorted(sorted(ready, key=place)[:most], key=wish)
 
 
-def seats_for(members: Iterable[Entry[Member]], *, in_place: bool = False) -> tuple[Seat, ...]:
+def seats_for(members: Iterable[Stored[Member]], *, in_place: bool = False) -> tuple[Seat, ...]:
     """Seats in the order given, ranks counted through: a permutation of 0 ... W - 1 by construction.
 
     With `in_place` for the workers that are ready, else for as many as each node has.

@@ -34,14 +34,14 @@ from elasticrt.rendezvous.records import (
     chunk_of,
     decode,
 )
-from elasticrt.store.protocol import Event, KeyValue, Snapshot
+from elasticrt.store.protocol import Event, KeyValue, RangeRead
 
 R = TypeVar("R", bound=Record)
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Entry(Generic[R]):
+class Stored(Generic[R]):
     """A record with its place in the store's history.
 
     `since`: when this observer first saw the key in this creation, or this very generation; `ready_since` (members
@@ -85,18 +85,18 @@ class View:
     """
 
     node: str
-    spec: Entry[SpecRecord] | None = None
-    members: Mapping[str, Entry[Member]] = field(default_factory=dict)
+    spec: Stored[SpecRecord] | None = None
+    members: Mapping[str, Stored[Member]] = field(default_factory=dict)
     complete: bool = False
     oldest: str | None = None
-    generation: Entry[Generation] | None = None
+    generation: Stored[Generation] | None = None
     seats: Mapping[str, Seat] = field(default_factory=dict)
     roster_nonce: str = ""
     roster_complete: bool = False
-    filed: Mapping[str, Entry[Report]] = field(default_factory=dict)
-    head: Entry[HeadRecord] | None = None
-    handover: Entry[HandoverRecord] | None = None
-    latest: Entry[Result] | None = None
+    filed: Mapping[str, Stored[Report]] = field(default_factory=dict)
+    head: Stored[HeadRecord] | None = None
+    handover: Stored[HandoverRecord] | None = None
+    latest: Stored[Result] | None = None
     vanished: Mapping[str, float] = field(default_factory=dict)
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     short_since: float | None = None
@@ -116,7 +116,7 @@ class View:
         return self.oldest == self.node
 
     @property
-    def reports(self) -> dict[str, Entry[Report]]:
+    def reports(self) -> dict[str, Stored[Report]]:
         """The current generation's reports by node."""
         mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
         return {entry.record.node: entry for entry in mine}
@@ -184,7 +184,7 @@ def covers(range_: str, key: str) -> bool:
     return key.startswith(range_) if range_.endswith("/") else key == range_
 
 
-def apply_range(view: View, keys: Keys, range_: str, found: Snapshot, now: float) -> View:
+def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: float) -> View:
     """Fold a complete read of a range: what is not in it no longer exists.
 
     After a read of `keys.members` the view's members are complete, after one of a roster its seats are.
@@ -321,14 +321,14 @@ def _written(own: Mapping[str, V]) -> dict[str, V]:
     return own
 
 
-def _entry(kind: type[R], key: str, value: KeyValue | None, old: Entry[R] | None, now: float) -> Entry[R] | None:
+def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | None, now: float) -> Stored[R] | None:
     if value is None:
         return None
     if old is not None and old.mod_revision >= value.mod_revision:
         return old
     same_creation = old is not None and old.create_revision == value.create_revision
     since = old.since if old is not None and same_creation else now
-    return Entry(decode(kind, key, value.value), value.create_revision, value.mod_revision, since)
+    return Stored(decode(kind, key, value.value), value.create_revision, value.mod_revision, since)
 
 
 def _member(view: View, key: str, node: str, value: KeyValue | None, now: float) -> View:

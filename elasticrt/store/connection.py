@@ -19,9 +19,9 @@ import tenacity
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store import proto
+from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
+from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreFull, StoreRefused, StoreUnavailable
-from elasticrt.store.quiet import grpc
-from elasticrt.store.verdict import Verdict, judge_error
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Endpoint:
                 self._token = self._auth.Authenticate(request, timeout=timeout_s).token
             except grpc.RpcError as error:
                 # As etcd's own client does: without authentication on the server no login is needed.
-                if judge_error(*status(error)) is not Verdict.NO_AUTH:
+                if judge_error(*status(error)) is not ErrorMeaning.NO_AUTH:
                     raise
                 self._token = ""
 
@@ -212,29 +212,29 @@ class _Operation:
         code, details = status(error)
         verdict = judge_error(code, details)
         where = str(endpoint.address)
-        if verdict is Verdict.UNKNOWN and (self._repeatable or not sent):
-            verdict = Verdict.NOT_SENT
-        if verdict is Verdict.NOT_SENT:
+        if verdict is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
+            verdict = ErrorMeaning.NOT_SENT
+        if verdict is ErrorMeaning.NOT_SENT:
             _logger.debug("etcd at %s: %s: %s", where, code, details)
             self._connections.failed(endpoint)
             self._last_failure = f"{cause(details) or code} at {where}"
             raise _AgainError(self._last_failure) from error
-        if verdict is Verdict.UNKNOWN:
+        if verdict is ErrorMeaning.UNKNOWN:
             self._connections.failed(endpoint)
             message = explain(
                 f"no answer from etcd to {self._what}: its effect is unknown", where, got=cause(details) or code
             )
             raise StoreUnavailable(message) from error
-        if verdict is Verdict.UNTRUSTED:
+        if verdict is ErrorMeaning.UNTRUSTED:
             self._untrusted.add(where)
             self._connections.failed(endpoint, redial=True)
             if len(self._untrusted) < len(self._connections):
                 raise _AgainError(f"{cause(details)} at {where}") from error
             raise StoreRefused(untrusted(endpoint.address, details)) from error
-        if verdict is Verdict.LOGIN and sent and self._logins_left and endpoint.log_out(metadata):
+        if verdict is ErrorMeaning.LOGIN and sent and self._logins_left and endpoint.log_out(metadata):
             self._logins_left -= 1
             raise _AgainError(f"{details} at {where}") from error
-        if verdict is Verdict.LEASE_LOST:
+        if verdict is ErrorMeaning.LEASE_LOST:
             raise LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details)) from error
         kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
         raise kind(refused(self._what, where, code, details)) from error

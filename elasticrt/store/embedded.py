@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elasticrt
-from elasticrt.contract.proc import start_of
 from elasticrt.errors import ConfigError, StoreError, explain
-from elasticrt.store import runtime, server
+from elasticrt.ipc.proc import start_of
+from elasticrt.store import etcd_server, runtime_dir
 from elasticrt.store.protocol import Address
 
 START_S_MAX = 40.0
@@ -49,11 +49,11 @@ def find(run_id: str) -> Served | None:
 
     Raises ConfigError when the runtime directory is unsafe.
     """
-    with runtime.locked(run_id) as lock:
+    with runtime_dir.locked(run_id) as lock:
         assert lock is not None, "we wait for the lock"
         served = _registered(lock.directory, run_id)
         if served is None:
-            runtime.forget(lock.directory, run_id)
+            runtime_dir.forget(lock.directory, run_id)
         return served
 
 
@@ -64,15 +64,15 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
     Raises StoreError when it does not start; ConfigError when there is no etcd to start, `listen` is not ours to serve
     or the runtime directory is unsafe.
     """
-    with runtime.locked(run_id) as lock:
+    with runtime_dir.locked(run_id) as lock:
         assert lock is not None, "we wait for the lock"
         served = _registered(lock.directory, run_id)
         if served is None:
-            runtime.sweep(lock.directory, but=run_id)
+            runtime_dir.sweep(lock.directory, but=run_id)
             try:
                 _start(run_id, lock, listen, linger_s)
             except (StoreError, ConfigError):
-                runtime.forget(lock.directory, run_id)
+                runtime_dir.forget(lock.directory, run_id)
                 raise
             served = _registered(lock.directory, run_id, started=True)
             assert served is not None, "registered by the keeper"
@@ -80,11 +80,11 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
 
 
 def _registered(directory: Path, run_id: str, *, started: bool = False) -> Served | None:
-    record = runtime.read_record(directory, run_id)
-    if record is None or not runtime.is_alive(record):
-        runtime.clean_up(directory, run_id)
+    record = runtime_dir.read_record(directory, run_id)
+    if record is None or not runtime_dir.is_alive(record):
+        runtime_dir.clean_up(directory, run_id)
         return None
-    runtime.touch_record(directory, run_id)
+    runtime_dir.touch_record(directory, run_id)
     return Served(
         Address(record["scheme"], record["host"], record["port"]),
         record["keeper_pid"],
@@ -94,14 +94,14 @@ def _registered(directory: Path, run_id: str, *, started: bool = False) -> Serve
     )
 
 
-def _start(run_id: str, lock: runtime.Lock, listen: Address | None, linger_s: float) -> None:
+def _start(run_id: str, lock: runtime_dir.Lock, listen: Address | None, linger_s: float) -> None:
     """Start a keeper and wait until its server is registered."""
-    where = None if listen is None else asdict(server.claim(listen, "--rdzv-endpoint"))
+    where = None if listen is None else asdict(etcd_server.claim(listen, "--rdzv-endpoint"))
     ready, ready_fd = os.pipe()
     order = {
         "run_id": run_id,
         "directory": str(lock.directory),
-        "binary": str(server.find_binary()),
+        "binary": str(etcd_server.find_binary()),
         "listen": where,
         "linger_s": linger_s,
         "ready_fd": ready_fd,
@@ -109,7 +109,7 @@ def _start(run_id: str, lock: runtime.Lock, listen: Address | None, linger_s: fl
     }
     try:
         with subprocess.Popen(
-            [sys.executable, "-m", "elasticrt.store.keeper", json.dumps(order)],
+            [sys.executable, "-m", "elasticrt.store.embedded_supervisor", json.dumps(order)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ def _start(run_id: str, lock: runtime.Lock, listen: Address | None, linger_s: fl
 
             answer = _answer(ready)
     except OSError as error:
-        got, remedy = server.in_our_words(str(error))
+        got, remedy = etcd_server.in_our_words(str(error))
         what = "the embedded etcd could not be started"
         raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from error
     finally:
@@ -156,7 +156,7 @@ def _answer(ready: int) -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     """Ours, without etcd's variables, and so that the keeper finds this very package when it is not installed."""
-    environment = server.environment()
+    environment = etcd_server.environment()
     root = str(Path(elasticrt.__file__).parents[1])
     if root in sys.path and not {"site-packages", "dist-packages"} & set(Path(root).parts):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))

@@ -18,22 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt.errors import ConfigError, explain
-from elasticrt.store import proto, wire
+from elasticrt.store import etcd_messages, proto
 from elasticrt.store.connection import Connections, Endpoint, status
+from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
+from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import (
     Address,
     Credentials,
     Lease,
     LeaseLost,
-    Snapshot,
+    RangeRead,
     StoreRefused,
     StoreUnavailable,
     Txn,
     TxnResult,
     WatchSink,
 )
-from elasticrt.store.quiet import grpc
-from elasticrt.store.verdict import Verdict, judge_error
 from elasticrt.store.watcher import EtcdWatch, Watcher
 
 if "etcd3" not in sys.modules:
@@ -84,20 +84,20 @@ class EtcdStore:
         """See `protocol.Store`."""
         return self._connections.names
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        request = wire.range_request(prefix, exact=exact, limit=limit, by_create=by_create)
+        request = etcd_messages.range_request(prefix, exact=exact, limit=limit, by_create=by_create)
 
         def send(endpoint: Endpoint, timeout_s: float) -> Any:
             return endpoint.kv.Range(request, timeout=timeout_s, metadata=endpoint.metadata)
 
-        snapshot = wire.snapshot(self._connections.call(f"read {prefix}", send))
+        snapshot = etcd_messages.snapshot(self._connections.call(f"read {prefix}", send))
         self._store_id = snapshot.store_id
         return snapshot
 
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store`. Sent once; again only after errors that prove that etcd never had it."""
-        request = wire.txn_request(txn)
+        request = etcd_messages.txn_request(txn)
         what = f"carry out a transaction ({txn.why})" if txn.why else "carry out a transaction"
 
         def send(endpoint: Endpoint, timeout_s: float) -> Any:
@@ -117,7 +117,7 @@ class EtcdStore:
             try:
                 return float(endpoint.lease.LeaseGrant(request, timeout=timeout_s, metadata=endpoint.metadata).TTL)
             except grpc.RpcError as error:
-                if judge_error(*status(error)) is not Verdict.LEASE_EXISTS:
+                if judge_error(*status(error)) is not ErrorMeaning.LEASE_EXISTS:
                     raise
             question = proto.LeaseTimeToLiveRequest(ID=lease_id)
             answer = endpoint.lease.LeaseTimeToLive(question, timeout=timeout_s, metadata=endpoint.metadata)
@@ -152,7 +152,7 @@ class EtcdStore:
             try:
                 endpoint.lease.LeaseRevoke(request, timeout=timeout_s, metadata=endpoint.metadata)
             except grpc.RpcError as error:
-                if judge_error(*status(error)) is not Verdict.LEASE_LOST:
+                if judge_error(*status(error)) is not ErrorMeaning.LEASE_LOST:
                     raise
 
         self._connections.call("revoke a lease", send)

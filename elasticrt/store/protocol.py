@@ -1,7 +1,7 @@
 """What the rendezvous asks of a store: etcd's own model, reduced to what we use. Pure values and one Protocol.
 
-Two stores implement it: `store.memory` (the model, also used by the simulator) and `store.etcd` (the real one). One
-contract suite, `tests/contract`, runs against both.
+Two stores implement it: `testing.memory_store` (the model, also used by the simulator) and `store.etcd` (the real one).
+One contract suite, `tests/contract`, runs against both.
 
 Three things matter more than the rest:
 
@@ -98,7 +98,7 @@ class TxnResult:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RangeRead:
     """A linearizable read: keys as they were at `revision` in the store with identity `store_id`, and their `count`.
 
     `count` is the number of keys in the range, also when `limit` cut the list.
@@ -174,7 +174,7 @@ class Store(Protocol):
     def endpoints(self) -> tuple[str, ...]:
         """Where the store is, as text for messages."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """All keys that start with `prefix` (or exactly that key), linearizable.
 
         `by_create` sorts by create revision, oldest first (otherwise by key); `limit` 0 means all.

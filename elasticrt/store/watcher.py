@@ -15,8 +15,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from elasticrt.errors import ElasticError
-from elasticrt.store import wire
+from elasticrt.store import etcd_messages
 from elasticrt.store.connection import Connections, Endpoint, refused, status, untrusted
+from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
+from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import (
     Broken,
     Changes,
@@ -25,8 +27,6 @@ from elasticrt.store.protocol import (
     StoreUnavailable,
     WatchSink,
 )
-from elasticrt.store.quiet import grpc
-from elasticrt.store.verdict import Verdict, judge_error
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class EtcdWatch:
 
     def request(self) -> Any:
         """The message that starts it, one revision early (see `fresh`)."""
-        return wire.watch_request(self.prefix, self.exact, self.number, max(1, self.next_revision - 1))
+        return etcd_messages.watch_request(self.prefix, self.exact, self.number, max(1, self.next_revision - 1))
 
     def fresh(self, messages: Any) -> tuple[Event, ...]:
         """The events that the sink has not seen.
@@ -73,7 +73,7 @@ class EtcdWatch:
         A watch starts one revision early and drops it here, because a compaction keeps no deletion of its own
         revision: a watch that starts exactly there would skip it silently. One that starts earlier is told.
         """
-        return tuple(wire.event(m) for m in messages if m.kv.mod_revision >= self.next_revision)
+        return tuple(etcd_messages.event(m) for m in messages if m.kv.mod_revision >= self.next_revision)
 
     def cancel(self) -> None:
         """See `protocol.Watch`. Cancelling twice is harmless."""
@@ -127,7 +127,7 @@ class Watcher:
             if self._watches.pop(watch.number, None) is None:
                 return
             if self._requests is not None:
-                self._requests.put(wire.cancel_request(watch.number))
+                self._requests.put(etcd_messages.cancel_request(watch.number))
             self._hang_up_if_idle()
 
     def close(self) -> None:
@@ -235,12 +235,12 @@ class Watcher:
     def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> str:
         code, details = status(error)
         verdict = judge_error(code, details)
-        if verdict is Verdict.LOGIN and endpoint.log_out(endpoint.metadata):
+        if verdict is ErrorMeaning.LOGIN and endpoint.log_out(endpoint.metadata):
             return f"the login at {endpoint.address} expired"
-        if verdict is Verdict.UNTRUSTED:
+        if verdict is ErrorMeaning.UNTRUSTED:
             self._connections.failed(endpoint, redial=True)
             return untrusted(endpoint.address, details)
-        if verdict is Verdict.REFUSED:
+        if verdict is ErrorMeaning.REFUSED:
             return refused("watch", str(endpoint.address), code, details)
         return f"etcd at {endpoint.address}: {code}: {details}"
 
@@ -258,7 +258,7 @@ class Watcher:
             if response.created and not response.canceled and response.watch_id == 0:
                 self._too_old(endpoint)
             return  # The last words of a watch that we cancelled.
-        store_id = wire.store_id(response.header)
+        store_id = etcd_messages.store_id(response.header)
         watch.store_id = watch.store_id or store_id
         if store_id != watch.store_id:
             self._end(watch, "replaced")
@@ -274,12 +274,12 @@ class Watcher:
     def _created(self, watch: EtcdWatch, response: Any) -> None:
         # A follower may lag behind what was read elsewhere; only a linearizable read proves that revisions went back.
         if response.header.revision < watch.next_revision - 1:
-            request = wire.count_request()
+            request = etcd_messages.count_request()
             header = self._connections.call(
                 "confirm the revision",
                 lambda endpoint, timeout_s: endpoint.kv.Range(request, timeout=timeout_s, metadata=endpoint.metadata),
             ).header
-            if header.revision < watch.next_revision - 1 or wire.store_id(header) != watch.store_id:
+            if header.revision < watch.next_revision - 1 or etcd_messages.store_id(header) != watch.store_id:
                 self._end(watch, "replaced")
                 return
         watch.logged_in_again = False
@@ -302,8 +302,8 @@ class Watcher:
         reason = response.cancel_reason
         verdict = judge_error("UNKNOWN", reason)
         # To a watch etcd says "permission denied" also when it does not know the token any more.
-        refused_login = verdict is Verdict.LOGIN or "permission denied" in reason
-        if verdict is Verdict.COMPACTED:
+        refused_login = verdict is ErrorMeaning.LOGIN or "permission denied" in reason
+        if verdict is ErrorMeaning.COMPACTED:
             self._end(watch, "compacted")
         elif refused_login and not watch.logged_in_again and endpoint.log_out(endpoint.metadata):
             # Ending the stream makes all watches start again, on a new login. Once: the refusal may be meant.
@@ -325,7 +325,7 @@ class Watcher:
         with self._lock:
             self._watches.pop(watch.number, None)
             if self._requests is not None:
-                self._requests.put(wire.cancel_request(watch.number))
+                self._requests.put(etcd_messages.cancel_request(watch.number))
             self._hang_up_if_idle()
         self._tell(watch, Resync(reason))
         watch.active = False

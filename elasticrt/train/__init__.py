@@ -1,1 +1,1 @@
-"""What a training script imports: context, samplers, loop, checkpoints, data preparation."""
+"""The training loop: steps, recovery in place, and what ties samplers, checkpoints and groups together."""

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elasticrt.contract.collateral import is_collateral, is_of_a_collective
-from elasticrt.contract.messages import Down, Ready
-from elasticrt.train import barrier, context, link, regroup, rng, share, stateful
-from elasticrt.train.context import wrappers
+from elasticrt.checkpoint import rng_state, state_transfer, stateful
+from elasticrt.distributed import agent_client, barrier, context, regroup
+from elasticrt.distributed.context import wrappers
+from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
+from elasticrt.ipc.messages import Down, Ready
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Undo:
         elif buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, buffers)
-        self._numbers = None if self._seeded else rng.note()
+        self._numbers = None if self._seeded else rng_state.note()
         self._vars = dict(variables)
         self._gradients = None
         if accumulates:
@@ -117,7 +118,7 @@ class Undo:
         for scaler in self._scalers:
             scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
         if self._numbers is not None:
-            rng.restore(self._numbers())
+            rng_state.restore(self._numbers())
         variables.clear()
         variables.update(self._vars)
 
@@ -171,9 +172,9 @@ class InPlace:
     def __init__(self, modules: Iterable[object]) -> None:
         found = [layer for each in modules if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
         self._layers = [layer for layer in found if isinstance(layer, DistributedDataParallel)]
-        self.worker = link.worker_env()
-        self._page = link.status_page()
-        self._link = link.agent_link()
+        self.worker = agent_client.worker_env()
+        self._page = agent_client.status_page()
+        self._link = agent_client.agent_link()
         self.possible = False
 
     @property
@@ -234,7 +235,7 @@ class InPlace:
         seat = self._link.wait_for_seat(SEAT_S_MAX)
         if seat is None:
             return False
-        link.take_seat(seat)
+        agent_client.take_seat(seat)
         self.worker = seat
         return True
 
@@ -259,7 +260,7 @@ class InPlace:
         regroup.rebuild(self._layers)
         regroup.warm_up()
         large = {name: each for name, each in objects.items() if isinstance(each, _LARGE)}
-        stateful.put_back(large, share.rehearse(stateful.collect(large)), "this process itself")
+        stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
 
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""

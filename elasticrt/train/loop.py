@@ -19,20 +19,22 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from elasticrt.checkpoint import rng_state, stateful
+from elasticrt.checkpoint.checkpointer import Checkpointer
+from elasticrt.checkpoint.memory_tier import BUDGET, MemoryTier
+from elasticrt.checkpoint.run_directories import run_of
+from elasticrt.checkpoint.state_transfer import Standing, share
+from elasticrt.data.ledger_writer import Ledger
+from elasticrt.data.position import Position, SaveInterval
+from elasticrt.data.sample_order import WHOLE, BatchSlice
+from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.distributed import agent_client, collectives, handover, regroup
+from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import CheckpointError, ConfigError, explain
-from elasticrt.train import collective, handover, leaving, link, misuse, regroup, rng, stateful
-from elasticrt.train.checkpoint import Checkpointer
-from elasticrt.train.copies import BUDGET, Copies
-from elasticrt.train.feed import check_loader, check_resumable, feed, samples_per_step
+from elasticrt.train import generator_exit, validation
+from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.in_place import InPlace, Undo
-from elasticrt.train.ledger import Ledger
-from elasticrt.train.order import WHOLE, Share
-from elasticrt.train.places import run_of
-from elasticrt.train.position import Every, Position
 from elasticrt.train.reporting import Reporter
-from elasticrt.train.sampler import ElasticBatchSampler, ElasticDistributedSampler
-from elasticrt.train.share import Standing, share
-from elasticrt.train.shield import Shield
 from elasticrt.train.weighting import Weighting
 
 _entered: list[bool] = []
@@ -102,9 +104,9 @@ class Loop:
         self._shown = os.fspath(directory)
         self._checkpointer = Checkpointer(directory, keep=keep)
         self._sampler = sampler
-        self._every = Every.parse(every)
+        self._every = SaveInterval.parse(every)
         self._fresh = resume == "fresh"
-        self._numbers = rng.Numbers(seed)
+        self._numbers = rng_state.RngState(seed)
         self._weighting = Weighting(stateful_objects.values())
         self._hooks: list[RemovableHandle] = []
         self._position = self._saved = Position()
@@ -112,12 +114,12 @@ class Loop:
         self._steps_max: int | None = None
         self._rank, self._world_size, self._resumed_world_size = 0, 1, 1
         self._reporter: Reporter | None = None
-        self._worker, self._page = link.worker_env(), link.status_page()
-        self._shield = Shield(self._page)
+        self._worker, self._page = agent_client.worker_env(), agent_client.status_page()
+        self._shield = SigtermGuard(self._page)
         self._run = run_of(self._worker)
-        self._copies = Copies(self._worker, memory, self._checkpointer.place)
+        self._copies = MemoryTier(self._worker, memory, self._checkpointer.place)
         self._ledger = Ledger(ledger, sampler)
-        self._share: Share | None = None  # What is being trained; None between batches.
+        self._share: BatchSlice | None = None  # What is being trained; None between batches.
         self._step_samples = self._pass = 0
         self._stepped = False  # Whether an optimizer has stepped in the present batch.
         self._touched = False  # Whether one has begun to, in the present step.
@@ -176,7 +178,7 @@ class Loop:
         when no checkpoint can be used or the last one could not be saved, DuplicateError (exit code 7) when another
         live run saves to the directory.
         """
-        misuse.check_counts(total, max_steps, "epochs")
+        validation.check_counts(total, max_steps, "epochs")
         if self._stage != "new":
             raise ConfigError(explain("used twice", "epochs", expected="once for each Loop", remedy="Make a new Loop"))
         self._steps_max = max_steps
@@ -193,7 +195,7 @@ class Loop:
                 try:
                     yield entered
                 except GeneratorExit:
-                    if leaving.on_purpose(sys._getframe(1)):
+                    if generator_exit.on_purpose(sys._getframe(1)):
                         self._settle()
                         self._save_last()
                     raise
@@ -241,7 +243,7 @@ class Loop:
         """All ranks enter together: they restore the newest checkpoint, if there is one."""
         self._numbers.compare()
         state = self._checkpointer.begin(fresh=self._fresh)
-        self._rank, self._world_size = collective.rank_and_world()
+        self._rank, self._world_size = collectives.rank_and_world()
         self._resumed_world_size = self._world_size
         if state is not None:
             self._restore(state.data, state.world_size)
@@ -310,7 +312,7 @@ class Loop:
         if isinstance(self._sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
         if isinstance(self._sampler, ElasticBatchSampler):
-            misuse.check_exchange(self._sampler, self._world_size, self._weighting)
+            validation.check_exchange(self._sampler, self._world_size, self._weighting)
         check_resumable(loader, self._sampler, self._position, self._resumed_world_size, self._world_size)
         self._weighting.renew()
         self._ledger.renew()
@@ -346,11 +348,11 @@ class Loop:
             try:
                 yield batch
                 self._fed = False
-                misuse.check_entered(self._asked)
+                validation.check_entered(self._asked)
             except GeneratorExit:
                 self._fed = False
                 self._expect_steps(0)
-                if leaving.on_purpose(sys._getframe(1)):
+                if generator_exit.on_purpose(sys._getframe(1)):
                     self._settle()
                 else:
                     self._interrupted()
@@ -365,7 +367,7 @@ class Loop:
                 self._boundary()
         self._expect_steps(0)
 
-    def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
+    def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
         if isinstance(self._sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
@@ -378,13 +380,13 @@ class Loop:
         changed in it, the same number comes again. Restores, saves, leaves and raises as `epochs` does; once per Loop.
         Raises ConfigError when the body has made no step.
         """
-        misuse.check_counts(total, None, "steps")
+        validation.check_counts(total, None, "steps")
         for _ in self.epochs(1, max_steps=total):
             while not self._position.limit_reached(total):
                 self._redo, counted = False, self._position.steps
                 yield counted
-                misuse.check_entered(self._asked)
-                misuse.check_has_step(self._redo or self._share is not None or self._position.steps > counted)
+                validation.check_entered(self._asked)
+                validation.check_has_step(self._redo or self._share is not None or self._position.steps > counted)
                 if self._redo:
                     self._undo.forget_between(self._objects, self.vars)
                 self._pass_on()
@@ -423,14 +425,14 @@ class Loop:
         an optimizer steps outside of the block; RuntimeError when one steps before the global batch is complete.
         """
         self._check_running("step")
-        misuse.check_entered(self._asked)
+        validation.check_entered(self._asked)
         self._asked = _Step(self)
         return self._asked
 
     def _step_begins(self) -> None:
         self._asked = None
         self._check_running("step")
-        misuse.check_alone(in_step=self._in_step, second=self._fed and self._share is None)
+        validation.check_alone(in_step=self._in_step, second=self._fed and self._share is None)
         if not self._fed:
             self._pass_on()
             self._begin(WHOLE)
@@ -462,7 +464,7 @@ class Loop:
             self._within_step = not share.last
             if share.last:
                 self._accumulates = not self._stepped
-                if self._stepped and collective.sequence_number() != self._sequence:
+                if self._stepped and collectives.sequence_number() != self._sequence:
                     self._communicates_late = True
             # Where no optimizer has stepped, a `break` may have left it: it counts when the next one is asked for.
             if self._stepped or not share.last or not (self._fed or self._hooks):
@@ -503,7 +505,7 @@ class Loop:
 
     def _arrive(self) -> None:
         """All of a new generation are here: agree on the state, and let the script know."""
-        self._rank, self._world_size = collective.rank_and_world()
+        self._rank, self._world_size = collectives.rank_and_world()
         self._numbers.moved(self._rank)
         standing = Standing(self._position.steps if self._whole else -1, self._whole)
         told = share(standing, self._given, self._overwritten)
@@ -541,7 +543,7 @@ class Loop:
     def _given(self) -> dict[str, Any]:
         """The state as other ranks take it over."""
         ledger = self._ledger.history(self._position.steps)
-        numbers = {"rng": rng.capture(), "alike": self._numbers.alike}
+        numbers = {"rng": rng_state.capture(), "alike": self._numbers.alike}
         return {
             **stateful.collect(self._objects),
             stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger, "total": self._run.total},
@@ -586,7 +588,7 @@ class Loop:
 
     # The boundary
 
-    def _begin(self, share: Share) -> None:
+    def _begin(self, share: BatchSlice) -> None:
         self._share = share
         self._stepped = False
         self._weighting.begin(share)
@@ -655,16 +657,16 @@ class Loop:
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._has_blocks and not self._in_step:
-            raise ConfigError(misuse.outside_of_step())
+            raise ConfigError(validation.outside_of_step())
         if not self._touched and self._communicates_late:
             self._undo.note_state(stateful.collect(self._objects))
         self._touched = True
         if self._share is not None and not self._share.last:
-            raise RuntimeError(misuse.unfinished_batch(self._position.steps + 1))
+            raise RuntimeError(validation.unfinished_batch(self._position.steps + 1))
 
     def _after_optimizer(self, *_: Any) -> None:
         if not self._stepped:
-            self._sequence = collective.sequence_number()
+            self._sequence = collectives.sequence_number()
         self._stepped = True
 
     # Saving
@@ -679,7 +681,7 @@ class Loop:
 
     def _state(self) -> dict[str, Any]:
         ledger = self._ledger.history(self._position.steps)
-        ours = {**self._about(), "rng": rng.capture(), "vars": self.vars, "ledger": ledger}
+        ours = {**self._about(), "rng": rng_state.capture(), "vars": self.vars, "ledger": ledger}
         return {**stateful.collect(self._objects), stateful.OURS: ours}
 
     def _about(self) -> dict[str, Any]:
@@ -699,7 +701,7 @@ class Loop:
             self._checkpointer.snapshots.take(state, uses)
 
     def _check_running(self, where: str) -> None:
-        misuse.check_stage(self._stage, where)
+        validation.check_stage(self._stage, where)
 
 
 class _Step:

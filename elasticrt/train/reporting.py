@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from elasticrt.contract.messages import Step
+from elasticrt.distributed import agent_client
 from elasticrt.errors import explain
-from elasticrt.train import link
+from elasticrt.ipc.messages import Step
 
 _REPORT_NS = 100_000_000
 _READ_NS = 1_000_000_000
@@ -57,9 +57,9 @@ class Reporter:
     """Steps on the page at once, and in messages: the first of the process, then at most ten a second."""
 
     def __init__(self, resumed_from: int) -> None:
-        self._link = link.agent_link()
-        self._page = link.status_page()
-        link.show_stacks()
+        self._link = agent_client.agent_link()
+        self._page = agent_client.status_page()
+        agent_client.show_stacks()
         self._pid = os.getpid()
         self._resumed_from = resumed_from
         self._first = True

@@ -23,8 +23,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from elasticrt.train.context import wrappers
-from elasticrt.train.order import WHOLE, Share
+from elasticrt.data.sample_order import WHOLE, BatchSlice
+from elasticrt.distributed.context import wrappers
 
 
 class _Divided(torch.autograd.Function):
@@ -72,7 +72,7 @@ class Weighting:
         """Whether a DDP module can't leave an exchange out: with a static graph torch fails when the first one is."""
         return any(layer.static_graph for layer in self._parallel)
 
-    def begin(self, share: Share) -> None:
+    def begin(self, share: BatchSlice) -> None:
         """From here on forward and backward belong to `share`."""
         self._factor = share.weight
         if share.weight != 1.0 and not self._handles:

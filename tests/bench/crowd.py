@@ -1,7 +1,7 @@
 """Many agents in one process, for `tests/bench/rendezvous.py`: the production rendezvous without workers.
 
-Each virtual agent has its own lease, member key, watches, view and decisions (`Rendezvous`, `decide`), and a port that
-answers probes. What they share is what a machine of its own would give each of them: the connections to etcd, the
+Each virtual agent has its own lease, member key, watches, view and decisions (`MemberClient`, `decide`), and a port
+that answers probes. What they share is what a machine of its own would give each of them: the connections to etcd, the
 threads that run their loops in turn, the thread that keeps their leases alive, and the one that answers.
 
 Started as `python -m tests.bench.crowd JSON`; commands come as lines on stdin, events go as JSON lines to stdout.
@@ -25,11 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from elasticrt.agent.probe import Answer
-from elasticrt.agent.prober import Prober
+from elasticrt.liveness.probe import Answer
+from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
-from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
+from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
 from elasticrt.rendezvous.records import FailureRecord, Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
@@ -98,7 +98,7 @@ class VirtualAgent:
             warm=True,
         )
         self.me = Me(record=record, spec=crowd.spec)
-        self.rendezvous = Rendezvous(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
+        self.rendezvous = MemberClient(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
         self._prober: Prober | None = None
         self.lease = 0
         self.lost = self.pausing = False

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import elasticrt
-from elasticrt.train.meeting_store import MeetingStore
+from elasticrt.distributed.group_store import GroupStore
 
 DIRECTORY, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
@@ -195,7 +195,7 @@ def main() -> None:
     net.first.weight.register_hook(lambda _: FAULTS.at("last bucket"))
     around("_broadcast_coalesced", before="broadcast")
     around("init_process_group", before="meet", after="met")
-    around("set", after="published", of=MeetingStore)  # The others know its address; it has not connected yet.
+    around("set", after="published", of=GroupStore)  # The others know its address; it has not connected yet.
     around("isend", before="send", after="sent")
     around("recv", before="receive", after="received")
     if OPTIONS.get("any time"):

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticrt.cli.ledger import books
-from elasticrt.contract.ledger import check
+from elasticrt.audit.exactly_once import check
+from elasticrt.cli.audit import books
 from tests.cluster import Cluster, kill
 
 SCRIPT = Path(__file__).with_name("in_place_script.py")

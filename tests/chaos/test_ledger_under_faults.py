@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.ledger import books
-from elasticrt.contract.ledger import Verdict, check
+from elasticrt.audit.exactly_once import AuditResult, check
+from elasticrt.cli.audit import books
 from tests.chaos.test_storm import Storm
 from tests.cluster import AgentProcess
 
@@ -53,7 +53,7 @@ class OwnDisks(Storm):
 
 def _under_faults(
     tmp_path: Path, seed: int, *, faults: int, nodes: int, kind: type[Storm] = Storm
-) -> tuple[list[str], Verdict]:
+) -> tuple[list[str], AuditResult]:
     """Train while `faults` things happen, drawn from the seed; what happened, and what the ledger says."""
     draw = random.Random(seed)
     script = tmp_path / "train.py"
@@ -87,7 +87,7 @@ def _has_arrived(agent: AgentProcess) -> bool:
     return agent.process.poll() is not None or any(event["event"] == "registered" for event in agent.events)
 
 
-def _proven(tmp_path: Path, told: list[str], verdict: Verdict) -> None:
+def _proven(tmp_path: Path, told: list[str], verdict: AuditResult) -> None:
     assert verdict.problems == (), told
     assert verdict.steps == len(verdict.epochs) * -(-SAMPLES // BATCH)
     assert {(each.trained, each.left_out) for each in verdict.epochs} == {(SAMPLES, 0)}

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Ever
 from torch.utils.data import DataLoader, Dataset
 
 import elasticrt
-from elasticrt.train.link import status_page, worker_env
+from elasticrt.distributed.agent_client import status_page, worker_env
 
 SAMPLES, BATCH, EPOCHS = 120, 12, 4
 STEPS = EPOCHS * SAMPLES // BATCH

@@ -23,7 +23,7 @@ REFUSAL = f"{TABLE}::test_what_is_refused_says_why_and_what_to_use"
 _ENVIRONMENT = "tests/integration/agent/test_environment_of_workers.py"
 _OUTPUT = f"{_ENVIRONMENT}::test_flags_of_one_node_in_workers_and_on_the_console"
 _MEETING = f"{_ENVIRONMENT}::test_the_environment_is_the_same_on_all_nodes_and_after_a_restart"
-_LOGS = "tests/unit/agent/test_logs.py"
+_LOGS = "tests/unit/workers/test_logs.py"
 
 SHOWN: dict[str, tuple[str, ...]] = {
     "--nnodes": (_MEETING,),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from elasticrt.contract.env import WorkerEnv
+from elasticrt.ipc.env import WorkerEnv
 from tests.compat.ecosystem.__main__ import HERE, SCRIPTS, TABLE
 
 LIGHTNING = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"}

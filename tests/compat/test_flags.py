@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
-from elasticrt.agent.group import worker_environment
-from elasticrt.agent.logs import OUT
-from elasticrt.agent.settings import Settings
 from elasticrt.cli.main import Parser, build_parser, main
 from elasticrt.cli.options import streams
 from elasticrt.cli.run import configure, declare
 from elasticrt.cli.torchrun_flags import FLAGS, conf_values
 from elasticrt.errors import ConfigError
+from elasticrt.settings import OUT, Settings
 from elasticrt.spec import RunSpec
+from elasticrt.workers.group import worker_environment
 from tests.compat import flags as page
 
 

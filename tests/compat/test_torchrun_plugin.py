@@ -171,7 +171,7 @@ def test_options_are_checked(option: str, text: str, tmp_path: Path, etcd: EtcdS
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     from elasticrt.errors import ConfigError
-    from elasticrt.rendezvous.torchrun import create
+    from elasticrt.torchrun.backend import create
 
     key, _, value = option.partition("=")
     with pytest.raises(ConfigError, match=text):

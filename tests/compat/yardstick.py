@@ -25,8 +25,8 @@ _BAD = f"{_FLAGS}::test_a_bad_value_is_one_line_and_code_2"
 _OPTIONS = "tests/unit/cli/test_run_options.py"
 _ENDINGS = "tests/integration/agent/test_endings.py"
 _MEETING = "tests/integration/agent/test_meeting.py::test_an_agent_serves_the_endpoint_that_it_owns"
-_LOGS = "tests/unit/agent/test_logs.py"
-_REPORT = "tests/unit/agent/test_report.py"
+_LOGS = "tests/unit/workers/test_logs.py"
+_REPORT = "tests/unit/workers/test_failures.py"
 _BECOME = "tests/integration/worker/test_become.py"
 _GROUP = "tests/integration/worker/test_group.py"
 _GUARD = "tests/integration/worker/test_guard.py"
@@ -351,7 +351,7 @@ BEHAVIOURS = [
             "a worker's control server answers",
             "-Workers serve nothing; the agent answers for its node (--health-port).",
         ),
-        ("a sampler goes on after a change of the world's size", "tests/unit/train/test_samplers.py"),
+        ("a sampler goes on after a change of the world's size", "tests/unit/data/test_samplers.py"),
     ),
 ]
 

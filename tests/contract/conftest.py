@@ -10,8 +10,8 @@ from uuid import uuid4
 
 import pytest
 
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Address, Broken, Changes, Event, KeyValue, Put, Resync, Store, Txn
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 from tests.servers import debian_binary, etcd_server, wait_until, wheel_binary
 
 KINDS = ("memory", "wheel", "debian")
@@ -66,7 +66,7 @@ class Inbox:
 def compact_etcd(address: Address, revision: int) -> None:
     """Compact a real server."""
     from elasticrt.store import proto
-    from elasticrt.store.quiet import grpc
+    from elasticrt.store.grpc_import import grpc
 
     with grpc.insecure_channel(f"{address.host}:{address.port}") as channel:
         proto.KVStub(channel).Compact(proto.CompactionRequest(revision=revision), timeout=10)

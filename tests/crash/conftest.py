@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.train import snapshot
+from elasticrt.checkpoint import snapshot
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """A disk that loses what was not synced: what the code does to one, and what a power cut may leave of it.
 
-`Recorder` stands in for the module `os` inside `train/files.py`, the one place where checkpoints change a file system.
-It does what is asked, and notes every change. `remains` then lists what a disk may hold after a power cut at any point
-of these changes, as POSIX permits it:
+`Recorder` stands in for the module `os` inside `data/durable_files.py`, the one place where checkpoints change a file
+system. It does what is asked, and notes every change. `remains` then lists what a disk may hold after a power cut at
+any point of these changes, as POSIX permits it:
 
 * a name that was created, replaced or deleted since the last fsync of its directory: either as before, or as after any
   of the changes, for each name by itself (a rename may have happened to one of its two names only);

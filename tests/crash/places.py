@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from elasticrt import Checkpointer
-from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.train import archive
-from elasticrt.train.places import Run
-from elasticrt.train.snapshot import Snapshot
+from elasticrt.checkpoint import checkpoint_dir
+from elasticrt.checkpoint.run_directories import RunDirectories
+from elasticrt.checkpoint.snapshot import Snapshot
+from elasticrt.ipc.env import Commit, WorkerEnv
 
 SIZE = 400
 WORKER = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 2, "nonce", "node", "")
@@ -22,8 +22,8 @@ WORKER = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 2, "nonce",
 
 def release() -> None:
     """This process holds no directory any more: for the next test, or as the next process."""
-    while archive._locks:
-        archive._locks.popitem()[1].release()
+    while checkpoint_dir._locks:
+        checkpoint_dir._locks.popitem()[1].release()
 
 
 def close(checkpointer: Checkpointer) -> None:
@@ -63,8 +63,8 @@ def restored(directory: Path, head: Commit | None = None) -> int:
     loader = Checkpointer(directory)
     if head is not None:
         worker = replace(WORKER, resume=head)
-        loader._worker, loader._archive = worker, archive.Archive(directory, 3, worker)
-        loader._run = Run(head.nonce)
+        loader._worker, loader._archive = worker, checkpoint_dir.CheckpointDirectory(directory, 3, worker)
+        loader._run = RunDirectories(head.nonce)
     try:
         found = loader.restore()
     finally:

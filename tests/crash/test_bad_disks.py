@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from elasticrt.data import durable_files as files
 from elasticrt.errors import CheckpointError
-from elasticrt.train import files
 from tests.crash.places import close, commit_of, release, restored, save, save_one, state
 
 ERRORS = ("EIO", "EROFS", "EDQUOT", "ESTALE", "EACCES", "EMFILE")

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from elasticrt import Checkpointer
-from elasticrt.contract.env import Commit
+from elasticrt.checkpoint import checkpoint_dir, checkpointer, committer
+from elasticrt.data import durable_files as files
 from elasticrt.errors import ElasticError
-from elasticrt.train import archive, checkpoint, commit, files
+from elasticrt.ipc.env import Commit
 from tests.crash.disk import Change, Content, Recorder, remains
 from tests.crash.places import close, release, restored, save_one, state
 
@@ -63,7 +64,7 @@ class Promise:
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Thousands of restores say thousands of lines; and this process holds no directory for the next test."""
-    monkeypatch.setattr(checkpoint, "say", lambda _: None)
+    monkeypatch.setattr(checkpointer, "say", lambda _: None)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # What is durable is decided here, not by the disk below.
     logging.disable(logging.CRITICAL)
     yield
@@ -90,8 +91,10 @@ def record(directory: Path, monkeypatch: pytest.MonkeyPatch, *, saves: int, keep
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "os", recorder)
-        patch.setattr(commit.Committer, "commit", noted("accepted", "asked", commit.Committer.commit))
-        patch.setattr(archive.Archive, "mark", noted("marked", "", archive.Archive.mark))
+        patch.setattr(committer.Committer, "commit", noted("accepted", "asked", committer.Committer.commit))
+        patch.setattr(
+            checkpoint_dir.CheckpointDirectory, "mark", noted("marked", "", checkpoint_dir.CheckpointDirectory.mark)
+        )
         saver = Checkpointer(directory, keep=keep)
         assert saver.restore() is None
         whole = set()
@@ -127,13 +130,13 @@ class Checker:
         self._numbers = itertools.count()
         self._torn = False
         self.states = 0
-        real = archive.parse
+        real = checkpoint_dir.parse
 
         def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
             self._torn |= bytes(payload) not in saved.whole
             return real(payload)
 
-        monkeypatch.setattr(archive, "parse", parse)
+        monkeypatch.setattr(checkpoint_dir, "parse", parse)
 
     def check(self, disk: dict[str, Content], promise: Promise) -> str:
         """What is wrong, "" when nothing is."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from elasticrt.contract.env import Commit
+from elasticrt.checkpoint import checkpoint_dir, checkpointer
+from elasticrt.data.durable_files import Directory, Unfit
 from elasticrt.errors import CheckpointError
-from elasticrt.train import archive, checkpoint
-from elasticrt.train.files import Directory, Unfit
+from elasticrt.ipc.env import Commit
 from tests.crash.places import commit_of, release, restored, save
 
 PAYLOAD_STRIDE = 41
@@ -23,7 +23,7 @@ PAYLOAD_STRIDE = 41
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No line for each of thousands of restores; and this process holds no directory for the next test."""
-    monkeypatch.setattr(checkpoint, "say", lambda _: None)
+    monkeypatch.setattr(checkpointer, "say", lambda _: None)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     yield
     release()
@@ -115,20 +115,20 @@ def test_all_damaged_stops(tmp_path: Path) -> None:
             restored(tmp_path, head)
 
 
-def _unchecked(self: archive.Archive, commit: Commit) -> bytearray:
+def _unchecked(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> bytearray:
     return self._opened().read(commit.file)
 
 
-def _size_only(self: archive.Archive, commit: Commit) -> bytearray:
+def _size_only(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> bytearray:
     return self._opened().read(commit.file, size=commit.size)
 
 
-def _own_word(self: archive.Archive, commit: Commit) -> bytearray:
+def _own_word(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> bytearray:
     """Checks a payload against its manifest, not against what was committed."""
     directory: Directory = self._opened()
     known = self.history().manifests.get(commit.nonce)
     content = directory.read(commit.file)
-    if known is None or archive.sha256(content) != known.commit.digest:
+    if known is None or checkpoint_dir.sha256(content) != known.commit.digest:
         raise Unfit("not as the manifest says")
     return content
 
@@ -137,7 +137,7 @@ def _own_word(self: archive.Archive, commit: Commit) -> bytearray:
 def test_a_broken_rule_of_reading_is_caught(tmp_path: Path, broken: Any, monkeypatch: Any, caplog: Any) -> None:
     """S7, C8: the tests above have teeth: without the size, the digest, or etcd's digest, something wrong is loaded."""
     rot = Rot(tmp_path)
-    monkeypatch.setattr(archive.Archive, "payload", broken)
+    monkeypatch.setattr(checkpoint_dir.CheckpointDirectory, "payload", broken)
     (newest,) = tmp_path.glob("step-3-*.pt")
     if broken is _own_word:
         (manifest,) = tmp_path.glob("step-3-*.json")

@@ -1,8 +1,8 @@
 """Copies of the training state in the nodes' memory: as virtual workers take them, and whether one may be resumed from.
 
-As in `elasticrt.train.copies`: between two steps a node's local rank 0 copies its state, and hands it to its agent a
-little later, or at once where it leaves. Each node does so at its own pace, and what is not handed over when its
-workers die is lost.
+As in `elasticrt.checkpoint.memory_tier`: between two steps a node's local rank 0 copies its state, and hands it to its
+agent a little later, or at once where it leaves. Each node does so at its own pace, and what is not handed over when
+its workers die is lost.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elasticrt.agent.group import WorkerSaid
-from elasticrt.contract.messages import Copied
+from elasticrt.ipc.messages import Copied
 from elasticrt.rendezvous.records import Generation, Seat
+from elasticrt.workers.group import WorkerSaid
 from tests.virtual.engine import require
 from tests.virtual.work import step_of
 

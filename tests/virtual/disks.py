@@ -1,6 +1,6 @@
 """Checkpoints on the disks of the nodes that wrote them: what workers can go on from when some nodes are not here.
 
-Each node offers what `elasticrt.train.search` would find in its directory; the production rule chooses among them.
+Each node offers what `elasticrt.checkpoint.locate` would find in its directory; the production rule chooses among them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.contract.env import Commit
+from elasticrt.checkpoint.newest_offer import OLDER, RESUME, Offer, choose
 from elasticrt.errors import EXIT_CHECKPOINT
-from elasticrt.train.offer import OLDER, RESUME, Offer, choose
+from elasticrt.ipc.env import Commit
 from tests.virtual.engine import require
 
 if TYPE_CHECKING:

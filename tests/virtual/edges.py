@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.commit import ASK_AGAIN_S, Errand, Errands
-from elasticrt.agent.prober import Witnesses, nobody
+from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
+from elasticrt.liveness.prober import Witnesses, nobody
 from elasticrt.rendezvous.records import Seat
+from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, LeaseSession
 from elasticrt.store.protocol import Lease
-from elasticrt.store.session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, Session
 from tests.virtual.engine import VirtualQueue
 from tests.virtual.wire import Wire
 
@@ -45,7 +45,7 @@ class VirtualEvents:
         """See `EventLog`."""
 
 
-class VirtualPorts:
+class VirtualStorePorts:
     """Ports are numbers."""
 
     def __init__(self, *_: object) -> None:
@@ -103,7 +103,7 @@ class VirtualProber:
         """See `Prober`."""
 
 
-class VirtualSession(Session):
+class VirtualLeaseSession(LeaseSession):
     """The production lease, its two threads replaced by tasks."""
 
     def __init__(self, store: Wire, ttl_s: float, sink: Callable[[Any], None]) -> None:
@@ -111,7 +111,7 @@ class VirtualSession(Session):
         self._process = store.process
 
     def open(self) -> Lease:
-        """See `Session`."""
+        """See `LeaseSession`."""
         lease = self._grant()
         engine, process = self._process.sim.engine, self._process
         process.tasks.append(engine.start(process, self._keep, "keep"))
@@ -137,19 +137,19 @@ class VirtualSession(Session):
                     self._judge()
 
 
-class VirtualCourier:
+class VirtualStoreProxy:
     """The courier's thread as a task."""
 
     def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
         process = store.process
-        self._errands = Errands(store, keys, committed, self._pause)
+        self._errands = StoreRequests(store, keys, committed, self._pause)
         self._sim = process.sim
         self._process = process
         self._closing = False
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
         process.tasks.append(process.sim.engine.start(process, self._work, "courier"))
 
-    def send(self, errand: Errand) -> None:
+    def send(self, errand: StoreRequest) -> None:
         """See `Courier`."""
         self._waiting.put(errand)
 

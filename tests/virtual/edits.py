@@ -4,10 +4,10 @@ from __future__ import annotations
 
 # ruff: noqa: E501  Pieces of code, one mutant a line.
 
-_R, _A = "elasticrt.rendezvous.", "elasticrt.agent."
-_DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "led", _R + "seats"
-_FENCE, _HANDLER, _COMMIT = _R + "fence", _R + "handler", _A + "commit"
-_SHARE, _OFFER = "elasticrt.train.share", "elasticrt.train.offer"
+_R, _A, _W = "elasticrt.rendezvous.", "elasticrt.agent.", "elasticrt.workers."
+_DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "leader_context", _R + "seats"
+_FENCE, _HANDLER, _COMMIT = _R + "transactions", _R + "member_client", _A + "store_proxy"
+_SHARE, _OFFER = "elasticrt.checkpoint.state_transfer", "elasticrt.checkpoint.newest_offer"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
 
@@ -24,15 +24,15 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "commit by whatever generation is current": (
         (_A + "agent", "Agent._send_errand", "if view.generation and current else -1", "if view.generation else -1"),
     ),
-    "no nonce read-back": ((_COMMIT, "Errands._save", _READ_BACK, "False"),),
+    "no nonce read-back": ((_COMMIT, "StoreRequests._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (
-        (_COMMIT, "Errands._save", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
+        (_COMMIT, "StoreRequests._save", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
     ),
     "resume where the last generation did": (
         (_LED, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
     ),
     "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
-    "the youngest leads": ((_HANDLER, "Rendezvous.complete", "found = self._read(range_, limit=1, by_create=True)", "found = self._read(range_)"),),
+    "the youngest leads": ((_HANDLER, "MemberClient.complete", "found = self._read(range_, limit=1, by_create=True)", "found = self._read(range_)"),),
     "silence fences a majority": (
         (_DECIDE, "_fence_or_wait", "if not led.deaf:", "if True:"),
     ),
@@ -46,7 +46,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "a next life is asked only when it is warm": ((_DECIDE, "_strangers", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
-    "old news take back what a node has written": ((_HANDLER, "Rendezvous._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
+    "old news take back what a node has written": ((_HANDLER, "MemberClient._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
     "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
         (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
@@ -83,21 +83,21 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_SEATS, "Restarts.of", "before.restarts_total,", "before.restarts_total + 1,"),
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
-    "a failed publish is tried again unread": ((_HANDLER, "Rendezvous.publish", "self.refresh()", "pass"),),
-    "a failed report is tried again unread": ((_HANDLER, "Rendezvous._done", "self.refresh()", "pass"),),
+    "a failed publish is tried again unread": ((_HANDLER, "MemberClient.publish", "self.refresh()", "pass"),),
+    "a failed report is tried again unread": ((_HANDLER, "MemberClient._done", "self.refresh()", "pass"),),
     "the leader does not follow reports": ((_VIEW, "followed", "keys.all_reports,", ""),),
-    "a resync is taken for the end": ((_HANDLER, "Rendezvous.absorb", "self._unfollow(notice.range)", "pass"),),
+    "a resync is taken for the end": ((_HANDLER, "MemberClient.absorb", "self._unfollow(notice.range)", "pass"),),
     "workers of the last generation live on": (
-        (_A + "node", "Node.run", "self._end_workers()", "pass"),
+        (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
     "a node that was left out keeps its workers": ((_A + "agent", "Agent._left_out", "self._kill_workers()", "pass"),),
     "only workers that run bind a life": ((_DECIDE, "decide", "max(me.running, me.seated)", "me.running"),),
-    "a lease that is gone ends the agent": ((_A + "cycle", "Cycle._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
+    "a lease that is gone ends the agent": ((_A + "event_loop", "Cycle._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
     "who has not the claim publishes": (
-        (_COMMIT, "Errands._settle", "record.incarnation != errand.incarnation or ", ""),
+        (_COMMIT, "StoreRequests._settle", "record.incarnation != errand.incarnation or ", ""),
     ),
     "a new life keeps its claims": ((_A + "agent", "Agent._left_out", 'failed_at=None, lease="lost")', "failed_at=None)"),),
-    "two build": ((_COMMIT, "Errands._claim", "current.lease != errand.lease", "False"),),
+    "two build": ((_COMMIT, "StoreRequests._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),
@@ -115,32 +115,32 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "_newest_copy", " and report.record.incarnation == entry.record.incarnation", ""),
     ),
     "rank 0 is not where the copy is": ((_LED, "publish", "if holder is not None:", "if False:"),),
-    "copies of the last generation are kept": ((_A + "memory", "Memory.renew", "self._copies = []", "pass"),),
-    "what a fenced node holds comes back with it": ((_A + "node", "Node.kill", "self._memory.close()", "pass"),),
-    "a damaged copy is offered again": ((_A + "memory", "Memory.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
+    "copies of the last generation are kept": ((_W + "snapshot_cache", "SnapshotCache.renew", "self._copies = []", "pass"),),
+    "what a fenced node holds comes back with it": ((_A + "supervisor", "Supervisor.kill", "self._memory.close()", "pass"),),
+    "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
     "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, spec.min_nodes)", "in_place = False"),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "the last that has the state drains, and does not save": (
-        (_R + "planned", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
+        (_R + "reconfiguration", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
     ),
     "a node has as many seats as workers, alive or not": (
         (_SEATS, "seats_for", "member.ready if in_place else member.workers", "member.workers"),
     ),
     "workers that are ready beside their node's seat are not let in": (
-        (_R + "planned", "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
+        (_R + "reconfiguration", "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
     ),
     "a key counts, and not the report that is newer": ((_LED, "as_reported", "return replace(entry", "return entry if True else replace(entry"),),
     "followers are not told that workers go on": (
-        (_A + "policy", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
+        (_W + "outcomes", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
     ),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
     "who does not come back from the cut is waited for": (
-        (_A + "node", "Node._go_on", "self._late_at = time.monotonic() + LATE_S", "self._late_at = None"),
+        (_A + "supervisor", "Supervisor._go_on", "self._late_at = time.monotonic() + LATE_S", "self._late_at = None"),
     ),
-    "a node none of whose workers came along runs them": ((_A + "node", "Node._go_on", "if not self._seated:", "if False:"),),
-    "one lost worker ends all of its node": ((_A + "node", "Node._worker_ended", "if not self._ready_seated():", "if True:"),),
-    "places of a node are counted by local rank": ((_A + "policy", "worker_env", "local_rank if place is None else place", "local_rank"),),
-    "nobody sets up for the lost beside the training": ((_A + "beside", "Beside.start", "if missing:", "if False:"),),
+    "a node none of whose workers came along runs them": ((_A + "supervisor", "Supervisor._go_on", "if not self._seated:", "if False:"),),
+    "one lost worker ends all of its node": ((_A + "supervisor", "Supervisor._worker_ended", "if not self._ready_seated():", "if True:"),),
+    "places of a node are counted by local rank": ((_W + "outcomes", "worker_env", "local_rank if place is None else place", "local_rank"),),
+    "nobody sets up for the lost beside the training": ((_A + "joining", "JoiningWorkers.start", "if missing:", "if False:"),),
     "the state of one that is behind is shared": ((_SHARE, "plan", "furthest = max(", "furthest = min("),),
     "those that are level are not told from those behind": ((_SHARE, "plan", "if rank not in level", "if rank != level[0] and standings[rank].step < 0"),),
 }  # fmt: skip

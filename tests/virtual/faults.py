@@ -6,7 +6,7 @@ import copy
 import math
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.rendezvous import fence
+from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import HeadRecord, Keys, Member, SpecRecord, decode
 from elasticrt.store.protocol import Delete, LeaseLost, Put, Txn
 from tests.virtual.engine import require
@@ -285,7 +285,7 @@ class Faults:
         least, most = map(int, fault.other.split(":"))
         spec = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
         to = record.model_copy(update={"spec": spec})
-        txn = fence.resize(Keys("run"), to, found[0].mod_revision)
+        txn = transactions.resize(Keys("run"), to, found[0].mod_revision)
         self.sim.engine.after(fault.for_s, self._resize, txn, found[0].mod_revision)
         return True
 
@@ -303,7 +303,7 @@ class Faults:
         member = decode(Member, found[0].key, found[0].value)
         if self.sim.plan.leaves_within_s:  # Otherwise the wish may be lost with its key.
             process.told_at = self.sim.engine.now + fault.for_s
-        txn = fence.drain(Keys("run"), found[0], member.model_copy(update={"draining": True}))
+        txn = transactions.drain(Keys("run"), found[0], member.model_copy(update={"draining": True}))
         self.sim.engine.after(fault.for_s, self._drain, process, txn)
         return True
 

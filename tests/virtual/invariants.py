@@ -25,7 +25,7 @@ from elasticrt.rendezvous.records import (
     roster_digest,
 )
 from elasticrt.spec import resized
-from elasticrt.store.protocol import Changes, Event, Snapshot
+from elasticrt.store.protocol import Changes, Event, RangeRead
 from tests.virtual import copies, disks
 from tests.virtual.conduct import Conduct
 from tests.virtual.engine import require
@@ -62,7 +62,7 @@ class Invariants:
         self.conduct = Conduct(sim, self)
         self.work = Work(sim, self)
 
-    def take_over(self, found: Snapshot) -> None:
+    def take_over(self, found: RangeRead) -> None:
         """Begin with what is left in a store that has lost data."""
         for kv in found.keys:
             if kv.key == self.keys.checkpoint:

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-from elasticrt.agent.report import failure_of
-from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.contract.messages import (
+from elasticrt.ipc.env import Commit, WorkerEnv
+from elasticrt.ipc.messages import (
     HANDED_OVER_CODE,
     Claim,
     Down,
@@ -28,6 +26,8 @@ from elasticrt.contract.messages import (
     Save,
     Step,
 )
+from elasticrt.workers.failures import failure_of
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual import disks
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import nanoseconds, require

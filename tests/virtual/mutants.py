@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elasticrt.rendezvous import fence
+from elasticrt.rendezvous import transactions
 from tests.virtual.catches import CATCHES
 from tests.virtual.edits import EDITS
 from tests.virtual.harmless import HARMLESS
@@ -31,7 +31,7 @@ from tests.virtual.plan import draw
 from tests.virtual.simulator import Failed, simulate
 from tests.virtual.stories import STORIES
 
-GUARDED = ("elasticrt.rendezvous.decide", "elasticrt.rendezvous.planned")
+GUARDED = ("elasticrt.rendezvous.decide", "elasticrt.rendezvous.reconfiguration")
 """Modules of which every guard is left out once."""
 
 
@@ -80,7 +80,7 @@ def _edited(edits: tuple[tuple[str, str, str, str], ...]) -> Iterator[None]:
 
 @contextmanager
 def _without_compare(function: str, index: int) -> Iterator[None]:
-    original = getattr(fence, function)
+    original = getattr(transactions, function)
 
     def drop(txn: Any) -> Any:
         compares = tuple(compare for place, compare in enumerate(txn.compares) if place != index)
@@ -91,17 +91,17 @@ def _without_compare(function: str, index: int) -> Iterator[None]:
         made = original(*args, **kwargs)
         return tuple(map(drop, made)) if isinstance(made, tuple) else drop(made)
 
-    setattr(fence, function, mutant)
+    setattr(transactions, function, mutant)
     try:
         yield
     finally:
-        setattr(fence, function, original)
+        setattr(transactions, function, original)
 
 
 def _transactions() -> dict[str, list[str]]:
-    """The functions of `fence` that make transactions, and what each compares, in order."""
+    """The functions of `transactions` that make transactions, and what each compares, in order."""
     made = {}
-    for node in ast.parse(inspect.getsource(fence)).body:
+    for node in ast.parse(inspect.getsource(transactions)).body:
         if isinstance(node, ast.FunctionDef) and node.returns is not None and "Txn" in ast.unparse(node.returns):
             calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
             calls.sort(key=lambda call: (call.lineno, call.col_offset))

@@ -19,26 +19,27 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent import memory, node
+from elasticrt.agent import supervisor
 from elasticrt.agent.agent import Agent
-from elasticrt.agent.group import Command, WorkerEnded
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.node import Node
-from elasticrt.agent.settings import Settings
-from elasticrt.contract.messages import Warm
+from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import ElasticError
+from elasticrt.ipc.messages import Warm
 from elasticrt.rendezvous.decision import Decision, Me, Publish
-from elasticrt.rendezvous.handler import Rendezvous
+from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import Generation, Result, Seat
+from elasticrt.settings import Command, Settings
 from elasticrt.store.protocol import Address, Credentials
+from elasticrt.workers import snapshot_cache
+from elasticrt.workers.group import WorkerEnded
 from tests.virtual.conduct import Intent
 from tests.virtual.edges import (
     CURRENT,
-    VirtualCourier,
     VirtualEvents,
-    VirtualPorts,
+    VirtualLeaseSession,
     VirtualProber,
-    VirtualSession,
+    VirtualStorePorts,
+    VirtualStoreProxy,
 )
 from tests.virtual.engine import Engine, Task, VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
@@ -151,7 +152,7 @@ class VirtualAgent(Agent):
         """The story has it already."""
 
 
-class VirtualNode(Node):
+class VirtualSupervisor(Supervisor):
     """The production node over virtual workers."""
 
     def __init__(self, settings: Settings, put: Callable[[Any], None], *more: Any) -> None:
@@ -195,9 +196,12 @@ class VirtualMembership(Membership):
         return False
 
 
+PRODUCTION = tuple(f"elasticrt.{part}." for part in ("agent", "workers", "liveness", "torchrun", "rendezvous"))
+
+
 def _production() -> list[ModuleType]:
     """Where edges are replaced: modules that may name a clock, a queue, a thread or a process."""
-    found = [key for key in sys.modules if key.startswith(("elasticrt.agent.", "elasticrt.rendezvous."))]
+    found = [key for key in sys.modules if key.startswith(PRODUCTION)]
     return [sys.modules[key] for key in sorted(found)]
 
 
@@ -253,25 +257,25 @@ def virtual(sim: Simulator) -> Iterator[None]:
     secrets = SimpleNamespace(token_hex=draw)
     queues = SimpleNamespace(SimpleQueue=lambda: VirtualQueue(engine, lambda: here().rate), Empty=queue.Empty)
 
-    def rendezvous(store: Wire, keys: Any, node: str, emit: Callable[[Any], None]) -> Rendezvous:
-        return Rendezvous(store, keys, node, emit, store.process.clock)
+    def rendezvous(store: Wire, keys: Any, supervisor: str, emit: Callable[[Any], None]) -> MemberClient:
+        return MemberClient(store, keys, supervisor, emit, store.process.clock)
 
     replacing: dict[str, Any] = {
         "time": clock,
         "secrets": secrets,
         "queue": queues,
         "EventLog": VirtualEvents,
-        "Node": VirtualNode,
+        "Supervisor": VirtualSupervisor,
         "SEATS_PER_CHUNK": sim.plan.seats_per_chunk,
-        "Ports": VirtualPorts,
+        "StorePorts": VirtualStorePorts,
         "Prober": VirtualProber,
         "Membership": VirtualMembership,
         "ProbeServer": lambda *_: SimpleNamespace(port=here().probe_port, start=lambda: None, close=lambda: None),
         "own_address": lambda settings, endpoints: settings.address,
         "how_to_join": lambda settings, spec, meeting: [],
-        "Session": VirtualSession,
-        "Courier": VirtualCourier,
-        "Rendezvous": rendezvous,
+        "LeaseSession": VirtualLeaseSession,
+        "StoreProxy": VirtualStoreProxy,
+        "MemberClient": rendezvous,
         "ask": lambda *seat: sim.probe(here(), *seat),
         "take": lambda *_: None,  # Stacks.
         "meet": lambda settings, told_to_leave: SimpleNamespace(store=here().wire, endpoints=(), served=None),
@@ -283,9 +287,9 @@ def virtual(sim: Simulator) -> Iterator[None]:
         if name in vars(module) and getattr(vars(module)[name], "__module__", "") != module.__name__
     ]
     replaced = [(module, name, replacing[name]) for module, name, _ in before]
-    before += [(memory, "os", os), (node, "os", os)]
+    before += [(snapshot_cache, "os", os), (supervisor, "os", os)]
     files = SimpleNamespace(memfd_create=lambda *_: sim.port(), close=id, MFD_CLOEXEC=0, environ=os.environ)
-    replaced += [(memory, "os", files), (node, "os", files)]
+    replaced += [(snapshot_cache, "os", files), (supervisor, "os", files)]
     CURRENT.append(sim)
     logger = logging.getLogger("elasticrt")
     level = logger.level

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrt.train.share import Plan, Standing, plan
+from elasticrt.checkpoint.state_transfer import Plan, Standing, plan
 from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import require

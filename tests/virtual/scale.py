@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 
 from elasticrt.rendezvous.records import Seat
-from elasticrt.store.memory import MemoryServer, MemoryStore, MemoryWatch
-from elasticrt.store.protocol import Changes, Delete, KeyValue, Lease, Put, Snapshot, Txn, TxnResult, WatchSink
+from elasticrt.store.protocol import Changes, Delete, KeyValue, Lease, Put, RangeRead, Txn, TxnResult, WatchSink
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore, MemoryWatch
 from tests.virtual.world import VirtualMember, World, spec
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -51,7 +51,7 @@ class CountedStore(MemoryStore):
         super().__init__(server)
         self.bill = Bill()
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
         self._pay(len(prefix) + sum(map(_size, found.keys)))
@@ -98,14 +98,14 @@ def _size(value: KeyValue | None) -> int:
 class LargeServer(MemoryServer):
     """The memory server, which finds the oldest of many keys without looking at all of them."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `MemoryServer`. Keys are kept in the order of their creation."""
         if not limit:
             return super().read(prefix, exact=exact, by_create=by_create)
         self.expire()
         keys: Iterator[str] = iter(self._values) if by_create else self._range(prefix, exact)
         found = tuple(islice((self._values[key] for key in keys if key.startswith(prefix)), limit))
-        return Snapshot(found, self.revision, self.store_id, len(found))
+        return RangeRead(found, self.revision, self.store_id, len(found))
 
 
 class Crowd(World):

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticrt.contract.env import Commit, WorkerEnv
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_TERMINATED
+from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.rendezvous.records import Keys, SpecRecord
 from elasticrt.spec import RunSpec, resized
-from elasticrt.store.memory import MemoryServer
 from elasticrt.store.protocol import Changes, Resync, Txn, TxnResult
+from elasticrt.testing.memory_store import MemoryServer
 from tests.virtual.conduct import Intent
 from tests.virtual.copies import State, Trained
 from tests.virtual.engine import STORY_TAIL, Engine, Violation, require

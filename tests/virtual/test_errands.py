@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from elasticrt.agent.commit import Errand, Errands
-from elasticrt.contract.env import Commit
-from elasticrt.contract.messages import Claim, Reply, Save
+from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import Claim, Reply, Save
 from elasticrt.rendezvous.records import Keys
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import StoreUnavailable, Txn, TxnResult
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 
 class LossyStore(MemoryStore):
@@ -39,10 +39,10 @@ def _save(script: list[str], pauses: int = 100) -> tuple[Reply, int]:
     server = MemoryServer(lambda: 0.0)
     left = iter(range(pauses))
     heads: list[object] = []
-    errands = Errands(LossyStore(server, script), Keys("run"), heads.append, lambda: next(left, None) is not None)
+    errands = StoreRequests(LossyStore(server, script), Keys("run"), heads.append, lambda: next(left, None) is not None)
     commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
     request = Save(1, asdict(commit), "")
-    reply = errands.carry_out(Errand(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    reply = errands.carry_out(StoreRequest(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
     assert len(heads) == int(reply.ok)
     return reply, len(server.read(Keys("run").checkpoint, exact=True).keys)
 
@@ -56,8 +56,8 @@ def test_a_commit_of_another_generation_is_refused() -> None:
     """S2: a worker that asked, and was given another generation before its agent had read that, has not committed."""
     commit = Commit(1, 0, 1, "a" * 16, "", "/ckpt", "step-1", "d" * 64, 1)
     server = MemoryServer(lambda: 0.0)
-    errands = Errands(server, Keys("run"), lambda _: None, lambda: False)
-    reply = errands.carry_out(Errand(Save(1, asdict(commit), ""), 2, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    errands = StoreRequests(server, Keys("run"), lambda _: None, lambda: False)
+    reply = errands.carry_out(StoreRequest(Save(1, asdict(commit), ""), 2, 0, 1, "n0", "b" * 16, 0, lambda _: None))
     assert reply == Reply(1, False, "generation 1 is over")
     assert not server.read(Keys("run").checkpoint, exact=True).keys
 
@@ -72,15 +72,15 @@ def test_a_commit_is_asked_about_until_its_outcome_is_known() -> None:
     assert _save(["never"] * 40) == (Reply(1, True), 1)
 
 
-def _claim(errands: Errands, life: str, lease: int) -> str:
-    told = errands.carry_out(Errand(Claim(1, "data", "1"), 1, 0, 1, "n0", life * 16, lease, lambda _: None))
+def _claim(errands: StoreRequests, life: str, lease: int) -> str:
+    told = errands.carry_out(StoreRequest(Claim(1, "data", "1"), 1, 0, 1, "n0", life * 16, lease, lambda _: None))
     return "yes" if told.ok else told.reason
 
 
 def test_a_builder_that_begins_another_life_may_claim_again() -> None:
     """L1: a node that was left out while it built comes back with its lease; nobody waits for its former life."""
     server = MemoryServer(lambda: 0.0)
-    errands = Errands(MemoryStore(server), Keys("run"), lambda _: None, lambda: True)
+    errands = StoreRequests(MemoryStore(server), Keys("run"), lambda _: None, lambda: True)
     mine, other = server.grant(5.0).lease_id, server.grant(5.0).lease_id
     assert _claim(errands, "a", mine) == "yes"
     assert _claim(errands, "b", other) == "wait: n0"

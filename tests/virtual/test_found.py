@@ -8,11 +8,11 @@ import pytest
 
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Ask, Wait
-from elasticrt.rendezvous.handler import Entered
+from elasticrt.rendezvous.member_client import Entered
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.rendezvous.view import apply_range
-from elasticrt.store.memory import MemoryStore
-from elasticrt.store.protocol import Delete, Put, Snapshot, StoreUnavailable, Txn, TxnResult
+from elasticrt.store.protocol import Delete, Put, RangeRead, StoreUnavailable, Txn, TxnResult
+from elasticrt.testing.memory_store import MemoryStore
 from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
 
 
@@ -117,7 +117,7 @@ class LateStore(MemoryStore):
             raise StoreUnavailable("no answer")
         return super().commit(txn)
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         if self.late is not None and self.arrived is None:
             self.nth -= 1

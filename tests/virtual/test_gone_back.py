@@ -7,15 +7,15 @@ from dataclasses import replace
 from elasticrt.errors import EXIT_STORE
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import End, Finish, Halt
-from elasticrt.store.memory import MemoryStore
-from elasticrt.store.protocol import Snapshot
+from elasticrt.store.protocol import RangeRead
+from elasticrt.testing.memory_store import MemoryStore
 from tests.virtual.world import running
 
 
 class Restored(MemoryStore):
     """Answers as a store does that is some revisions younger."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
         return replace(found, revision=found.revision - 1)

@@ -1,8 +1,9 @@
 """The handover's agreement on a step, in all orders of events of small worlds.
 
-The model is the algorithm of `train/handover.py` (workers) and `agent/node.py`, `rendezvous/planned.py` (agents),
-reduced to what can be interleaved: a worker's two accesses at the end of a step (write `entered`, read `stop`), and
-the agents' (for each worker write `stop`, then read `entered`; when all are read, write `go`).
+The model is the algorithm of `distributed/handover.py` (workers) and `agent/supervisor.py`,
+`rendezvous/reconfiguration.py` (agents), reduced to what can be interleaved: a worker's two accesses at the end of a
+step (write `entered`, read `stop`), and the agents' (for each worker write `stop`, then read `entered`; when all are
+read, write `go`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.errors import DuplicateError
-from elasticrt.rendezvous import fence
+from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decision import Halt, Rejoin
-from elasticrt.rendezvous.handler import Entered
+from elasticrt.rendezvous.member_client import Entered
 from elasticrt.rendezvous.records import Member, SpecRecord, decode
 from elasticrt.spec import RunSpec
 from tests.virtual.world import VirtualMember, World, check_ranks, running
@@ -19,7 +19,7 @@ def _resize(world: World, least: int, most: int) -> None:
     found = store.read(keys.spec, exact=True).keys[0]
     record = decode(SpecRecord, keys.spec, found.value)
     spec = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
-    txn = fence.resize(keys, record.model_copy(update={"spec": spec, "resized": True}), found.mod_revision)
+    txn = transactions.resize(keys, record.model_copy(update={"spec": spec, "resized": True}), found.mod_revision)
     assert store.commit(txn).succeeded
 
 
@@ -27,7 +27,7 @@ def _ask_to_drain(member: VirtualMember) -> None:
     key = member.keys.member(member.name)
     found = member.store.read(key, exact=True).keys[0]
     record = decode(Member, key, found.value).model_copy(update={"draining": True})
-    assert member.store.commit(fence.drain(member.keys, found, record)).succeeded
+    assert member.store.commit(transactions.drain(member.keys, found, record)).succeeded
 
 
 def _step(world: World, step: int) -> None:
@@ -109,6 +109,6 @@ def test_other_options_than_the_number_of_nodes_still_end_a_member() -> None:
     found = store.read(keys.spec, exact=True).keys[0]
     record = decode(SpecRecord, keys.spec, found.value)
     other = record.model_copy(update={"spec": record.spec.model_copy(update={"command": ("script", "x.py")})})
-    assert store.commit(fence.resize(keys, other, found.mod_revision)).succeeded
+    assert store.commit(transactions.resize(keys, other, found.mod_revision)).succeeded
     world.settle()
     assert isinstance(world.members["n0"].ended, Halt)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrt.agent.group import WorkerSaid
-from elasticrt.contract.messages import Step
+from elasticrt.ipc.messages import Step
+from elasticrt.workers.group import WorkerSaid
 from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds

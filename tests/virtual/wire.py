@@ -12,18 +12,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from elasticrt.errors import StoreError
-from elasticrt.store.memory import MemoryWatch
 from elasticrt.store.protocol import (
     Broken,
     Changes,
     Lease,
+    RangeRead,
     Resync,
-    Snapshot,
     StoreUnavailable,
     Txn,
     TxnResult,
     WatchSink,
 )
+from elasticrt.testing.memory_store import MemoryWatch
 
 if TYPE_CHECKING:
     from tests.virtual.conduct import Intent
@@ -110,7 +110,7 @@ class Wire:
         """See `protocol.Store`."""
         return ("virtual",)
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         server = self._sim.server
         return self._ask(lambda: server.read(prefix, exact=exact, limit=limit, by_create=by_create))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elasticrt.agent.commit import Errand
-from elasticrt.contract.messages import Reply, Save
+from elasticrt.agent.store_proxy import StoreRequest
+from elasticrt.ipc.messages import Reply, Save
 from elasticrt.rendezvous.records import Generation, HeadRecord
 from tests.virtual.engine import require
 
@@ -150,7 +150,7 @@ class Work:
         """A node's workers have ended well."""
         self.well.setdefault(group.nonce, set()).update(env.rank for env in group.envs)
 
-    def answered(self, process: Process, errand: Errand, reply: Reply) -> None:
+    def answered(self, process: Process, errand: StoreRequest, reply: Reply) -> None:
         """S8: what a worker is told about its commit is true, as soon as it is told."""
         if isinstance(errand.request, Save):
             nonce = errand.request.commit["nonce"]

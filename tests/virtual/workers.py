@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-from elasticrt.agent.report import failure_of
-from elasticrt.contract.env import Commit, WorkerEnv
-from elasticrt.contract.messages import Claim, Copied, Damaged, HandedOver, Published, Reply, Save
-from elasticrt.contract.page import PAGE_BYTES, Page
+from elasticrt.ipc.env import Commit, WorkerEnv
+from elasticrt.ipc.messages import Claim, Copied, Damaged, HandedOver, Published, Reply, Save
+from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
+from elasticrt.workers.failures import failure_of
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import require
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 
 
-class Words(Page):
+class Words(StatusPage):
     """A worker's status page, in this process's own memory."""
 
     def __init__(self) -> None:

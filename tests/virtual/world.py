@@ -30,17 +30,17 @@ from elasticrt.rendezvous.decision import (
     Publish,
     Register,
     Rejoin,
-    Release,
+    ReleaseHold,
     Run,
     Wait,
     Withdraw,
 )
-from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
+from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
 from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import LeaseLost
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 
 @dataclass
@@ -62,7 +62,7 @@ class VirtualMember:
         self.notices: deque[Notice] = deque()
         self.store = self.world.connect()
         self.keys = Keys("run")
-        self.rendezvous = Rendezvous(self.store, self.keys, self.name, self.notices.append, self.world.clock)
+        self.rendezvous = MemberClient(self.store, self.keys, self.name, self.notices.append, self.world.clock)
         self.me = Me(record=self._record(), spec=self.world.spec)
 
     def _record(self) -> Member:
@@ -206,7 +206,7 @@ class VirtualMember:
                 self.me = replace(self.me, going=step)
                 copy = CopyRecord(step=step, epoch=0, size=1, digest="d" * 64, world_size=1)
                 self.report("held", handover=self.me.holding, memory=copy)
-            case Release():
+            case ReleaseHold():
                 self.me = replace(self.me, holding=0, going=0, report=None)
         return True
 

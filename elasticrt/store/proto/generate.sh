@@ -13,6 +13,6 @@ trap 'rm -rf "$venv"' EXIT
 # The stubs import their messages from this package and gRPC without its noise, and call the services by the names on
 # etcd's wire.
 sed -i -e 's/^import ert_etcd_pb2 as /from . import ert_etcd_pb2 as /' \
-       -e 's/^import grpc$/from elasticrt.store.quiet import grpc/' \
+       -e 's/^import grpc$/from elasticrt.store.grpc_import import grpc/' \
        -e "s#/ert_etcd\.#/etcdserverpb.#" \
        -e "s#'ert_etcd\.#'etcdserverpb.#" ert_etcd_pb2_grpc.py

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.store import server
+from elasticrt.store import etcd_server
 from tests.deploy.kubernetes.environment import environment
 from tests.deploy.kubernetes.finding import Doc, of_kind
 from tests.deploy.kubernetes.rendering import DEPLOY, documents, overlay
@@ -69,7 +69,7 @@ def members(docs: list[Doc], network: Network, secrets: Path) -> Iterator[tuple[
             own = {name: value.replace("/etc/etcd/tls", f"{secrets}/etcd-server-tls") for name, value in own.items()}
             own["ETCD_DATA_DIR"] = str(secrets / f"data-{node.name}")
             with (secrets / f"{node.name}.log").open("wb") as log:
-                command = with_names(hosts, str(server.find_binary()))
+                command = with_names(hosts, str(etcd_server.find_binary()))
                 processes.append(node.popen(command, env={**os.environ, **own}, stdout=log, stderr=log))
         yield nodes, hosts
     finally:

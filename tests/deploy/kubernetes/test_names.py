@@ -14,7 +14,7 @@ import pytest
 from elasticrt.cli.main import Parser, build_parser
 from elasticrt.cli.run import configure, declare
 from elasticrt.errors import StoreError
-from elasticrt.store import server
+from elasticrt.store import etcd_server
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, Credentials
@@ -81,7 +81,9 @@ def etcd_env(docs: list[Doc]) -> dict[str, str]:
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_etcd_is_told_what_etcd_understands(name: str) -> None:
     """Every ETCD_ variable is a flag of etcd: it only warns of others."""
-    done = subprocess.run([server.find_binary(), "--help"], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [etcd_server.find_binary(), "--help"], capture_output=True, text=True, timeout=20, check=False
+    )
     flags = set(re.findall(r"^\s+--([a-z0-9-]+)", done.stdout + done.stderr, re.MULTILINE))
     variables = {each for each in etcd_env(overlay(name)) if each.startswith("ETCD_")}
     assert {each.removeprefix("ETCD_").lower().replace("_", "-") for each in variables} <= flags
@@ -122,9 +124,9 @@ def test_etcd_and_agents_trust_each_other(certificates: dict[str, Path], tmp_pat
         env[name] = text
     log = tmp_path / "etcd.log"
     with log.open("wb") as output:
-        etcd = subprocess.Popen([server.find_binary()], env={**os.environ, **env}, stdout=output, stderr=output)
+        etcd = subprocess.Popen([etcd_server.find_binary()], env={**os.environ, **env}, stdout=output, stderr=output)
     try:
-        assert server.await_ready(etcd, Address("https", "127.0.0.1", int(ports["2379"]))), log.read_text()
+        assert etcd_server.await_ready(etcd, Address("https", "127.0.0.1", int(ports["2379"]))), log.read_text()
         files = certificates["etcd-client-tls"]
         own = {name: str(files / file) for name, file in
                (("ca_file", "ca.crt"), ("cert_file", "tls.crt"), ("key_file", "tls.key"))}  # fmt: skip

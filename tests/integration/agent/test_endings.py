@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.runtime import read_record, runtime_directory
+from elasticrt.store.runtime_dir import read_record, runtime_directory
 from tests.cluster import TOGETHER, Cluster, gone, kill
 from tests.servers import EtcdServer, wheel_binary
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.limits import files_needed
+from elasticrt.agent.file_limits import files_needed
 from tests.servers import wheel_binary
 
 

@@ -18,9 +18,9 @@ import pytest
 from elasticrt.errors import ConfigError, StoreError
 from elasticrt.store.embedded import Served, find, find_or_start
 from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.etcd_server import claim
 from elasticrt.store.protocol import Address, Put, Txn
-from elasticrt.store.runtime import read_record, runtime_directory
-from elasticrt.store.server import claim
+from elasticrt.store.runtime_dir import read_record, runtime_directory
 from tests.servers import free_port, refused_to_others, wait_until
 
 LONG_S = 60.0
@@ -291,7 +291,7 @@ def test_no_etcd_on_this_machine(short_path: Path) -> None:
     program = (
         f"import sys; sys.path.append({str(root)!r})\n"
         "from elasticrt.errors import ConfigError\n"
-        "from elasticrt.store.server import find_binary\n"
+        "from elasticrt.store.etcd_server import find_binary\n"
         "try:\n    print(find_binary())\nexcept ConfigError as error:\n    print(error)\n"
     )
     environment = {"PATH": str(short_path)}

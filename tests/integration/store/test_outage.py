@@ -193,8 +193,8 @@ def test_ambiguous_grant(etcd: EtcdServer) -> None:
 
 def _leases(etcd: EtcdServer) -> list[int]:
     """All leases of a server; a call that only this test needs, so its two small messages are read by hand."""
+    from elasticrt.store.grpc_import import grpc
     from elasticrt.store.proto import LeaseGrantResponse
-    from elasticrt.store.quiet import grpc
 
     with grpc.insecure_channel(f"127.0.0.1:{etcd.port}") as channel:
         call = channel.unary_unary("/etcdserverpb.Lease/LeaseLeases")

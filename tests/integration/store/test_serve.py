@@ -16,8 +16,8 @@ import pytest
 from elasticrt.cli.main import main
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.etcd_server import claim
 from elasticrt.store.protocol import Address, Put, Txn
-from elasticrt.store.server import claim
 from tests.servers import free_port, refused_to_others
 
 

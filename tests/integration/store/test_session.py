@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.lease_session import LeaseSession, SessionState
 from elasticrt.store.protocol import Address, LeaseLost, StoreUnavailable
-from elasticrt.store.session import Session, SessionState
 from tests.servers import EtcdServer, Proxy, free_port, wait_until
 
 
@@ -35,10 +35,10 @@ class Words:
 @contextmanager
 def session_at(
     address: Address, words: Words, *, ttl_s: float = 1.0, **options: object
-) -> Iterator[tuple[EtcdStore, Session]]:
+) -> Iterator[tuple[EtcdStore, LeaseSession]]:
     """A session and its store."""
     store = EtcdStore((address,), timeout_s=1.0)
-    session = Session(store, ttl_s, words, **options)  # type: ignore[arg-type]  # Only `now`, which a test gives.
+    session = LeaseSession(store, ttl_s, words, **options)  # type: ignore[arg-type]  # Only `now`, which a test gives.
     try:
         yield store, session
     finally:

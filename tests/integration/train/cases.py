@@ -163,7 +163,7 @@ def damaged(directory: Path) -> str:
 
 def waits(directory: Path) -> dict[str, Any]:
     """What the ranks see while they wait long in `barrier`, `local_first` and `prepare`; nothing is in their store."""
-    from elasticrt.train import barrier
+    from elasticrt.distributed import barrier
 
     barrier._PROGRESS_S = 0.3
     ctx = elasticrt.init()

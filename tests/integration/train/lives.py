@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from elasticrt import Checkpointer, CheckpointError
-from elasticrt.contract.env import Commit, Copy, WorkerEnv
-from elasticrt.train import collective
-from elasticrt.train.snapshot import Snapshot
+from elasticrt.checkpoint.snapshot import Snapshot
+from elasticrt.distributed import collectives
+from elasticrt.ipc.env import Commit, Copy, WorkerEnv
 
 
 class _Warnings(logging.Handler):
@@ -49,7 +49,7 @@ def life(
     `generation`: under an agent; 0: without one. `damaged`, `lost`: before that, this node's newest checkpoint is
     damaged, or gone. `copy`: rank 0 has a copy of this step in memory.
     """
-    rank, _ = collective.rank_and_world()
+    rank, _ = collectives.rank_and_world()
     node = nodes[rank]
     story = directory / name
     place = story / ("shared" if shared else f"node-{node}")

@@ -23,9 +23,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import elasticrt
-from elasticrt.contract.env import Copy, WorkerEnv
-from elasticrt.train import link, stateful
-from elasticrt.train.snapshot import Snapshot
+from elasticrt.checkpoint import stateful
+from elasticrt.checkpoint.snapshot import Snapshot
+from elasticrt.distributed import agent_client
+from elasticrt.ipc.env import Copy, WorkerEnv
 
 BATCH = 8
 EPOCHS = 3
@@ -157,7 +158,7 @@ def _worker(directory: Path, rank: int) -> Iterator[None]:
         run_id="run", attempt=1, generation=2, nonce="n2", node=f"node-{rank}", run_dir="", copy=copy, state_fd=fd,
     )  # fmt: skip
     os.environ.update(worker.to_env())
-    link.forget()
+    agent_client.forget()
     yield
     if fd >= 0:
         os.close(fd)

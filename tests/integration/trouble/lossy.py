@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store import proto
+from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import Address
-from elasticrt.store.quiet import grpc
 
 Loss = Literal["answer", "request", "late", "lease"]
 """What is lost. "late": the request arrives after its sender has given up, and nobody expects it any more.
@@ -34,7 +34,7 @@ KINDS = (
     *("join", "register", "announce", "roster", "publish", "report", "handover", "evict", "leave"),
     *("commit", "claim", "settle", "finish"),
 )
-"""What `kind_of` says of the transactions of `rendezvous.fence`."""
+"""What `kind_of` says of the transactions of `rendezvous.transactions`."""
 
 
 def kind_of(keys: Keys, txn: Any) -> str:

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from elasticrt.agent.group import Command, GroupEnded, WorkerEnded, WorkerGroup, WorkerStarted, worker_environment
-from elasticrt.agent.logs import Console, LogOptions
-from elasticrt.agent.warm import WorkerParent
-from elasticrt.contract.env import WorkerEnv
-from elasticrt.contract.messages import Warm
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.messages import Warm
+from elasticrt.settings import Command, LogOptions
+from elasticrt.workers.fork_server import WorkerParent
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerStarted, worker_environment
+from elasticrt.workers.logs import WorkerConsole
 
 WAIT_S = 60.0
 
@@ -45,7 +46,7 @@ class Rig:
         self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
         self.parent.start(method=method, env=self.base_env, directory=Path.cwd(), **options)
         logs = LogOptions(console_ranks=frozenset())
-        self.group = WorkerGroup(self.parent, self.events.put, logs=logs, console=Console({}))
+        self.group = WorkerGroup(self.parent, self.events.put, logs=logs, console=WorkerConsole({}))
         self.generation = 0
         self.run_dir = Path()
         try:

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from elasticrt.agent.group import Command
+from elasticrt.settings import Command
 
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 WITHOUT_TORCH = {

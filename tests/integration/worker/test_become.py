@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.group import Command
+from elasticrt.settings import Command
 
 PROBE = """\
 import json, os, signal, sys, threading
@@ -219,9 +219,9 @@ def test_environment_is_the_users(warm, tmp_path):
     """The user's variables arrive, our credentials do not, the contract's are readable, descriptors are real."""
     body = """
         import os
-        from elasticrt.contract.channel import Channel
-        from elasticrt.contract.env import WorkerEnv
-        from elasticrt.contract.page import Page
+        from elasticrt.ipc.channel import Channel
+        from elasticrt.ipc.env import WorkerEnv
+        from elasticrt.ipc.status_page import Page
         env = WorkerEnv.from_env(os.environ)
         Page(env.page_fd).finished(7, 0, 1)
         kinds = [os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (env.channel_fd, env.listen_fd)]

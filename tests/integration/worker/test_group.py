@@ -9,8 +9,9 @@ import textwrap
 
 import pytest
 
-from elasticrt.agent.group import Command, GroupEnded, WorkerEnded, WorkerSaid
-from elasticrt.contract.messages import Done
+from elasticrt.ipc.messages import Done
+from elasticrt.settings import Command
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid
 
 REDUCE = """
     import os, torch, torch.distributed as dist
@@ -52,7 +53,7 @@ def test_a_stale_worker_never_joins(warm, tmp_path):
         """
     (tmp_path / "x.py").write_text(textwrap.dedent(body))
     # The group does not care whether the seats it is given belong together: here they do not.
-    from elasticrt.contract.env import WorkerEnv
+    from elasticrt.ipc.env import WorkerEnv
 
     warm.generation += 1
     warm.run_dir = tmp_path / "run"

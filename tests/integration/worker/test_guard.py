@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from rig import Rig
 
-from elasticrt.agent.group import Command, GroupEnded, WorkerEnded, WorkerStarted
-from elasticrt.agent.warm import ParentLost
-from elasticrt.contract.channel import ChannelClosed
-from elasticrt.contract.messages import Signal
+from elasticrt.ipc.channel import ChannelClosed
+from elasticrt.ipc.messages import Signal
+from elasticrt.settings import Command
+from elasticrt.workers.fork_server import ParentLost
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerStarted
 
 BROOD = """\
 import os, signal, subprocess, sys, time
@@ -92,7 +93,7 @@ def test_the_agent_is_killed(tmp_path, until, is_alive):
     agent = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
-        from elasticrt.agent.group import Command
+        from elasticrt.settings import Command
         from rig import Rig
         rig = Rig(sys.argv[1])
         print(rig.parent.pid, flush=True)
@@ -292,15 +293,15 @@ def test_a_new_generation_while_the_old_one_dies(warm, tmp_path):
 
 def test_the_channel_of_a_worker(warm, tmp_path):
     """Messages arrive with rank and generation, replies are received, the page is readable, nonsense is survived."""
-    from elasticrt.agent.group import WorkerSaid
-    from elasticrt.contract.messages import Claim, Reply, Step
+    from elasticrt.ipc.messages import Claim, Reply, Step
+    from elasticrt.workers.group import WorkerSaid
 
     body = """
         import os, time
-        from elasticrt.contract.channel import Channel
-        from elasticrt.contract.env import WorkerEnv
-        from elasticrt.contract.messages import Claim, Step
-        from elasticrt.contract.page import Page
+        from elasticrt.ipc.channel import Channel
+        from elasticrt.ipc.env import WorkerEnv
+        from elasticrt.ipc.messages import Claim, Step
+        from elasticrt.ipc.status_page import Page
         env = WorkerEnv.from_env(os.environ)
         channel, page = Channel.adopt(env.channel_fd), Page(env.page_fd)
         page.finished(11, 2, 12345)

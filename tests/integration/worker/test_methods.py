@@ -16,9 +16,9 @@ def test_exec_workers(cold, tmp_path):
     """Without a warm parent a worker is a fresh Python with the contract's descriptors, and no listening socket."""
     body = """
         import os, sys
-        from elasticrt.contract.channel import Channel
-        from elasticrt.contract.messages import Claim
-        from elasticrt.contract.env import WorkerEnv
+        from elasticrt.ipc.channel import Channel
+        from elasticrt.ipc.messages import Claim
+        from elasticrt.ipc.env import WorkerEnv
         env = WorkerEnv.from_env(os.environ)
         Channel.adopt(env.channel_fd).send(Claim(1, "x", "1"))
         print("torch" in sys.modules, env.listen_fd, sys.stdout.write_through, sys.argv[1:])
@@ -106,7 +106,7 @@ EARLY = "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint(tor
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_a_script_that_sets_variables_before_its_imports(session_mark, tmp_path, monkeypatch, kind):
     """What it sets is obeyed: its workers are fresh interpreters, the parent stays small, and the reason is said."""
-    from elasticrt.agent.group import Command
+    from elasticrt.settings import Command
 
     (tmp_path / "early.py").write_text(EARLY)
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def test_a_script_that_sets_variables_before_its_imports(session_mark, tmp_path,
 @pytest.mark.parametrize("name", ["directory", "archive", "compiled.pyc"])
 def test_what_is_no_source_file(session_mark, tmp_path, monkeypatch, name):
     """A directory, an archive and byte code are run by fresh interpreters, which is said before they start."""
-    from elasticrt.agent.group import Command
+    from elasticrt.settings import Command
 
     main = tmp_path / "directory" / "__main__.py"
     main.parent.mkdir()

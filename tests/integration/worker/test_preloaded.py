@@ -79,13 +79,13 @@ class Watched(dict):
         return super().__iter__()
 
 watched = os.environ._data = os.environb._data = Watched(os.environ._data)
-from elasticrt.worker import preload
+from elasticrt.bootstrap import preload
 print(preload.warm_up([], "")[0])
 own = "RANK WORLD_SIZE MASTER_ TORCHELASTIC_ TORCH_NCCL_ LOCAL_ GROUP_ ROLE_ GLOO_ ELASTICRT_ all".split()
 print([name for name in watched.read if name.startswith(tuple(own))])
 print("HOME" in watched.read)
 before = set(sys.modules)
-from elasticrt.worker import boot
+from elasticrt.bootstrap import run_script as boot
 import elasticrt.train.loop
 print(set(sys.modules) - before)
 """

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 
 from elasticrt.agent import membership
-from elasticrt.agent.group import Command
-from elasticrt.agent.meeting import Meeting, ride_out
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.participant import Participant
-from elasticrt.agent.settings import Settings
+from elasticrt.agent.store_discovery import Meeting, ride_out
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Keys, Member, decode
+from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
-from elasticrt.store.memory import MemoryServer, MemoryStore
-from elasticrt.store.protocol import Credentials, Lease, Snapshot, StoreUnavailable, Txn, TxnResult
+from elasticrt.store.protocol import Credentials, Lease, RangeRead, StoreUnavailable, Txn, TxnResult
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from elasticrt.torchrun.participant import Participant
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
 
@@ -51,10 +50,10 @@ class Troubled(MemoryStore):
             act()
         raise StoreUnavailable("no answer within the deadline")
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         act = functools.partial(super().read, prefix, exact=exact, limit=limit, by_create=by_create)
-        found: Snapshot = self._call(act)
+        found: RangeRead = self._call(act)
         return found
 
     def commit(self, txn: Txn) -> TxnResult:

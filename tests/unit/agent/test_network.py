@@ -8,9 +8,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from elasticrt.agent.interfaces import interface_of
-from elasticrt.agent.policy import UNMET_MAX, failure_record, network
-from elasticrt.agent.report import failure_of
+from elasticrt.agent.network_interfaces import interface_of
+from elasticrt.workers.failures import failure_of
+from elasticrt.workers.outcomes import UNMET_MAX, failure_record, network
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 REFUSED = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.commit import Errand, Errands
-from elasticrt.contract.env import Commit
-from elasticrt.contract.messages import Own, Reply, Save
-from elasticrt.contract.owner import NAME, Owner
+from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
+from elasticrt.ipc.directory_owner import NAME, Owner
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import Own, Reply, Save
 from elasticrt.rendezvous.records import Keys
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Put, Txn
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 
-def errands_of(server: MemoryServer, run: str) -> Errands:
+def errands_of(server: MemoryServer, run: str) -> StoreRequests:
     """The agent of a run."""
-    return Errands(MemoryStore(server), Keys(run), lambda _: None, lambda: True)
+    return StoreRequests(MemoryStore(server), Keys(run), lambda _: None, lambda: True)
 
 
-def ask(errands: Errands, request: Own | Save) -> Reply:
+def ask(errands: StoreRequests, request: Own | Save) -> Reply:
     """One request of a worker in generation 1, which nobody has replaced."""
-    return errands.carry_out(Errand(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+    return errands.carry_out(StoreRequest(request, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
 
 
 def test_heads_of_several_directories() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.events import EventLog
-from elasticrt.agent.policy import PHASES, phases
-from elasticrt.agent.progress import Progress
-from elasticrt.contract.messages import Step
-from elasticrt.contract.page import Page
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.messages import Step
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.liveness.progress import Progress
+from elasticrt.workers.outcomes import PHASES, phases
 
 MS = 1_000_000
 
@@ -51,7 +51,7 @@ def test_phases(since_ms: int, marks_ms: dict[str, int], expected_ms: dict[str, 
 
 def test_a_second_loop_costs_nothing(tmp_path: Path) -> None:
     """A restarted script says once what the restart has cost: the first step of its next Loop ends no recovery."""
-    page, said = Page(Page.create()), []
+    page, said = StatusPage(StatusPage.create()), []
     progress = Progress(lambda: [page], EventLog("n0", tmp_path, -1), said.append)
     page.finished(7, 0, 1 * MS)
     progress.replaced(1)

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from elasticrt.agent.agent import Agent
-from elasticrt.agent.commit import Courier, Errand
-from elasticrt.agent.cycle import ThreadDied
-from elasticrt.agent.group import Command
-from elasticrt.agent.participant import Participant
-from elasticrt.agent.prober import Prober
-from elasticrt.agent.settings import Settings
-from elasticrt.contract.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.agent.event_loop import ThreadDied
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.errors import StoreError
+from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
+from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Credentials, Put, Resync, Txn
 from elasticrt.store.watcher import Watcher
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from elasticrt.torchrun.participant import Participant
 
 if TYPE_CHECKING:
     from elasticrt.store.connection import Connections
@@ -67,10 +66,10 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
     agent.prober.close()
 
 
-def _courier() -> tuple[Courier, int, MemoryStore]:
+def _courier() -> tuple[StoreProxy, int, MemoryStore]:
     store = MemoryStore(MemoryServer(lambda: 0.0))
     revision = store.commit(Txn((), (Put(KEYS.generation, SpecRecord(spec=SPEC, attempt=1).encode()),))).revision
-    return Courier(store, KEYS, lambda _: None), revision, store
+    return StoreProxy(store, KEYS, lambda _: None), revision, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -80,7 +79,7 @@ def test_a_courier_answers_whatever_is_asked(text):
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def ask(request) -> Reply:
-        courier.send(Errand(request, 1, revision, 1, "n0", "0" * 16, 0, replies.put))
+        courier.send(StoreRequest(request, 1, revision, 1, "n0", "0" * 16, 0, replies.put))
         return replies.get(timeout=10)
 
     assert ask(Claim(1, f"name-{text}", text)).ok
@@ -104,7 +103,7 @@ def test_a_dead_courier_ends_the_agent(agent):
     def broken(_: Reply) -> None:
         raise LookupError("a bug")
 
-    courier.send(Errand(Claim(1, "x", "1"), 1, revision, 1, "n0", "0" * 16, 0, broken))
+    courier.send(StoreRequest(Claim(1, "x", "1"), 1, revision, 1, "n0", "0" * 16, 0, broken))
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
     with pytest.raises(RuntimeError, match=r"elasticrt-courier of this agent has ended: LookupError\('a bug'\)"):
@@ -118,7 +117,7 @@ def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.agent.prober.generation_of", broken)
+    monkeypatch.setattr("elasticrt.liveness.prober.generation_of", broken)
     prober = Prober(lambda *_: None)
     named = Seat(
         node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="a.name.invalid", probe_port=1
@@ -142,7 +141,7 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.agent.prober.generation_of", broken)
+    monkeypatch.setattr("elasticrt.liveness.prober.generation_of", broken)
     one.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
     with pytest.raises(StoreError, match=r"thread elasticrt-ask_0 of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)

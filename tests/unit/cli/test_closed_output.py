@@ -15,8 +15,8 @@ import pytest
 from elasticrt.cli import control
 from elasticrt.rendezvous.records import Keys, SpecRecord
 from elasticrt.spec import RunSpec
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Put, Txn
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.meeting import Meeting, how_to_join
-from elasticrt.agent.settings import Settings
+from elasticrt.agent.store_discovery import Meeting, how_to_join
 from elasticrt.cli import run
 from elasticrt.cli.main import Parser, build_parser
 from elasticrt.cli.options import spellings
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.embedded import Served
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Address
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 GIVEN = {
     "nproc_per_node": "2", "start_method": "spawn", "preload": "json,re", "role": "trainer",

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elasticrt.agent.group import Command
 from elasticrt.cli import run
 from elasticrt.cli.launch import argument_of
 from elasticrt.cli.main import main
+from elasticrt.settings import Command
 
 UNDERSCORE, DASH = "--local_rank", "--local-rank"
 

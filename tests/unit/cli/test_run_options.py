@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.settings import Settings
 from elasticrt.cli.main import Parser, build_parser, main
 from elasticrt.cli.run import configure, count_workers, declare
 from elasticrt.errors import ConfigError
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 
 

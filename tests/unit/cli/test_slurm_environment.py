@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.agent.settings import Settings
 from elasticrt.cli.main import Parser, build_parser
 from elasticrt.cli.run import configure, declare
 from elasticrt.cli.slurm import Slurm, alone, first_node
-from elasticrt.contract.env import inherited
 from elasticrt.errors import ConfigError
+from elasticrt.ipc.env import inherited
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import ETCD_WAIT_S
 

@@ -9,15 +9,15 @@ from functools import partial
 
 import pytest
 
-from elasticrt.rendezvous import fence
+from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Me, Publish, Run, Wait
-from elasticrt.rendezvous.handler import Entered, Notice, Rendezvous
+from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
 from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Member, Seat, roster_chunks
 from elasticrt.rendezvous.view import View, apply, apply_range
 from elasticrt.spec import RunSpec
-from elasticrt.store.memory import MemoryServer, MemoryStore
-from elasticrt.store.protocol import Changes, Event, KeyValue, Put, Snapshot, Txn, TxnResult
+from elasticrt.store.protocol import Changes, Event, KeyValue, Put, RangeRead, Txn, TxnResult
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 KEYS = Keys("run")
 
@@ -27,7 +27,7 @@ class CountedStore(MemoryStore):
 
     requests = size = 0
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> Snapshot:
+    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
         self.requests += 1
@@ -49,7 +49,7 @@ class One:
         record = _member(index)
         self.notices: deque[Notice] = deque()
         self.messages = 0
-        self.rendezvous = Rendezvous(self.store, KEYS, record.node, self.notices.append, lambda: 0.0)
+        self.rendezvous = MemberClient(self.store, KEYS, record.node, self.notices.append, lambda: 0.0)
         self.lease = self.store.grant(60.0).lease_id
         entered = self.rendezvous.enter(spec, record, self.lease, again=False)
         assert isinstance(entered, Entered)
@@ -126,7 +126,7 @@ def test_forming_costs_the_leader_in_proportion() -> None:
     many, _ = _form(320)
     assert many.messages <= 8 * few.messages
     assert many.size <= 8 * few.size
-    assert many.requests <= few.requests + 320 // (SEATS_PER_CHUNK * fence.CHUNKS_PER_TXN) + 1
+    assert many.requests <= few.requests + 320 // (SEATS_PER_CHUNK * transactions.CHUNKS_PER_TXN) + 1
 
 
 def test_the_longest_of_rosters_fits_into_requests_of_etcd() -> None:
@@ -145,9 +145,9 @@ def test_the_longest_of_rosters_fits_into_requests_of_etcd() -> None:
         for index in range(10_000)
     )
     store = MemoryStore(MemoryServer(lambda: 0.0))
-    txns = fence.roster(KEYS, "0" * 16, roster_chunks(seats))
+    txns = transactions.roster(KEYS, "0" * 16, roster_chunks(seats))
     assert all(store.commit(txn).succeeded for txn in txns)  # It refuses what etcd refuses.
-    assert len(txns) == -(-len(seats) // (SEATS_PER_CHUNK * fence.CHUNKS_PER_TXN))
+    assert len(txns) == -(-len(seats) // (SEATS_PER_CHUNK * transactions.CHUNKS_PER_TXN))
 
 
 @pytest.mark.parametrize("leads", [False, True])
@@ -155,7 +155,7 @@ def test_many_changes_at_once_fold_like_one_by_one(leads: bool) -> None:
     """A fold of many changes gives the same view as many folds, and leaves the view before as it was."""
     start = View("n00000", oldest="n00000" if leads else "n00003")
     start = apply_range(
-        start, KEYS, KEYS.members, Snapshot(tuple(_kv(index, 10 + index) for index in range(4)), 14, "s", 4), 0.0
+        start, KEYS, KEYS.members, RangeRead(tuple(_kv(index, 10 + index) for index in range(4)), 14, "s", 4), 0.0
     )
     members = dict(start.members)
     changes = [Event(kv.key, kv, kv.mod_revision) for kv in (_kv(index, 20 + index) for index in range(8))]
@@ -175,7 +175,7 @@ def test_a_view_remembers_no_reads_of_former_rosters() -> None:
     view = View("n00000")
     for _ in range(5):
         chunk = KEYS.chunk(secrets.token_hex(8), 0)
-        view = apply_range(view, KEYS, chunk, Snapshot((), 5, "s", 0), 0.0)
+        view = apply_range(view, KEYS, chunk, RangeRead((), 5, "s", 0), 0.0)
     assert list(view.read_at) == [chunk]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elasticrt.errors import StoreError
-from elasticrt.rendezvous.handler import Rendezvous
+from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import (
     PATH_MAX_BYTES,
     TEXT_MAX_BYTES,
@@ -34,8 +34,8 @@ from elasticrt.rendezvous.records import (
     version_of,
 )
 from elasticrt.spec import COMMAND_MAX_BYTES, RunSpec, difference
-from elasticrt.store.memory import MemoryServer, MemoryStore
 from elasticrt.store.protocol import Put, Txn
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 from elasticrt.text import cut, known, packed, plain, shell, size, unpacked
 
 LIFE = {"node": "n0", "incarnation": "0" * 16}
@@ -218,11 +218,11 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
     values |= {keys.chunk("c" * 16, 0): chunks[0], **{keys.member(each.node): each for each in members}}
     for name, record in values.items():
         store.commit(Txn((), (Put(name, record.encode()),)))
-    rendezvous = Rendezvous(store, keys, "n0", lambda _: None)
+    rendezvous = MemberClient(store, keys, "n0", lambda _: None)
     rendezvous.refresh()
     assert rendezvous.view.leads
     store.commit(Txn((), (Put(keys.prefix + key, b"\xff no record"),)))
-    fresh = Rendezvous(store, keys, "n0", lambda _: None)
+    fresh = MemberClient(store, keys, "n0", lambda _: None)
     fresh.view = replace(rendezvous.view, read_at={})
     if key in OWN:
         with pytest.raises(StoreError, match=rf"has been overwritten \({keys.prefix + key}\)"):

@@ -6,10 +6,10 @@ import pytest
 
 from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.seats import seat_order, seats_for
-from elasticrt.rendezvous.view import Entry
+from elasticrt.rendezvous.view import Stored
 
 
-def _member(name: str, created: int, node_rank: int | None = None) -> Entry[Member]:
+def _member(name: str, created: int, node_rank: int | None = None) -> Stored[Member]:
     record = Member(
         node=name,
         incarnation=f"{created:016x}",
@@ -20,10 +20,10 @@ def _member(name: str, created: int, node_rank: int | None = None) -> Entry[Memb
         port=2,
         node_rank=node_rank,
     )
-    return Entry(record, create_revision=created, mod_revision=created, since=0.0)
+    return Stored(record, create_revision=created, mod_revision=created, since=0.0)
 
 
-def _names(entries: list[Entry[Member]]) -> list[str]:
+def _names(entries: list[Stored[Member]]) -> list[str]:
     return [entry.record.node for entry in entries]
 
 

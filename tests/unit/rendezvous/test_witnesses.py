@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticrt.rendezvous.records import Generation, Seat, chunk_of
-from elasticrt.rendezvous.view import Entry, View
+from elasticrt.rendezvous.view import Stored, View
 
 CHUNKS = 4
 
@@ -29,7 +29,7 @@ def _view(node: str, seats: list[Seat], chunks: int) -> View:
         chunks=chunks,
         roster_digest="b" * 64,
     )
-    return View(node, generation=Entry(generation, 1, 1, 0.0), seats={seat.node: seat for seat in seats})
+    return View(node, generation=Stored(generation, 1, 1, 0.0), seats={seat.node: seat for seat in seats})
 
 
 def test_whom_to_ask_about_a_node() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.store.server import in_our_words
+from elasticrt.store.etcd_server import in_our_words
 
 STACK = """
 goroutine 1 [running, locked to thread]:

@@ -6,9 +6,9 @@ import queue
 
 import pytest
 
-from elasticrt.store.memory import MemoryServer, MemoryStore
+from elasticrt.store.lease_session import SUSPENDED_SHARE, LeaseSession, SessionState, judge
 from elasticrt.store.protocol import Lease
-from elasticrt.store.session import SUSPENDED_SHARE, Session, SessionState, judge
+from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ class SlowStore(MemoryStore):
 def test_an_answer_counts_from_when_its_question_was_sent(asked: str) -> None:
     """S1: etcd started the TTL anew before it answered, so an answer that was long under way is old when it comes."""
     store, states = SlowStore(), queue.Queue[SessionState]()
-    session = Session(store, 1.0, states.put, now=lambda: store.now)
+    session = LeaseSession(store, 1.0, states.put, now=lambda: store.now)
     late_s = SUSPENDED_SHARE + 0.1
     try:
         if asked == "grant":

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_worker import Agent, under
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from elasticrt import CheckpointError, ConfigError, ElasticBatchSampler, ElasticDistributedSampler, Loop
-from elasticrt.contract.env import Commit
-from elasticrt.contract.messages import Save, Step
-from elasticrt.contract.page import STACKS_SIGNAL, Page
-from elasticrt.train import archive, link, order
+from elasticrt.checkpoint import checkpoint_dir
+from elasticrt.data import sample_order
+from elasticrt.distributed import agent_client
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import Save, Step
+from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
+from tests.fake_worker import Agent, under
 
 SAMPLES, BATCH = 20, 6
 PER_EPOCH = 4
@@ -28,8 +30,8 @@ PER_EPOCH = 4
 def alone():
     """No locks from one test to the next."""
     yield
-    while archive._locks:
-        archive._locks.popitem()[1].release()
+    while checkpoint_dir._locks:
+        checkpoint_dir._locks.popitem()[1].release()
 
 
 class Run:
@@ -534,13 +536,13 @@ def test_several_loops_in_one_process(tmp_path, monkeypatch):
         return trained
 
     agent = Agent()
-    page_fd = Page.create()
-    page = Page(page_fd)
+    page_fd = StatusPage.create()
+    page = StatusPage(page_fd)
     with under(agent, monkeypatch, page_fd=page_fd):
         assert script() == [[0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2]]
         newest = agent.of(Save)[-1].commit
         total = page.step
-        link.status_page().close()
+        agent_client.status_page().close()
     assert total == newest["total"] == 3 + 6 + 3 + 3 + 2
     again = Agent(head=newest["nonce"])
     again.heads = agent.heads
@@ -586,7 +588,7 @@ def test_pause_takes_the_weights_off(tmp_path):
 def test_a_borrowed_sample_never_counts(tmp_path):
     """Weight 0 gives a gradient of zero even where the sample's own is infinite."""
     run = Run(tmp_path)
-    run.loop._weighting.begin(order.Share(0, 1, 0.0, True))
+    run.loop._weighting.begin(sample_order.BatchSlice(0, 1, 0.0, True))
     run.model(torch.full((1, 3), torch.inf, dtype=torch.float64)).sum().backward()
     assert run.model.weight.grad.abs().sum() == 0
     run.loop._weighting.detach()
@@ -595,8 +597,8 @@ def test_a_borrowed_sample_never_counts(tmp_path):
 def test_reports_to_the_agent(tmp_path, monkeypatch):
     """The first step at once and few after it; every step on the page; the commit through the agent (S10)."""
     agent = Agent()
-    page_fd = Page.create()
-    page = Page(page_fd)
+    page_fd = StatusPage.create()
+    page = StatusPage(page_fd)
     with under(agent, monkeypatch, page_fd=page_fd):
         run = Run(tmp_path)
         entered = []
@@ -605,7 +607,7 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
                 entered.append((page.entered, page.step))
                 run.train(batch)
                 run.loop.report(loss=torch.tensor(0.25, requires_grad=True), rate=3)
-        link.status_page().close()
+        agent_client.status_page().close()
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
     assert entered == [(1, 0), (2, 1), (3, 2), (4, 3)]
@@ -618,8 +620,8 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
 
 def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
     """L5: from an epoch's first batch to its last, but for pauses; not before, between epochs, or after."""
-    page_fd = Page.create()
-    page = Page(page_fd)
+    page_fd = StatusPage.create()
+    page = StatusPage(page_fd)
     with under(Agent(), monkeypatch, page_fd=page_fd):
         run = Run(tmp_path)
         inside, paused, between = [], [], [page.stepping]
@@ -635,7 +637,7 @@ def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
                     break
             between.append(page.stepping)
         between.append(page.stepping)
-        link.status_page().close()
+        agent_client.status_page().close()
     assert set(inside) == {1}
     assert (set(paused), set(between)) == ({0}, {0})
     assert len(inside) == 2 * len(paused) == 2 * (PER_EPOCH + 3)
@@ -644,12 +646,12 @@ def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
 
 def test_shows_its_stacks(tmp_path, monkeypatch):
     """W07: at the agent's signal a worker writes where it is, behind the words of its page, and goes on."""
-    page_fd = Page.create()
-    page = Page(page_fd)
+    page_fd = StatusPage.create()
+    page = StatusPage(page_fd)
     with under(Agent(), monkeypatch, page_fd=page_fd):
         run = Run(tmp_path)
         assert run.to_the_end(1) == [0]
-        link.status_page().close()
+        agent_client.status_page().close()
         words = bytes(page.words)
         for _ in range(2):
             before = len(page.text())

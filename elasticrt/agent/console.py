@@ -1,0 +1,106 @@
+"""What an agent says: events for machines, lines on stderr for people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from elasticrt.agent.store_discovery import Meeting, how_to_join
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.std_streams import Unwritable, write
+from elasticrt.ipc.wording import counted
+from elasticrt.rendezvous.decision import Leave, Me, Publish
+from elasticrt.rendezvous.records import HeadRecord, Result
+from elasticrt.rendezvous.view import View
+from elasticrt.settings import Settings
+from elasticrt.text import plain
+
+
+class Console:
+    """One agent's. Lines are left out when somebody reads the events instead."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._unheard = False
+        self._said = 0  # The newest generation that people know of.
+        self.events = EventLog(settings.node, settings.run_dir, settings.events_fd)
+
+    @property
+    def narrates(self) -> bool:
+        """Whether people are told anything: not where somebody reads the events instead, or nobody reads our lines."""
+        return self._settings.events_fd < 0 and not self._unheard
+
+    def say(self, text: str) -> None:
+        """Tell people."""
+        if not self.narrates:
+            return
+        try:
+            self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
+        except Unwritable as error:  # A full disk, or a terminal that is gone: the run does not end of that.
+            self._unheard = True
+            self.event("unheard", problem=str(error))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Tell machines."""
+        self.events.write(name, **fields)
+
+    def joined(self, me: Me, meeting: Meeting) -> None:
+        """This agent is a member; how others become one."""
+        settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
+        self.events.rename(name)
+        self.event("agent_started", pid=os.getpid(), run_id=settings.run_id, etcd=etcd, run_dir=str(settings.run_dir))
+        self.event("registered", incarnation=me.record.incarnation, attempt=me.attempt)
+        self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
+        if me.spec.max_nodes > 1:
+            for line in how_to_join(settings, me.spec, meeting):
+                self.say(line)
+
+    def left_out_fresh(self, step: int) -> None:
+        """`--fresh` is for runs that nobody knows yet; a node that starts again must not throw away what others do."""
+        self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
+        self.say("to start from the beginning, give another --run-id")
+
+    def nothing_to_do(self, result: Result) -> None:
+        """The run has succeeded before."""
+        self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
+
+    def published(self, decision: Publish, before: Mapping[str, str]) -> None:
+        """A generation was published; `before`: incarnations by node of the one that it replaces."""
+        after = {seat.node: seat.incarnation for seat in decision.draft.seats}
+        if decision.draft.kind == "lost":
+            for name in sorted(name for name in before if after.get(name) != before[name]):
+                self.event("member_lost", lost=name, how=decision.draft.cause)
+
+    def generation(self, view: View, me: Me) -> None:
+        """There is another generation, as soon as this node knows whether it has a seat there. Said once."""
+        if view.generation is None or view.number <= self._said or not view.roster_known:
+            return
+        self._said = view.number
+        new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+        if new.attempt != me.attempt:  # Of the attempt before this one: nobody stands by there.
+            return
+        here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
+        size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
+        self.say(f"generation {new.number} with {size}: {new.cause}")
+
+    def left(self, decision: Leave, head: HeadRecord | None) -> None:
+        """This node has gone: what is saved by now, and how to go on."""
+        if decision.saving and (head is None or head.reached < decision.saving):
+            saved = f"the node of rank 0 is saving step {decision.saving:,}; "
+        else:
+            saved = f"step {head.reached:,} is saved; " if head is not None else ""
+        self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
+
+    def ended(self, result: Result, *, leads: bool) -> None:
+        """The run has its result; the leader shows the report."""
+        if result.text and leads:
+            self.event("failure", text=result.text)
+            self.say(result.text)
+        self.event("result", status=result.status, code=result.code, reason=result.reason)
+        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
+
+
+def _ranks(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"

@@ -1,0 +1,50 @@
+"""How many files an agent may have open: raised to what it needs, or said before anything has been started."""
+
+from __future__ import annotations
+
+import resource
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.liveness.probe import CONNECTIONS_MAX
+from elasticrt.liveness.prober import OPEN_AT_ONCE
+
+FILES_OF_AGENT = 64
+"""Of the agent itself: modules being loaded, etcd, the worker parent, logs, the copies in memory. About 30 in use."""
+
+FILES_OF_WORKER = 9
+"""Kept: two pipes, two logs, the channel; while it starts also its ends of these, and its status page."""
+
+
+FILES_OF_ETCD = 160
+"""The embedded server keeps 150 for itself, and does not start with less. It inherits the agent's limit."""
+
+
+def files_needed(workers: int, nodes: int, *, serves: bool = False) -> int:
+    """Open files of an agent with so many workers, in a run of up to so many nodes, which ask each other. Pure.
+
+    `serves`: it may start the embedded etcd.
+    """
+    own = FILES_OF_AGENT + FILES_OF_WORKER * workers + min(nodes, OPEN_AT_ONCE) + min(nodes, CONNECTIONS_MAX)
+    return max(own, FILES_OF_ETCD) if serves else own
+
+
+def allow_files(workers: int, nodes: int, *, serves: bool) -> None:
+    """Raise this process's soft limit to what is needed. Raises ConfigError where the hard limit is below that.
+
+    Workers inherit the limit, and so does an embedded etcd (`serves`).
+    """
+    needed = files_needed(workers, nodes, serves=serves)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            explain(
+                "too few files may be open on this machine",
+                "ulimit -n",
+                got=f"a hard limit of {hard:,}",
+                expected=f"{needed:,} for {workers:,} workers in a run of up to {nodes:,} nodes",
+                remedy="Raise the limit, or start fewer workers on this node",
+            )
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,186 @@
+"""Where the agents of a run meet: which etcd, at which address of ours, and how others are told to come."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from elasticrt.errors import StoreError, explain
+from elasticrt.rendezvous.records import Keys
+from elasticrt.settings import Settings
+from elasticrt.spec import RunSpec
+from elasticrt.store.address import DEFAULT_PORT, is_loopback
+from elasticrt.store.embedded import Served, find_or_start
+from elasticrt.store.etcd_server import connect
+from elasticrt.store.protocol import Address, Store, StoreUnavailable
+from elasticrt.text import shell
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 1.5
+"""Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
+
+LOOK_AGAIN_S = 0.1
+
+ELSEWHERE = ("192.0.2.1", 9)
+"""An address that is nobody's (RFC 5737), behind every default route."""
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An open store, and what serves it: `served` is None for an etcd that is not ours."""
+
+    store: Store
+    endpoints: tuple[Address, ...]
+    served: Served | None
+
+
+def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
+    """Find etcd, or start this machine's own, and get its first answer. Raises StoreError, ConfigError."""
+    served = None
+    endpoints = settings.etcd
+    if not endpoints:
+        served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
+        endpoints = (served.address,)
+    elif settings.etcd_runs:
+        _check_listening(endpoints)
+    from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
+
+    store = EtcdStore(endpoints, settings.credentials)
+    try:
+        # A connection alone proves nothing: members that start together listen before they have a majority.
+        ride_out(
+            lambda: store.read(Keys(settings.run_id).spec, exact=True),
+            settings.etcd_wait_s,
+            told_to_leave=told_to_leave,
+        )
+    except BaseException:
+        store.close()
+        raise
+    return Meeting(store, endpoints, served)
+
+
+def ride_out(ask: Callable[[], R], wait_s: float, *, told_to_leave: Callable[[], bool] = lambda: False) -> R:
+    """Ask etcd again until it answers: who joins waits for it as members do, for up to `wait_s`.
+
+    `ask` must bear being repeated when its effect is unknown. Raises StoreError after `wait_s` without an answer and
+    when told to leave, and at once whatever else `ask` raises.
+    """
+    since, said = time.monotonic(), False
+    while True:
+        try:
+            return ask()
+        except StoreUnavailable as error:
+            if told_to_leave():
+                message = "told to leave before the run was joined (signal). Nothing has been started"
+                raise StoreError(message) from error
+            if time.monotonic() - since >= wait_s:
+                message = explain(
+                    f"etcd has not answered for {wait_s:g} s",
+                    "--etcd",
+                    got=str(error),
+                    expected="an answer within --etcd-wait",
+                    remedy="Check that it runs, that most of its members do, and that the way to it is open",
+                )
+                raise StoreError(message) from error
+            if not said:
+                log.warning("etcd does not answer: %s; waiting for up to %g s", error, wait_s)
+                said = True
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _check_listening(endpoints: tuple[Address, ...]) -> None:
+    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run."""
+    troubles = []
+    for endpoint in endpoints:
+        try:
+            connect(endpoint, CONNECT_S).close()
+        except OSError as error:
+            troubles.append(f"{endpoint}: {error.strerror or error}")
+        else:
+            return
+    raise StoreError(
+        explain(
+            "etcd cannot be reached",
+            "--etcd",
+            got="; ".join(troubles),
+            expected="a running etcd (version 3)",
+            remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
+        )
+    )
+
+
+def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
+    """The address that other nodes reach this one at: as told, or that of the way to etcd. Raises StoreUnavailable."""
+    if settings.address is not None:
+        return settings.address
+    return address_towards(settings.serve or endpoints[0])
+
+
+def address_towards(endpoint: Address) -> str:
+    """This machine's address on the way to etcd, as others see it. Raises StoreUnavailable."""
+    if is_loopback(endpoint):
+        return "127.0.0.1"
+    try:
+        address = _route(endpoint.host, endpoint.port)
+    except OSError as error:
+        raise StoreUnavailable(
+            explain(
+                "no way to etcd",
+                str(endpoint),
+                got=str(error),
+                expected="an address that this machine can reach",
+                remedy="Check the name, or give this node's own address with --local-addr",
+            )
+        ) from error
+    # Where etcd is on this machine, and its name is 127.0.1.1 here, others come to another address of ours.
+    return outward_address() or address if is_loopback(Address("http", address, 0)) else address
+
+
+def outward_address() -> str:
+    """This machine's address on the way to others; "" when there is none."""
+    try:
+        return _route(*ELSEWHERE)
+    except OSError:
+        return ""
+
+
+def _route(host: str, port: int) -> str:
+    """The address of ours that a packet would come from. Raises OSError."""
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
+        return str(probe.getsockname()[0])
+
+
+def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
+    """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine."""
+    nodes = ("--min-nodes", str(spec.min_nodes), "--max-nodes", str(spec.max_nodes))
+    run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
+    if meeting.served is None or settings.serve is not None:
+        carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []
+        endpoints = meeting.endpoints if settings.serve is None else (settings.serve,)
+        where = "this" if all(map(is_loopback, endpoints)) else "any"
+        return [*carries, f"join from {where} machine: {_line(*_etcd(endpoints), *run)}"]
+    outward = Address("http", outward_address() or "ADDRESS", DEFAULT_PORT)
+    etcd = shell(("elasticrt", "etcd", "--listen", f"{outward.host}:{outward.port}", "--insecure-etcd"))
+    return [
+        f"join from this machine: {_line(*run)}",
+        f"other machines need an etcd that they can reach: {etcd}, then {_line(*_etcd((outward,)), *run)}",
+    ]
+
+
+def _line(*words: str) -> str:
+    return shell(("elasticrt", "run", *words))
+
+
+def _etcd(endpoints: tuple[Address, ...]) -> tuple[str, ...]:
+    """The words for this etcd. Who joins there without TLS has to accept that, as this node has."""
+    open_to_all = any(each.scheme == "http" and not is_loopback(each) for each in endpoints)
+    return ("--etcd", ",".join(map(str, endpoints)), *(["--insecure-etcd"] if open_to_all else []))

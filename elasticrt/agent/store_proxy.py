@@ -1,0 +1,256 @@
+"""What workers ask of etcd, carried out for them: commits and shared preparations, all fenced by their generation.
+
+A thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
+answered exactly once. An answer of "no" says why; the worker warns its user and goes on training.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from elasticrt.errors import StoreError
+from elasticrt.ipc.directory_owner import NAME, Holding, Owner
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Reply, Save
+from elasticrt.rendezvous import transactions
+from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode, version_of
+from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+Request = Save | Own | Claim | Published | BuildFailed
+
+ASK_AGAIN_S = 0.5
+"""Between two questions about a commit whose outcome is unknown. They go on until the outcome is known: a worker that
+took a commit for refused that did happen would have all its later ones refused."""
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """A request with the generation it comes from; `generation_mod` is that record's revision in the store."""
+
+    request: Request
+    generation: int
+    generation_mod: int
+    attempt: int
+    node: str
+    incarnation: str
+    lease: int
+    answer: Callable[[Reply], None]
+
+
+class StoreProxy:
+    """Carries out errands one after the other. `committed` is told of every new head, from the courier's thread."""
+
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
+        self._closing = threading.Event()
+        self._errands = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
+        self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
+        self._thread.start()
+
+    def send(self, errand: StoreRequest) -> None:
+        """Queue an errand."""
+        self._waiting.put(errand)
+
+    def close(self, timeout_s: float) -> None:
+        """End after the errand under way; those still queued are never carried out (their workers are gone)."""
+        self._closing.set()
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+        self._errands.release()
+
+    def _work(self) -> None:
+        while True:
+            errand = self._waiting.get()
+            if errand is None:
+                return
+            errand.answer(self._errands.carry_out(errand))
+
+
+class StoreRequests:
+    """What an errand does to the store. No thread and no clock of its own.
+
+    `committed` is told of every new head; `pause` waits a little while, and says whether to go on asking.
+    """
+
+    def __init__(
+        self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None], pause: Callable[[], bool]
+    ) -> None:
+        self._pause = pause
+        self._store = store
+        self._keys = keys
+        self._committed = committed
+        self._holdings: dict[str, Holding] = {}
+
+    def release(self) -> None:
+        """Let go of the checkpoint directories."""
+        for holding in self._holdings.values():
+            holding.release()
+
+    def carry_out(self, errand: StoreRequest) -> Reply:
+        """Carry out one errand; the answer, whatever happens."""
+        request = errand.request
+        try:
+            if isinstance(request, Save):
+                return self._save(errand, request)
+            if isinstance(request, Own):
+                return self._own(errand, request)
+            if isinstance(request, Claim):
+                return self._claim(errand, request)
+            return self._settle(errand, request)
+        except StoreUnavailable as error:
+            unsure = "" if isinstance(request, Save) else "unsure: "
+            return Reply(request.request, False, f"{unsure}etcd does not answer: {error}")
+        except (StoreError, ValidationError) as error:
+            return Reply(request.request, False, str(error))
+
+    def _save(self, errand: StoreRequest, request: Save) -> Reply:
+        try:
+            head = HeadRecord.of(Commit.from_fields(request.commit))
+        except (ValueError, ValidationError) as error:
+            return Reply(request.request, False, f"not a commit: {error}")
+        if head.generation != errand.generation:  # Its writer has moved on, and asked before that.
+            return Reply(request.request, False, f"generation {head.generation} is over")
+        holding = self._holdings.get(head.directory)
+        other = None if holding is None else holding.lost()
+        if other is not None:
+            return Reply(request.request, False, f"taken: {other}")
+        sent = False
+        while True:
+            try:
+                current, known = self._head()
+                if known is not None and known.nonce == head.nonce:
+                    return self._accepted(request, head)  # An earlier try whose answer was lost.
+                if (known.nonce if known is not None else "") != request.replaces:
+                    return Reply(request.request, False, "another checkpoint has become the head")
+                head_mod = current.mod_revision if current is not None else 0
+                txn = transactions.commit(self._keys, errand.generation_mod, head_mod, errand.attempt, head)
+                again, sent = sent, True
+                if self._store.commit(txn).succeeded:
+                    return self._accepted(request, head)
+                if again:
+                    # What made this try fail can be an earlier one that took effect in the meantime.
+                    _, known = self._head()
+                    if known is not None and known.nonce == head.nonce:
+                        return self._accepted(request, head)
+                return Reply(request.request, False, f"generation {errand.generation} is over")
+            except StoreUnavailable as error:
+                if not sent:
+                    raise
+                log.warning("commit of step %d: outcome unknown, reading back (%s)", head.step, error)
+            if not self._pause():
+                return Reply(request.request, False, "etcd does not answer: the outcome of the commit is unknown")
+
+    def _head(self) -> tuple[KeyValue | None, HeadRecord | None]:
+        current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
+        return current, decode(HeadRecord, current.key, current.value) if current is not None else None
+
+    def _accepted(self, request: Save, head: HeadRecord) -> Reply:
+        self._committed(head)
+        return Reply(request.request, True)
+
+    def _own(self, errand: StoreRequest, request: Own) -> Reply:
+        """The head of a directory, and that no other live run saves to it."""
+        key = self._keys.place(request.place)
+        found = self._store.read(key, exact=True)
+        if request.take:
+            owner = Owner.here(self._keys.run_id, found.store_id, errand.node)
+            holding = Holding(Path(request.directory), owner, partial(self._lives, found.store_id))
+            try:
+                other = holding.take()
+            except OSError as error:
+                return Reply(request.request, False, f"the record {NAME} in it can't be written: {error}")
+            if other is not None:
+                return Reply(request.request, False, f"taken: {other}")
+            if request.directory in self._holdings:
+                self._holdings[request.directory].release()
+            self._holdings[request.directory] = holding
+        value = found.get(key)
+        head = None if value is None else decode(HeadRecord, key, value.value)
+        return Reply(request.request, True, "", {} if head is None else {"head": asdict(head.commit())})
+
+    def _lives(self, store_id: str, other: Owner) -> bool | None:
+        """Whether the run of another owner has members, if it is in this store and may be looked at."""
+        if other.store != store_id or not other.run:
+            return None
+        try:
+            return bool(self._store.read(Keys(other.run).members, limit=1).keys)
+        except StoreUnavailable:
+            raise
+        except StoreError as error:
+            log.info("the members of run %s cannot be read: %s", other.run, error)
+            return None
+
+    def _claim(self, errand: StoreRequest, request: Claim) -> Reply:
+        current, record = self._preparation(request.name)
+        stale = record is None or record.version != version_of(request.version)
+        if record is not None and not stale:
+            if record.state == "done":
+                return Reply(request.request, False, "done", {"digest": record.digest})
+            if record.state == "building" and record.incarnation == errand.incarnation:
+                return Reply(request.request, True)
+            if record.state == "building" and current is not None and current.lease != errand.lease:
+                return Reply(request.request, False, f"wait: {record.node}")
+            if record.state == "failed" and record.generation == errand.generation:
+                return Reply(request.request, False, f"failed: {record.error}")
+            # It failed in an earlier generation, or its builder was a former life of this agent, whose workers are gone
+            # and whose lease lives on: this one may try again.
+        claimed = self._preparing(errand, request.version, "building")
+        seen_mod = current.mod_revision if current is not None else 0
+        txn = transactions.claim(
+            self._keys,
+            request.name,
+            claimed,
+            generation_mod=errand.generation_mod,
+            seen_mod=seen_mod,
+            lease=errand.lease,
+        )
+        if self._store.commit(txn).succeeded:
+            return Reply(request.request, True)
+        return Reply(request.request, False, "wait: another node")
+
+    def _settle(self, errand: StoreRequest, request: Published | BuildFailed) -> Reply:
+        current, record = self._preparation(request.name)
+        if current is None or record is None or record.incarnation != errand.incarnation or record.state != "building":
+            return Reply(request.request, False, "the claim is gone: another node may be building")
+        if isinstance(request, Published):
+            settled = self._preparing(errand, request.version, "done", digest=request.digest)
+        else:
+            settled = self._preparing(errand, request.version, "failed", error=request.error)
+        txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
+        done = self._store.commit(txn).succeeded
+        return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
+
+    def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
+        key = self._keys.preparation(name)
+        current = self._store.read(key, exact=True).get(key)
+        return current, decode(Preparation, key, current.value) if current is not None else None
+
+    @staticmethod
+    def _preparing(
+        errand: StoreRequest,
+        version: str,
+        state: Literal["building", "done", "failed"],
+        *,
+        digest: str = "",
+        error: str = "",
+    ) -> Preparation:
+        return Preparation(
+            state=state,
+            version=version_of(version),
+            generation=errand.generation,
+            node=errand.node,
+            incarnation=errand.incarnation,
+            digest=digest,
+            error=error,
+        )

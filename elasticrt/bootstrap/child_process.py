@@ -1,0 +1,140 @@
+"""Between the fork and the user's program: a worker process gets its session, signals, descriptors and directory.
+
+Everything that can fail here is told to the worker parent through a pipe and ends the process: nothing of the user's
+has run yet, so this is an error of starting, not of the script. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elasticrt.bootstrap import process_sessions
+from elasticrt.ipc.messages import Start
+
+EXIT_CANNOT_EXECUTE = 126
+EXIT_NOT_FOUND = 127
+
+_FD_VARIABLES = {name: f"ELASTICRT_{name.upper()}_FD" for name in ("channel", "page", "state", "listen")}
+_DEFAULT_IN_PROGRAMS = tuple(
+    getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)
+)
+"""Signals that Python ignores for itself, and which a program that is not Python expects to be at their default."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a freshly forked worker process has to do.
+
+    Attributes:
+        start: the message that asked for it.
+        fds: its descriptors by name, as in `Start.fd_names`.
+        errors_fd: write end of a close-on-exec pipe for the text of an error before the user's program runs.
+        parent_pid: the worker parent.
+        executes: replace the process image, instead of running the script in this interpreter.
+        program: the command is not Python's.
+    """
+
+    start: Start
+    fds: dict[str, int]
+    errors_fd: int
+    parent_pid: int
+    executes: bool
+    program: bool
+
+
+def needs_own_interpreter(start: Start) -> bool:
+    """Whether a fork of this process cannot become `start`'s command, so that a fresh Python has to run it.
+
+    That is so when variables that Python or the loader read while starting differ from this process's, when another
+    Python is asked for, and for anything but a plain source file (a directory, a zip file, a path that is not there).
+    """
+    ours, theirs = _startup_variables(os.environ), _startup_variables(start.env)
+    python = theirs.get("PYTHON_EXEC") or sys.executable
+    if ours != theirs or Path(shutil.which(python) or python).absolute() != Path(sys.executable).absolute():
+        return True
+    if start.module:
+        return False
+    return not is_source(Path(start.directory, start.command[0]))
+
+
+def is_source(script: Path) -> bool:
+    """Whether it is a file with Python's source code, and not a directory, an archive or byte code to run."""
+    return script.is_file() and script.suffix != ".pyc" and not zipfile.is_zipfile(script)
+
+
+def _startup_variables(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(("PYTHON", "LD_"))}
+
+
+def fail(job: Job, error: OSError) -> NoReturn:
+    """Tell the worker parent why this worker cannot run, and end."""
+    os.write(job.errors_fd, str(error).encode(errors="replace")[:2000])
+    os._exit(EXIT_NOT_FOUND if isinstance(error, FileNotFoundError) else EXIT_CANNOT_EXECUTE)
+
+
+def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
+    """Make this forked process a worker in all but its program; returns the environment it is to have.
+
+    `signals` are the dispositions that the worker parent itself was started with.
+    """
+    try:
+        os.setsid()
+        process_sessions.die_with_parent(job.parent_pid)
+        _reset_signals(signals)
+        _place_standard_streams(job)
+        os.chdir(job.start.directory)
+    except OSError as error:
+        fail(job, error)
+    env = dict(job.start.env)
+    fds = dict(job.fds)
+    if job.executes and "listen" in fds:
+        # Only workers that run in this interpreter know how to host a store on a given socket. For all others the
+        # port has to be free by the time they bind it.
+        os.close(fds.pop("listen"))
+    for name, variable in _FD_VARIABLES.items():
+        env[variable] = str(fds.get(name, -1))
+    return env
+
+
+def execute(job: Job, env: dict[str, str]) -> NoReturn:
+    """Replace this process by the user's command: `python -u script args`, or the command itself."""
+    command = job.start.command
+    if not job.program:
+        python = env.get("PYTHON_EXEC") or sys.executable
+        command = [python, "-u", *(["-m"] if job.start.module else []), *command]
+    try:
+        for name in ("channel", "page", "state"):
+            if name in job.fds:
+                os.set_inheritable(job.fds[name], True)
+        for number in _DEFAULT_IN_PROGRAMS:
+            signal.signal(number, signal.SIG_DFL)
+        os.execvpe(command[0], command, env)  # noqa: S606  Without a shell is how we want it.
+    except OSError as error:
+        fail(job, type(error)(error.errno, error.strerror, command[0]))
+
+
+def _reset_signals(signals: Mapping[int, Any]) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _place_standard_streams(job: Job) -> None:
+    if not job.start.keep_stdin:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if name in job.fds:
+            os.dup2(job.fds[name], number)
+            os.close(job.fds[name])

@@ -1,0 +1,360 @@
+"""The worker parent: starts the workers of one node, reaps them with all they left behind, and guards them.
+
+A process of its own because the agent has threads and must not import torch. With "fork" it has imported torch before
+the first worker is needed, and each worker is a fork of it; with "exec" it is small and each worker is a fresh program.
+It has one thread and one loop: messages from the agent, ends of children. When the agent is gone, so are the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import errno
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from elasticrt.bootstrap import child_process, process_sessions
+from elasticrt.bootstrap.child_process import Job
+from elasticrt.ipc.channel import Channel, ChannelClosed
+from elasticrt.ipc.messages import Exited, Message, Signal, Start, Started, Warm
+from elasticrt.ipc.wakeup import Wakeup
+
+SWEEP_AGAIN_S = 0.02
+SWEEP_MAX_S = 2.0
+"""After this a worker counts as gone although a process of its session is not: it hangs inside the kernel."""
+END_MAX_S = 0.9
+"""How long a parent without an agent tries to see its workers gone before it ends itself."""
+
+_IGNORED = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
+)
+"""Schedulers send these to every process of a job. What they mean is the agent's business; ours is to stay with it."""
+
+
+@dataclass
+class _Worker:
+    start: Start
+    pid: int
+    errors_fd: int
+    code: int | None = None
+    ended_ns: int = 0
+    error: str = ""
+
+
+class ForkServer:
+    """The state of a worker parent. `serve` runs it."""
+
+    def __init__(self, channel: Channel, *, program: bool) -> None:
+        self._channel = channel
+        self._program = program
+        self._executes = True
+        self._workers: dict[int, _Worker] = {}
+        self._strangers: dict[int, int] = {}  # Orphans adopted before a newer generation started, with that number.
+        self._generation = 0
+        self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
+        self._agent_fd = self._watch_agent()
+        self._bell = Wakeup()
+        self._bell.ring_on_signals()
+        # A handler has to be there for the wake-up to happen; the work is done in the loop.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+
+    @staticmethod
+    def _watch_agent() -> int:
+        # The channel ends with the agent, unless something that the agent started holds a copy of it.
+        try:
+            return os.pidfd_open(os.getppid())
+        except OSError:
+            return -1  # A kernel before 5.3, or the agent has gone already, which the channel says as well.
+
+    def forget(self) -> None:
+        """In a fork: close what only the parent may hold."""
+        self._channel.close()
+        self._bell.close()
+        if self._agent_fd >= 0:
+            os.close(self._agent_fd)
+        for worker in self._workers.values():
+            if worker.errors_fd >= 0:
+                os.close(worker.errors_fd)
+
+    def serve(self, warm: Warm) -> Job | None:
+        """Work until the agent is gone (None), or until this process is a forked worker: then its job."""
+        self._executes = warm.method == "exec"
+        try:
+            self._channel.send(warm)
+            while not self._agent_gone():
+                job = self._turn()
+                if job is not None:
+                    return job
+        except ChannelClosed:
+            pass  # The agent is gone, which is the ordinary way in which this ends.
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+        return None
+
+    def _agent_gone(self) -> bool:
+        return self._agent_fd >= 0 and bool(select.select([self._agent_fd], [], [], 0)[0])
+
+    def _turn(self) -> Job | None:
+        watched = [self._channel.fileno(), self._bell.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
+        ready = select.select(watched, [], [], self._wait_s())[0]
+        self._reap()
+        if self._channel.fileno() not in ready:
+            return None
+        received = self._channel.receive(0)
+        while received is not None:
+            message, fds = received
+            job = self._handle(message, fds)
+            if job is not None:
+                return job
+            received = self._channel.receive(0) if self._channel.pending() else None
+        return None
+
+    def _wait_s(self) -> float | None:
+        return SWEEP_AGAIN_S if any(worker.code is not None for worker in self._workers.values()) else None
+
+    def _handle(self, message: Message, fds: list[int]) -> Job | None:
+        if isinstance(message, Start):
+            return self._start(message, fds)
+        if isinstance(message, Signal):
+            alive = [
+                worker.pid
+                for worker in self._workers.values()
+                if worker.code is None
+                and message.generation in (0, worker.start.generation)
+                and (not message.local_ranks or worker.start.local_rank in message.local_ranks)
+            ]
+            if message.sessions:
+                process_sessions.kill_sessions(alive, message.number)
+            if not message.sessions or message.number == signal.SIGKILL:
+                # SIGKILL to the process itself as well: one that was forked just now has no session of its own yet.
+                for pid in alive:
+                    process_sessions.kill(pid, message.number)
+            return None
+        raise ValueError(f"the agent sent a {type(message).__name__} to its worker parent")
+
+    def _start(self, start: Start, fds: list[int]) -> Job | None:
+        """Fork a worker. In the worker itself: its job."""
+        job = None
+        try:
+            _expect_all(start, fds)
+            if start.generation > self._generation:
+                # Orphans that are here already belong to what ran before, and go with it.
+                self._strangers |= {pid: self._generation for pid in self._orphans() if pid not in self._strangers}
+                self._generation = start.generation
+            job = self._fork(start, dict(zip(start.fd_names, fds, strict=True)))
+        except OSError as error:
+            text = f"cannot start a worker process: {error}"
+            now_ns = time.monotonic_ns()
+            self._send(Exited(start.generation, start.local_rank, 0, child_process.EXIT_CANNOT_EXECUTE, now_ns, text))
+        if job is None:
+            for fd in fds:
+                os.close(fd)
+        return job
+
+    def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
+        executes = self._executes or child_process.needs_own_interpreter(start)
+        errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        me = os.getpid()
+        # No signal may reach the worker while it still has this process's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(errors_fd)
+            os.close(errors_writer)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            raise
+        if pid == 0:
+            os.close(errors_fd)
+            return Job(start, fds, errors_writer, me, executes, self._program)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.close(errors_writer)
+        self._workers[pid] = _Worker(start, pid, errors_fd)
+        self._send(Started(start.generation, start.local_rank, pid, time.monotonic_ns()))
+        return None
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def _reap(self) -> None:
+        """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
+        self._bell.heard()
+        with contextlib.suppress(ChildProcessError):
+            # A worker is looked at before it is reaped: until then nobody else can get its number.
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                worker = self._workers.get(ended.si_pid)
+                if worker is not None:
+                    worker.ended_ns = time.monotonic_ns()
+                    process_sessions.kill_sessions([worker.pid], signal.SIGKILL)
+                _, status = os.waitpid(ended.si_pid, 0)
+                self._strangers.pop(ended.si_pid, None)
+                if worker is not None:
+                    worker.code = os.waitstatus_to_exitcode(status)
+        for worker in [each for each in self._workers.values() if each.code is not None]:
+            if not self._left_behind(worker) or time.monotonic_ns() - worker.ended_ns > SWEEP_MAX_S * 1e9:
+                self._report(worker)
+
+    def _left_behind(self, worker: _Worker) -> bool:
+        """Kill what is left of an ended worker; whether anything was."""
+        left = process_sessions.members([worker.pid])
+        generation = worker.start.generation
+        others = [each.start.generation for each in self._workers.values() if each is not worker and each.code is None]
+        if generation not in others:
+            # The last worker of its generation takes the orphans along that detached themselves from any session.
+            newer = generation + 1 if others else 0
+            left += [pid for pid in self._orphans() if self._strangers.get(pid, newer) <= generation]
+        for pid in left:
+            process_sessions.kill(pid, signal.SIGKILL)
+        return bool(left)
+
+    def _orphans(self) -> list[int]:
+        """Children of this process that it has not started. Those that have ended are reaped, not listed."""
+        found = [pid for pid in process_sessions.children() if pid not in self._workers]
+        return [pid for pid in found if not process_sessions.is_zombie(pid)]
+
+    def _report(self, worker: _Worker) -> None:
+        with contextlib.suppress(BlockingIOError):
+            worker.error = os.read(worker.errors_fd, 4096).decode(errors="replace")
+        os.close(worker.errors_fd)
+        del self._workers[worker.pid]
+        error = f"cannot start the worker: {worker.error}" if worker.error else ""
+        start, code = worker.start, worker.code if worker.code is not None else 0
+        self._send(Exited(start.generation, start.local_rank, worker.pid, code, worker.ended_ns, error))
+
+    def _end(self) -> None:
+        """Nobody is there to tell us what to do: take everything along, within END_MAX_S."""
+        deadline = time.monotonic() + END_MAX_S
+        while time.monotonic() < deadline:
+            process_sessions.kill_sessions(list(self._workers), signal.SIGKILL)
+            for pid in self._orphans():
+                process_sessions.kill(pid, signal.SIGKILL)
+            try:
+                with contextlib.suppress(ChannelClosed):
+                    # The agent may have closed its sending side only, and still listen to how they ended.
+                    self._reap()
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    select.select([self._bell], [], [], SWEEP_AGAIN_S)
+            except ChildProcessError:
+                return
+
+
+def _expect_all(start: Start, fds: list[int]) -> None:
+    if len(fds) != len(start.fd_names):
+        # The kernel drops those for which this process has no number left.
+        raise OSError(
+            errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {len(fds)} of {len(start.fd_names)} descriptors arrived"
+        )
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the worker parent, to its process's end, or to that of the worker which a fork of it has become."""
+    options = _parser().parse_args(arguments)
+    if not getattr(sys.flags, "safe_path", False):
+        # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
+        sys.path.pop(0)
+    for number in (0, 1, 2):
+        _ensure_open(number)
+    process_sessions.adopt_orphans()
+    script, directory = _script(options)
+    parent = ForkServer(Channel.adopt(options.channel_fd), program=options.kind == "program")
+    warm, torch_threads = _prepare(options, script, directory)
+    job = parent.serve(warm)
+    if job is None:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        # As in its forks, what was imported is not taken apart: libraries complain of what is left.
+        os._exit(0)
+    parent.forget()
+    signals = parent.signals
+    del parent
+    env = child_process.settle(job, signals)
+    if job.executes:
+        child_process.execute(job, env)
+    os.close(job.errors_fd)
+    from elasticrt.bootstrap import run_script
+
+    run_script.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elasticrt.bootstrap.fork_server_main", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--method", choices=("fork", "exec"), default="fork")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--preload", action="append", default=[], metavar="MODULE")
+    parser.add_argument("--kind", choices=("script", "module", "program"), default="script", help="of the command")
+    parser.add_argument("--target", default="", metavar="PATH|MODULE", help="what workers will run")
+    return parser
+
+
+def _script(options: argparse.Namespace) -> tuple[Path | None, str]:
+    """The file that workers will run, where it is known, and what they will have first on their path ("" if not)."""
+    if options.kind == "program" or not options.target:
+        return None, ""
+    if options.kind == "script":
+        path = Path(os.path.realpath(options.target))
+        return path, str(path.parent)
+    base = Path(*options.target.split(".")).absolute()
+    files = [path for path in (base.with_name(base.name + ".py"), base / "__main__.py") if path.is_file()]
+    return files[0] if files else None, str(Path.cwd())
+
+
+def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -> tuple[Warm, int]:
+    """Import what workers will need, and say how they will be started, and why; and torch's own number of threads."""
+    before_s = time.monotonic()
+    reason, torch_threads = "", 0
+    if options.kind == "program":
+        reason = "the command is not Python's"
+    elif options.method == "fork":
+        reason, wanted = _read_ahead(script)
+        if not reason:
+            from elasticrt.bootstrap import preload
+
+            reason, torch_threads = preload.warm_up(options.preload, directory, wanted)
+    method = "exec" if reason else options.method
+    return Warm(os.getpid(), method, reason, time.monotonic() - before_s), torch_threads
+
+
+def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
+    """Why `script` needs interpreters of its own ("" when it does not), and what to import for it before it runs."""
+    if script is None or not script.exists():
+        return "", []  # If it never comes, Python itself will say so, in every worker.
+    if not child_process.is_source(script):
+        return f"{script.name} is not a plain source file", []
+    from elasticrt.bootstrap import script_scan
+
+    tree = script_scan.parse(script.read_bytes())
+    found = script_scan.early_write(tree, os.environ)
+    if found:
+        return f"{script.name} {found}, which is too late in a fork", []
+    found = script_scan.early_spawn(tree)
+    return (f"{script.name} {found}" if found else ""), script_scan.first_imports(tree)
+
+
+def _ensure_open(number: int) -> None:
+    # Descriptors that arrive must never get the numbers of the standard streams.
+    try:
+        os.fstat(number)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Warming up: import what workers will need, so that a worker that is a fork finds it there.
+
+That is torch, its optimizers, the parts that torch imports on first use, the well-known libraries that the script
+begins with, and the modules of --preload. Whether this process can be forked afterwards is tested, not guessed: it must
+have one thread, no children, no CUDA, no new sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+
+from elasticrt.ipc import own_sockets
+
+_ROOTS = ("torch", "numpy", "elasticrt")
+_LAZY = (
+    # What DistributedDataParallel, the optimizers and the first backward import on first use: 0.9 s of a restart.
+    "torch._dynamo",
+    "torch.nn.parallel.distributed",
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.profiler",
+    "torch.utils.data",
+    "torch.utils.data.distributed",
+    "torch.distributed.elastic.multiprocessing.errors",
+    # What the first checkpoint and the first DataLoader with workers import.
+    "torch.utils.serialization.config",
+    "multiprocessing.popen_fork",
+    "multiprocessing.queues",
+)
+
+
+def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) -> tuple[str, int]:
+    """Import torch and `modules`; returns why forking is not possible ("" when it is), and torch's thread count.
+
+    `directory` is what the script has first on its path. `wanted` is imported as far as it can be. The thread count is
+    the one that a fresh interpreter would have used, where OMP_NUM_THREADS is not set.
+    """
+    gc.disable()  # Imports make no garbage worth the time to look for it.
+    try:
+        return _warm_up(modules, directory, wanted)
+    finally:
+        gc.enable()
+
+
+def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> tuple[str, int]:
+    sockets_before = set(own_sockets.own().values())
+    for name in _ROOTS:
+        if directory and _shadows(name, directory):
+            return f"the script's directory has a {name!r} of its own", 0
+    try:
+        threads = _import_torch()
+    except ImportError as error:
+        return f"torch cannot be imported: {error}", 0
+    with _first_on_path(directory):
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                return f"--preload {name}: {error}", threads
+    for name in wanted:
+        if not (directory and _shadows(name.partition(".")[0], directory)):
+            _import_if_there(name)
+    # Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker.
+    gc.freeze()
+    why = _why_unsafe(sockets_before)
+    return f"a preloaded module {why}" if why else "", threads
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: str) -> Iterator[None]:
+    """Import as a script in `directory` does ("" for none)."""
+    if directory:
+        sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        if directory:
+            sys.path.remove(directory)
+
+
+def _why_unsafe(sockets_before: set[str]) -> str:
+    """Fork once and look at both sides. "" when neither has a thread, CUDA, a child, or a socket that is new."""
+    if _has_children():
+        return "has started a process"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "has initialised CUDA"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if _tasks() == 1 else 1)
+    _, status = os.waitpid(pid, 0)
+    if os.waitstatus_to_exitcode(status) != 0:
+        return "starts a thread in a forked process"
+    # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
+    if _tasks() != 1:
+        return f"keeps {_tasks() - 1} thread(s) running"
+    if set(own_sockets.own().values()) - sockets_before:
+        return "has opened a socket"
+    return ""
+
+
+def _has_children() -> bool:
+    """Whether this process has any child, running or ended."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _tasks() -> int:
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  Names are all we need.
+
+
+def _shadows(name: str, directory: str) -> bool:
+    """Whether `directory` holds the module itself, and is not just where the package is installed."""
+    spec = PathFinder.find_spec(name, [directory])
+    if spec is None or spec.origin is None:
+        return False  # A directory without __init__.py gives way to a real package anywhere on the path.
+    installed = importlib.util.find_spec(name)
+    return installed is None or installed.origin != spec.origin
+
+
+def _import_torch() -> int:
+    import torch
+
+    threads = torch.get_num_threads()
+    # Before anything else: a pool of threads that exists once does not survive a fork, and every child would hang.
+    torch.set_num_threads(1)
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.optim
+
+    ours = pkgutil.iter_modules(importlib.import_module("elasticrt.train").__path__)
+    for name in (
+        *_LAZY,
+        "numpy",
+        "elasticrt.bootstrap.run_script",
+        *(f"elasticrt.train.{module.name}" for module in ours),
+    ):
+        _import_if_there(name)
+    _train_a_little()
+    return threads
+
+
+def _import_if_there(name: str) -> None:
+    # Not in every version or installation; a script that needs it gets the error where it imports it.
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+
+def _train_a_little() -> None:
+    """One step on tiny tensors imports what no list could name. It must stay too small for a second thread."""
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = kind(model.parameters(), lr=0.0)
+        torch.nn.functional.mse_loss(model(torch.zeros(1, 1)), torch.zeros(1, 1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,236 @@
+"""Become `python -u script args`, in a process that was forked from one that has torch imported already.
+
+What a script can see of its interpreter is made what a fresh one would show: `__main__`, argv, path, environment,
+multiprocessing, random numbers, exit codes, tracebacks. The rest of the interpreter's life (threads joined, exit hooks,
+streams flushed) is `shutdown.leave`'s: it does what Python does, but for taking torch apart.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import io
+import itertools
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from elasticrt.bootstrap import env_store, optimizer_heartbeat, process_groups, shutdown
+from elasticrt.errors import Handover
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.error_file import text_of
+from elasticrt.ipc.messages import HANDED_OVER_CODE
+
+_LOADED_BY_ANY_PYTHON = frozenset(
+    (
+        "builtins",
+        "sys",
+        "os",
+        "io",
+        "abc",
+        "site",
+        "stat",
+        "codecs",
+        "encodings",
+        "posixpath",
+        "genericpath",
+        "zipimport",
+    )
+)
+"""Modules that are there before the first line of any script, so that a local file of that name never wins."""
+
+
+def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> NoReturn:
+    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it, and end."""
+    _take_environment(env)
+    _fresh_multiprocessing()
+    _fresh_random_numbers()
+    _set_threads(env, torch_threads)
+    directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
+    _take_path(directory)
+    process_groups.keep()
+    worker = WorkerEnv.from_env(env)
+    if worker is not None:
+        env_store.serve_env_rendezvous(worker)
+        optimizer_heartbeat.begin(worker)
+    last, me = next(reversed(sys.modules)), os.getpid()
+    code = _run(list(command), module=module)
+    is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
+    names = ["__main__", *_imported_since(last)]
+    shutdown.leave(code, names, host_fd=-1 if worker is None or is_fork else _host_fd(worker))
+
+
+def _imported_since(marker: str) -> list[str]:
+    """The modules that were imported after the one called `marker`, in that order.
+
+    From the end: touching every module's name would copy, in a fork, all the pages that the names are in.
+    """
+    found = []
+    for name in reversed(list(sys.modules) if threading.active_count() > 1 else sys.modules):
+        if name == marker:
+            break
+        found.append(name)
+    return found[::-1]
+
+
+def _host_fd(worker: WorkerEnv) -> int:
+    """The channel of a worker that holds its group's store: of rank 0 of the generation it is in by now; else -1."""
+    try:
+        now = WorkerEnv.from_env({**worker.to_env(), **os.environ}) or worker
+    except ValueError:  # The script has written to the agent's variables.
+        now = worker
+    return worker.channel_fd if now.rank == 0 and now.world_size > 1 else -1
+
+
+def _take_environment(env: Mapping[str, str]) -> None:
+    zone = os.environ.get("TZ")
+    os.environ.clear()
+    os.environ.update(env)
+    if env.get("TZ") != zone:
+        time.tzset()
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  It is a descriptor, and stays open.
+
+
+def _fresh_multiprocessing() -> None:
+    # A forked child of multiprocessing keeps its parent's key and counters; a program of its own has its own.
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        # Of the class _MainProcess, which multiprocessing hides from everybody else.
+        process._current_process = type(process._current_process)()  # type: ignore[attr-defined]
+        process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
+        process._children = set()  # type: ignore[attr-defined]
+        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # noqa: PTH109  A string, as it was.
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util._run_after_forkers()
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # type: ignore[attr-defined]  # TMPDIR may be another one here.
+
+
+def _fresh_random_numbers() -> None:
+    # All workers are copies of one process, and would all draw the same. Python's own `random` reseeds itself.
+    import torch
+
+    torch.default_generator.seed()
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()
+
+
+def _set_threads(env: Mapping[str, str], torch_threads: int) -> None:
+    import torch
+
+    # The first number of a list like "4,2": the rest is for nested parallelism.
+    wanted = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else torch_threads)
+
+
+def _take_path(directory: str) -> None:
+    if getattr(sys.flags, "safe_path", False):
+        return
+    sys.path.insert(0, directory)
+    sys.path_importer_cache.pop(directory, None)
+    try:
+        names = {entry.name for entry in os.scandir(directory)}
+    except OSError:
+        return  # Nothing can be imported from there, then.
+    for name in names:
+        _prefer_local(name, directory)
+
+
+def _prefer_local(entry: str, directory: str) -> None:
+    """Forget a module that was imported early, if a fresh interpreter would find one of its name here instead."""
+    name = entry.partition(".")[0]
+    loaded = sys.modules.get(name)
+    if loaded is None or name in _LOADED_BY_ANY_PYTHON or name in sys.builtin_module_names:
+        return
+    local = importlib.machinery.PathFinder.find_spec(name, [directory])
+    if local is None or local.origin is None or local.origin == getattr(loaded, "__file__", None):
+        return
+    for each in [each for each in sys.modules if each == name or each.startswith(name + ".")]:
+        del sys.modules[each]
+
+
+def _run(command: list[str], *, module: bool) -> int:
+    """Execute the user's code; its exit code, or minus the number of the signal to end by."""
+    me = os.getpid()
+    main = types.ModuleType("__main__")
+    vars(main).update({"__builtins__": builtins, "__annotations__": {}})
+    sys.modules["__main__"] = main
+    sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), *command]
+    sys.argv = ["-m" if module else command[0], *command[1:]]
+    try:
+        if module:
+            # What `python -m` itself calls: it fills `__main__` and argv[0], and words the error for a missing one.
+            runpy._run_module_as_main(command[0])  # type: ignore[attr-defined]
+        else:
+            _execute_script(command[0], main)
+    except SystemExit as request:
+        return _exit_code(request.code)
+    except Handover:
+        return HANDED_OVER_CODE  # The agent has been told, and has the state.
+    except BaseException as error:  # noqa: BLE001  This is the top of the user's program: everything ends up here.
+        failure = error
+    else:
+        return 0
+    return _uncaught(
+        failure, is_fork=os.getpid() != me
+    )  # Out here: no exception is being handled any more, as the user's hook expects.
+
+
+def _exit_code(code: object) -> int:
+    """The exit code that Python makes of the argument of `sys.exit`, printing what is no number."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(text_of(code), file=sys.stderr)  # noqa: T201  As Python does.
+    return 1
+
+
+def _execute_script(path: str, main: types.ModuleType) -> None:
+    full = path if path.startswith("/") else os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118  Python keeps "./" and "..".
+    loader = importlib.machinery.SourceFileLoader("__main__", full)
+    vars(main).update({"__file__": full, "__cached__": None, "__loader__": loader})
+    with io.open_code(full) as file:
+        source = file.read()
+    exec(compile(source, full, "exec", dont_inherit=True), vars(main))  # noqa: S102  It is what we are here for.
+
+
+def _uncaught(error: BaseException, *, is_fork: bool) -> int:
+    """Show the traceback as Python does, keep it for the report unless it is a fork's, and give the exit code."""
+    trace = error.__traceback__ = _theirs(error)
+    if not is_fork:
+        shutdown.write_error_file(error)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    short = "" if is_fork else shutdown.in_short(error)
+    if short:
+        print(short, file=sys.stderr)  # noqa: T201  This process's own error output is where it belongs.
+        return 1
+    try:
+        sys.excepthook(type(error), error, trace)
+    except BaseException as broken:  # noqa: BLE001  The user's hook may do anything; the error still has to be seen.
+        print("Error in sys.excepthook:", file=sys.stderr)  # noqa: T201  As Python does.
+        broken.__traceback__ = _theirs(broken)
+        sys.__excepthook__(type(broken), broken, broken.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)  # noqa: T201  As Python does.
+        sys.__excepthook__(type(error), error, trace)
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _theirs(error: BaseException) -> types.TracebackType | None:
+    """The traceback without this file's part: a script never sees that there was anything before it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace

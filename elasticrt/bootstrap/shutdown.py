@@ -1,0 +1,212 @@
+"""How a worker ends: what went wrong is written down, hooks and flushes are run, and whoever hosts the store waits."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, PreparationError
+from elasticrt.ipc import error_file, own_sockets
+from elasticrt.ipc.channel import Channel, ChannelClosed
+from elasticrt.ipc.collateral_errors import is_collateral
+from elasticrt.ipc.error_file import text_of
+from elasticrt.ipc.messages import Done, Release
+
+_OURS = f"{Path(__file__).parent.parent}{os.sep}"
+
+
+def write_error_file(error: BaseException) -> None:
+    """Describe `error` for the agent; errors that a restart cannot cure are marked."""
+    final = isinstance(error, (CheckpointError, DuplicateError, PreparationError))
+    error_file.write_error_file(error, error.exit_code if final else 0)  # type: ignore[attr-defined]
+
+
+def in_short(error: BaseException) -> str:
+    """What to print in place of the traceback, which is in the error file; "" where the traceback is to be printed.
+
+    That is for errors that only say that another worker is gone, and for our own of a wrong call or a bad checkpoint:
+    they say what is wrong, and the traceback would be mostly ours. A script that has set `sys.excepthook` itself keeps
+    its own way of printing.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not (type(hook) is FunctionType and hook.__module__.startswith("torch.")):
+        return ""
+    if not os.path.exists(path):  # noqa: PTH110  One call.
+        return ""
+    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
+    if isinstance(error, (ConfigError, CheckpointError, DuplicateError)):
+        return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
+    said = text_of(error)
+    if not is_collateral(type(error).__name__, said, callstack):
+        return ""
+    said = re.sub(r"^\[[^]]*\] ", "", said).split(". ")[0]  # Without the place in torch's C++ sources.
+    return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
+
+
+def _called_at(error: BaseException) -> str:
+    """The line of the user's code that the error comes from: the last that is not of this package."""
+    theirs = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
+    if not theirs:
+        return ""
+    line = f": {theirs[-1].line[:120]}" if theirs[-1].line else ""
+    return f"  called at {theirs[-1].filename}, line {theirs[-1].lineno}{line}\n"
+
+
+def linger(channel_fd: int) -> None:
+    """Say that the script is done, and wait until the group is: others may still need the store in this process.
+
+    The wait ends with Release, or when the agent is gone.
+    """
+    _leave_groups()
+    link = sys.modules.get("elasticrt.distributed.agent_client")
+    if link is not None and hasattr(link, "linger"):
+        # The training library has the channel, and whatever was received on it.
+        link.linger(0)
+        return
+    if channel_fd < 0:
+        return
+    channel = Channel.adopt(channel_fd)
+    try:
+        channel.send(Done(0))
+        while True:
+            received = channel.receive(None)
+            if received is not None and isinstance(received[0], Release):
+                return
+    except ChannelClosed:
+        return  # The agent is gone, or has given up on this group: there is nobody left to wait for.
+
+
+def _leave_groups() -> None:
+    """Let peers that wait for this process in a collective find it gone. Connections of the store stay."""
+    store = os.environ.get("MASTER_PORT", "")
+    for fd in own_sockets.own():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            ports = (
+                {str(each.getsockname()[1]), str(each.getpeername()[1])} if own_sockets.is_connection(each) else {store}
+            )
+            if store not in ports:
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def leave(code: int, names: Sequence[str], *, host_fd: int = -1) -> NoReturn:
+    """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
+
+    Threads are joined, exit hooks run, the objects that the script and the modules it imported (`names`) hold are
+    destroyed, which flushes files and calls `__del__`, and streams are flushed. Left out are the destructors of
+    preloaded libraries. In a fork they cost 0.2 s of copying pages only to free them, they complain of what a fork
+    cannot free, and they can wait for ever for a thread of torch's that needs the interpreter.
+
+    After a success a worker with `host_fd` lingers on that channel. Code of the script's runs here: whatever it raises
+    is shown as an interpreter shows it, and everything else is still done.
+    """
+    _guarded(threading._shutdown)  # type: ignore[attr-defined]  # What the interpreter itself calls.
+    _guarded(_spare_torch)
+    _guarded(atexit._run_exitfuncs)
+    # Before, because of a file that goes with others at once only the lower half may be left to write to.
+    flushed = [_flushed(file) for file in _open_files()]
+    _guarded(lambda: _destroy(names))
+    flushed += [_flushed(stream) for stream in (sys.stdout, sys.stderr, *_open_files())]
+    if not all(flushed):
+        code = code or _EXIT_CANNOT_FLUSH
+    ctypes.CDLL(None).fflush(None)
+    if code == 0 and host_fd >= 0:
+        linger(host_fd)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def _guarded(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except BaseException as error:  # noqa: BLE001  Code of the script's may raise anything.
+        _show(error, step)
+
+
+def _show(error: BaseException, about: object) -> None:
+    what = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__, "err_msg": None}
+    with contextlib.suppress(BaseException):  # All of this may be the script's own.
+        if sys.unraisablehook is not sys.__unraisablehook__:
+            sys.unraisablehook(SimpleNamespace(**what, object=about))
+        else:
+            print(f"Exception ignored in: {about!r}", file=sys.stderr)  # noqa: T201  As Python does.
+            traceback.print_exception(type(error), error, error.__traceback__)
+
+
+def _destroy(names: Sequence[str]) -> None:
+    """Destroy what the modules hold: first what nothing else holds, its globals intact, then all that is left."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+    # An interpreter that ends stops its daemon threads first. Here they run on, and must not complain of what is gone.
+    threading.excepthook = lambda _: None
+    found = [sys.modules.pop(name, None) for name in names if not name.startswith("elasticrt.")]
+    modules = [weakref.ref(each) for each in found if issubclass(type(each), ModuleType)]
+    found.clear()
+    gc.collect()
+    for module in reversed(modules):
+        if (left := module()) is not None:
+            ModuleType.__getattribute__(left, "__dict__").clear()
+    gc.collect()
+
+
+def _flushed(stream: Any) -> bool:
+    """Flush a stream, which may be of any type for `sys.stdout`; whether that was possible, or there was no need to."""
+    try:
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+    except (OSError, ValueError):
+        return False
+    except BaseException as error:  # noqa: BLE001  As above.
+        _show(error, stream)
+        return False
+    return True
+
+
+def _spare_torch() -> None:
+    """Leave torch's hooks out of the exit hooks: they only tidy up memory that is about to be gone.
+
+    It would take each of its libraries of operators back (50 ms in a fork, which has to copy what it tidies), and our
+    process group would wait for gloo's threads (20 ms). Those can only do harm while an interpreter takes itself apart.
+    """
+    for finalizer, about in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]  # As above.
+        if type(about.func) is FunctionType and about.func.__module__ == "torch.library":
+            finalizer.atexit = False
+    context = sys.modules.get("elasticrt.distributed.context")
+    if context is not None and hasattr(context, "leave_group"):
+        atexit.unregister(context.leave_group)
+
+
+_EXIT_CANNOT_FLUSH = 120
+"""What Python says when its output could not be written, or was closed."""
+
+
+def _open_files() -> list[io.IOBase]:
+    # What was there before the fork is frozen, and not among these objects: this is short. By type, and not by
+    # `isinstance`: that asks an object for its `__class__`, and some raise then.
+    base = io.IOBase.__mro__[1]  # The one in C, of all files.
+    return [each for each in gc.get_objects() if base in type(each).__mro__ and _is_writable(each)]
+
+
+def _is_writable(file: io.IOBase) -> bool:
+    try:
+        return not file.closed and file.writable()
+    except BaseException:  # noqa: BLE001  A file of a class of the script's. Python says nothing of these, either.
+        return False

@@ -1,0 +1,1 @@
+"""The training state: taken, stored, committed, found again, and sent from those who have it."""

@@ -1,0 +1,171 @@
+"""The memory tier: copies of the training state in the memory of each node's agent, taken while training goes on.
+
+Between two steps local rank 0 takes a snapshot of its state, which is handed to the agent as a memory file. The agent
+keeps it when this process dies. Copies are taken as often as a share of the time allows, the cost of the last one being
+the measure, and once more where a process hands over. A generation whose workers all end resumes from the newest copy
+that a surviving node holds, if it is newer than the newest checkpoint.
+
+Nodes copy after the same steps, without having to agree on them: after those that a round number divides, which each
+chooses by itself. All ranks wait for the one that copies; if each node did so in its own time, training would stand
+still once for every node, and of a hundred nodes each would take its share from all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from elasticrt.checkpoint.memory_budget import available_bytes
+from elasticrt.checkpoint.snapshot import Snapshot, Use
+from elasticrt.checkpoint.state_copy import bytes_of
+from elasticrt.data.durable_files import sha256
+from elasticrt.distributed import agent_client
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.messages import Copied, Damaged
+
+_log = logging.getLogger(__name__)
+
+BUDGET = 0.01
+"""The share of the training time that copies may take, by default."""
+
+FIRST_S = 1.0
+"""A generation that has just begun has better things to do; and what it resumed from is still there."""
+
+FIRST_WITHIN_S = 0.25
+"""After that, the first copy is taken within twice this time: nobody knows yet what it costs."""
+
+STEP_S_MIN = 1e-6
+"""No step is shorter. What divides by nothing is no number of steps."""
+
+HELD_AT_ONCE = 4
+"""The copy on the host, its memory file, and the two that the agent keeps."""
+
+
+def stride(interval_s: float, step_s: float) -> int:
+    """After every how many steps of `step_s` seconds to copy, so that at least `interval_s` lie between. Pure.
+
+    A power of two, or three of them: nodes whose costs differ a little choose the same, and where they do not, most
+    steps of the one are among those of the other.
+    """
+    steps = max(1, math.ceil(interval_s / max(step_s, STEP_S_MIN)))
+    power: int = 1 << (steps - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and steps <= power * 3 // 4 else power
+
+
+def lacks_room(size: int, available: int, taken: int = 0) -> str:
+    """Why no copy of `size` bytes is taken after `taken` others, with `available` bytes free; "" if it is. Pure."""
+    held = min(taken + 1, HELD_AT_ONCE - 1) if taken else 0  # These are in what is not free.
+    more = HELD_AT_ONCE - held
+    if more * size < available:
+        return ""
+    return f"no room for {more} of {size / 2**20:,.0f} MiB each, {available / 2**20:,.0f} MiB are free"
+
+
+class MemoryTier:
+    """One process's. Only local rank 0 of a node under an agent takes any; elsewhere nothing happens.
+
+    Args:
+        worker: who this process is; None without an agent.
+        budget: the share of the time, 0 for no copies.
+    """
+
+    def __init__(self, worker: WorkerEnv | None, budget: float, place: str = "") -> None:
+        self._place = place
+        takes = worker is not None and worker.local_rank == 0 and budget > 0 and agent_client.agent_link() is not None
+        self._budget = budget if takes else 0.0
+        self._not_before = math.inf
+        self._stride = 0  # Steps; 0: not known yet.
+        self._taken = 0
+        self._step = 0
+        self._at = 0.0
+        self._step_s = 0.0
+
+    def begin(self, now: float, step: int) -> None:
+        """The loop is entered after `step`."""
+        if self._budget:
+            self._not_before = now + FIRST_S
+            self._step, self._at = step, now
+
+    def due(self, now: float, step: int) -> bool:
+        """Whether to take one now, after `step`."""
+        if now < self._not_before or step == self._step:
+            return False
+        if not self._stride:
+            self._stride = stride(FIRST_WITHIN_S, (now - self._at) / (step - self._step))
+        return step % self._stride == 0
+
+    def to_agent(self, state: Mapping[str, Any], step: int, epoch: int) -> list[Use]:
+        """What keeps the snapshot of `state` as of `step` that is to be taken next; nothing where there is no room."""
+        self._not_before = math.inf  # Until this one is done, or for ever.
+        problem = lacks_room(bytes_of(state), available_bytes(), self._taken)
+        if problem:
+            _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
+            return []
+        now = time.monotonic()
+        self._taken += 1
+        self._step_s = (now - self._at) / max(1, step - self._step)
+        self._step, self._at = step, now
+        return [partial(self._keep, step, epoch)]
+
+    def hand_over(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
+        """Give the agent the state as of `step` at once: this process ends. A save to a slow disk is not waited for."""
+        snapshot = Snapshot(state)
+        self._say(step, epoch, snapshot)
+        snapshot.close()
+
+    def _keep(self, step: int, epoch: int, snapshot: Snapshot) -> None:
+        began = time.monotonic()
+        size = self._say(step, epoch, snapshot)
+        if not size:
+            return
+        cost_s = snapshot.stall_s + time.monotonic() - began
+        chosen = stride(cost_s / self._budget, self._step_s)
+        if chosen != self._stride:
+            _log.info(
+                "a copy of the state (%.1f MiB) every %d steps, %.2f s", size / 2**20, chosen, chosen * self._step_s
+            )
+        self._stride = chosen
+        self._not_before = -math.inf
+
+    def _say(self, step: int, epoch: int, snapshot: Snapshot) -> int:
+        """Hand the agent a snapshot; its size in bytes, 0 where there is no memory for it."""
+        agent = agent_client.agent_link()
+        assert agent is not None, "who takes copies has an agent"
+        try:
+            fd, size, digest = snapshot.in_memory()
+        except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
+            _log.warning("no copies are kept in memory any more: %s", error)
+            return 0
+        agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+        return size
+
+
+def read(worker: WorkerEnv) -> bytearray:
+    """The copy that this generation resumes from, verified. RuntimeError when it is not what was promised.
+
+    That is no CheckpointError: the run can go on in the next generation, from another node's copy or from its head. The
+    agent is told, so that this copy is offered to nobody again.
+    """
+    copy = worker.copy
+    assert copy is not None, "asked for only when there is one"
+    if worker.state_fd < 0:
+        raise RuntimeError(f"the copy of step {copy.step} is not in this node's memory")
+    content, size = bytearray(), os.fstat(worker.state_fd).st_size
+    problem = f"got {size} bytes; expected {copy.size}"
+    if size == copy.size:  # Looked at before anything is read: behind the end of a file there is only SIGBUS.
+        with mmap.mmap(worker.state_fd, size, prot=mmap.PROT_READ) as mapped:
+            content = bytearray(mapped)
+        digest = sha256(content)
+        problem = "" if digest == copy.digest else f"got SHA-256 {digest[:12]}...; expected {copy.digest[:12]}..."
+    if problem:
+        agent = agent_client.agent_link()
+        if agent is not None:
+            agent.say(Damaged(copy.step, problem))
+        raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
+    return content

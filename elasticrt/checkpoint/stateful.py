@@ -1,0 +1,74 @@
+"""The user's objects in a checkpoint: collected by `state_dict`, put back by `load_state_dict`, refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from elasticrt.checkpoint.state_copy import is_sharded
+from elasticrt.distributed.context import unwrap
+from elasticrt.errors import CheckpointError, ConfigError, explain
+
+OURS = "elasticrt"
+"""The name under which a checkpoint holds what is ours: position, sampler, random numbers, variables."""
+
+
+def checked(objects: Mapping[str, object]) -> dict[str, Any]:
+    """The objects to save, modules without their wrappers. Raises TypeError, ConfigError for what can't be saved."""
+    for name, each in objects.items():
+        if name == OURS:
+            raise ConfigError(explain("this name is taken", f"Loop({name}=)", remedy="Use another one"))
+        if isinstance(each, DataLoader):
+            raise ConfigError(
+                explain(
+                    "a loader's own state can't be saved",
+                    f"Loop({name}=)",
+                    got=type(each).__name__,
+                    expected="the sampler: a loader's state is one rank's, and of what it has drawn",
+                    remedy="Give Loop(sampler=...) an ElasticBatchSampler; the position is kept with it",
+                )
+            )
+        if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
+            expected = "state_dict() and load_state_dict(), as modules, optimizers and schedulers have"
+            raise TypeError(explain("not stateful", f"Loop({name}=)", got=type(each).__name__, expected=expected))
+        if isinstance(each, torch.nn.Module) and any(is_sharded(p) for p in each.parameters()):
+            expected = "whole parameters, as DDP has them"
+            raise ConfigError(
+                explain("sharded state (FSDP)", f"Loop({name}=)", got=type(each).__name__, expected=expected)
+            )
+    return {name: unwrap(each) if isinstance(each, torch.nn.Module) else each for name, each in objects.items()}
+
+
+def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of each object by name."""
+    return {name: each.state_dict() for name, each in objects.items()}
+
+
+def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
+    """Load each object's state. Raises CheckpointError when names, keys or shapes differ."""
+    saved, present = set(data) - {OURS}, set(objects)
+    if saved != present:
+        raise CheckpointError(
+            explain(
+                "the checkpoint holds other objects than the script",
+                where,
+                got=f"in the checkpoint {sorted(saved)}",
+                expected=f"as given to Loop {sorted(present)}",
+                remedy="Give Loop the same objects, or start over in a new directory",
+            )
+        )
+    for name, each in objects.items():
+        try:
+            each.load_state_dict(data[name])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                explain(
+                    f"the checkpoint does not fit {name!r}",
+                    where,
+                    got=type(each).__name__,
+                    remedy=f"Its words: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
+                )
+            ) from error

@@ -1,0 +1,92 @@
+"""`elasticrt ledger check`: whether each sample counts exactly once, from what the workers have written down."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from elasticrt.audit.exactly_once import AuditResult, check
+from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError, explain
+from elasticrt.ipc.ledger_file import SUFFIX, LedgerFile, longest, read
+from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.wording import counted
+
+EPILOG = """\
+example: elasticrt ledger check ledger
+
+exit codes:
+  0   along the history that counts, each sample of each epoch was trained exactly once
+  1   samples were lost or repeated, or a part of the ledger is missing; the lines say which
+  2   there is no ledger, a file in it is damaged (a last line that a killed process left half is none), or the files
+      don't tell which start of the training is the newest
+
+A start of the training is known by its files. If you leave out those of the newest, what was before it is checked: see
+that the last step that counts is the training's last.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser("ledger", help="check which samples were trained", allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    checking = commands.add_parser(
+        "check",
+        help="prove that each sample counts exactly once",
+        description="Check a ledger that `elasticrt run --ledger DIR`, or Loop(ledger=DIR), has written. Nodes without "
+        "a shared directory each have a part of it: copy each node's to a directory of its own, and give all of them. "
+        "A file that is in several counts once, as far as the longest copy goes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    checking.add_argument("directories", metavar="DIR", nargs="+", help="where the ledger, or a node's part of it, is")
+    checking.set_defaults(func=main)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the verdict; 0 when each sample counts exactly once, else 1. Raises ConfigError for what is no ledger."""
+    try:
+        verdict = check(books(*map(Path, arguments.directories)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            explain(
+                "not a ledger that can be checked",
+                ", ".join(arguments.directories),
+                expected=f"directories with files *{SUFFIX}, each whole",
+                remedy=f"What is wrong: {error}",
+            )
+        ) from None
+    write(sys.stdout, "\n".join(describe(verdict)) + "\n")
+    return EXIT_WORKERS if verdict.problems else EXIT_OK
+
+
+def books(*directories: Path) -> list[LedgerFile]:
+    """What the files in the directories say together.
+
+    Raises OSError, and ValueError for a damaged file, for copies that differ, and for a directory without any file.
+    """
+    places: dict[str, list[Path]] = defaultdict(list)
+    for directory in directories:
+        names = sorted(each.name for each in directory.iterdir() if each.name.endswith(SUFFIX))
+        if not names:
+            raise ValueError(f"there is nothing in {directory}")
+        for name in names:
+            places[name].append(directory)
+    found = (
+        read(*longest({str(directory / name): (directory / name).read_bytes() for directory in holders}))
+        for name, holders in places.items()
+    )
+    return [book for book in found if book is not None]
+
+
+def describe(verdict: AuditResult) -> list[str]:
+    """The lines to print. Pure."""
+    lines = [str(epoch) for epoch in verdict.epochs]
+    starts, redone = counted(verdict.starts, "start"), counted(verdict.redone, "step")
+    lines.append(f"steps 1 to {verdict.steps:,} count; {starts}; {redone} superseded")
+    lines += [f"WRONG: {problem}" for problem in verdict.problems]
+    lines.append("each sample counts exactly once" if not verdict.problems else "NOT each sample counts exactly once")
+    return lines

@@ -1,0 +1,191 @@
+"""Files that are there whole or not at all, and files that are read only when they are what they seem.
+
+Writing: a temporary in the same directory, fsync, rename, fsync of the directory. Reading: relative to an open
+directory, no symbolic links, regular files with one name only. The checkpoint directory may be writable by others;
+what is found there is data to be checked, not to be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from elasticrt.ipc.file_modes import DIRECTORY_MODE, FILE_MODE
+
+Made = TypeVar("Made")
+
+
+class Unfit(Exception):  # noqa: N818  A finding about a file that is then skipped, not a failure of the program.
+    """The file is not a plain file of one name, or not of the size or content it should have. The text says what."""
+
+
+def put(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of `data`. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def transfer(source: int, fd: int, size: int) -> None:
+    """Write the first `size` bytes of the file `source` to `fd`. Raises OSError."""
+    done = 0
+    while done < size:
+        count = os.sendfile(fd, source, done, size - done)
+        if count == 0:
+            raise OSError(f"the memory file ended after {done} of {size} bytes")
+        done += count
+
+
+class Directory:
+    """An open directory, created when missing. All names are relative to it and contain no "/".
+
+    It remembers which directory it is: when the path leads elsewhere later (unmounted, replaced), writing raises
+    OSError instead of filling the empty mount point.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        """Raises OSError when it cannot be opened, Unfit when strangers could plant files in it."""
+        if create:
+            _make(path)
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        mode = os.fstat(self.fd).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            os.close(self.fd)
+            raise Unfit(f"it is writable by everybody (mode {stat.S_IMODE(mode):o})")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.fd)
+
+    def names(self) -> list[str]:
+        """The names in it, sorted."""
+        return sorted(os.listdir(self.fd))  # noqa: PTH208  Of the open directory, not of a path.
+
+    def remove(self, name: str) -> None:
+        """Delete a file; one that is gone already is not an error."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def sync(self) -> None:
+        """Make the names in it durable. Raises OSError."""
+        os.fsync(self.fd)
+
+    def write(self, name: str, temporary: str, fill: Callable[[int], Made]) -> Made:
+        """Make a file durable under `name`; what `fill` returns, which writes to the descriptor that it gets.
+
+        Raises OSError (no space, read-only ...) and whatever `fill` raises; then nothing is left of it, and a file that
+        had this name before is untouched.
+        """
+        self._check_same()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, FILE_MODE, dir_fd=self.fd)
+        try:
+            try:
+                made = fill(fd)
+                # An fsync that failed is never tried again: the kernel may have dropped the pages and would say yes.
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self.remove(temporary)
+            raise
+        self.sync()
+        return made
+
+    def read(self, name: str, *, size: int | None = None, size_max: int | None = None) -> bytearray:
+        """The whole content of a plain file. Raises Unfit when it is none, or not `size` bytes; OSError."""
+        fd = open_plain(name, dir_fd=self.fd)
+        try:
+            found = os.fstat(fd).st_size
+            if size is not None and found != size:
+                raise Unfit(f"it has {found} bytes instead of {size}")
+            if size_max is not None and found > size_max:
+                raise Unfit(f"it has {found} bytes, more than {size_max}")
+            content = bytearray(found)
+            view, filled = memoryview(content), 0
+            while filled < found:
+                count = os.readv(fd, [view[filled:]])
+                if count == 0:
+                    raise Unfit(f"it ended after {filled} of {found} bytes while being read")
+                filled += count
+            return content
+        finally:
+            os.close(fd)
+
+    def _check_same(self) -> None:
+        mine = os.fstat(self.fd)
+        there = self.path.stat()  # FileNotFoundError is an OSError and says the same.
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            raise OSError(f"{self.path} is another directory than at the start (unmounted or replaced?)")
+
+
+def _make(path: Path) -> None:
+    """Make a directory and those above it that are missing, each durably: a name lives in the directory above it."""
+    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # Somebody else was faster.
+            # All changes go through `os`, so that tests can stand in for it.
+            os.mkdir(each, DIRECTORY_MODE)  # noqa: PTH102
+        with contextlib.suppress(PermissionError):  # One may write to it and not read it; then nobody can sync it.
+            sync_directory(each.parent)
+
+
+def open_plain(path: str | Path, *, dir_fd: int | None = None) -> int:
+    """A descriptor for reading a regular file that has exactly one name. Raises Unfit otherwise, OSError."""
+    try:
+        # O_NONBLOCK: opening a FIFO that somebody planted must not wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError as error:
+        if _is_link(path, dir_fd):
+            raise Unfit("it is a symbolic link") from error
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise Unfit("it is not a regular file")
+    if status.st_nlink != 1:
+        os.close(fd)
+        raise Unfit(f"it has {status.st_nlink} names (hard links)")
+    return fd
+
+
+def _is_link(name: str | Path, dir_fd: int | None) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def sha256(content: bytes | bytearray) -> str:
+    """SHA-256 of bytes in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def sync_tree(root: Path) -> None:
+    """Make every file and directory below `root`, and `root` itself, durable. Raises OSError."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file() and not path.is_symlink():
+                _sync(path, os.O_RDONLY)
+        _sync(Path(folder), os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,150 @@
+"""Writing the ledger: each rank notes the samples of a step before the step's gradients meet. See `audit.exactly_once`.
+
+The directory may be shared, or each node's own. One `write` per step into a file of its own, nothing is synced: what a
+killed process has written is there, what a node wrote in the seconds before it lost its power may not be, and is then
+reported as missing, never as right. A ledger that cannot be written is a warning; training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from elasticrt.data.position import Position
+from elasticrt.data.sample_order import BatchSlice
+from elasticrt.data.sampler import ElasticBatchSampler
+from elasticrt.distributed import agent_client
+from elasticrt.distributed.collectives import rank_and_world
+from elasticrt.errors import CheckpointError, ConfigError, explain
+from elasticrt.ipc.file_modes import FILE_MODE, make_directory
+from elasticrt.ipc.ledger_file import SUFFIX, Closing, LedgerEntry, Link, Opening, end_line
+
+_log = logging.getLogger(__name__)
+
+VARIABLE = "ELASTICRT_LEDGER"
+
+
+class Ledger:
+    """This rank's. Without a directory nothing is written, and only the history that was restored is carried on.
+
+    Args:
+        directory: created when missing; None: as ELASTICRT_LEDGER says, which `elasticrt run --ledger` sets.
+        sampler: that of the Loop. Raises ConfigError for another than ElasticBatchSampler if a ledger is wanted.
+
+    Attributes:
+        writes: whether steps are to be noted.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, sampler: object) -> None:
+        chosen = os.environ.get(VARIABLE, "") if directory is None else os.fspath(directory)
+        if chosen and not isinstance(sampler, ElasticBatchSampler):
+            got, expected = type(sampler).__name__, "ElasticBatchSampler, which has each sample exactly once"
+            raise ConfigError(
+                explain("a ledger without a sampler that counts", "Loop(sampler=)", got=got, expected=expected)
+            )
+        self._directory = Path(chosen).absolute() if chosen else None
+        self._sampler = sampler
+        self._history: list[Link] = []
+        self._start = ""
+        self._began_at = 0
+        self._ids: list[int] = []
+        self._fd = -1
+
+    @property
+    def writes(self) -> bool:
+        """Whether steps are to be noted."""
+        return self._fd >= 0
+
+    def restored(self, history: object) -> None:
+        """Take over what the restored state descends from. Raises CheckpointError when that is no history."""
+        try:
+            self._history = [(str(start), int(last)) for start, last in history]  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            raise CheckpointError(explain("not a history", "checkpoint", got=history)) from None
+
+    def history(self, steps: int) -> list[list[str | int]]:
+        """What a state of `steps` descends from, as plain values."""
+        links = [*self._history, (self._start, steps)] if self._start and steps > self._began_at else self._history
+        return [[start, last] for start, last in links]
+
+    def open(self, start: str, position: Position) -> None:
+        """The loop is entered: begin the file of this rank of this start."""
+        if self._directory is None:
+            return
+        assert isinstance(self._sampler, ElasticBatchSampler), "checked at the beginning"
+        worker = agent_client.worker_env()
+        rank, world_size = rank_and_world()
+        generation, self._start, self._began_at = worker.generation if worker else 0, start, position.steps
+        name = f"generation-{generation}-{start}-rank-{rank}{SUFFIX}"
+        try:
+            make_directory(self._directory)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(self._directory / name, flags, FILE_MODE)
+            # Only now: NFS may show a listing of half a minute ago to a node that has changed nothing in the directory.
+            there = starts(each.name for each in self._directory.iterdir())
+        except OSError as error:
+            _log.warning("no ledger is written to %s: %s", self._directory, error)
+            self.close()
+            return
+        opening = Opening(
+            start=start,
+            run=(worker.run_id if worker else os.environ.get("TORCHELASTIC_RUN_ID", "")),
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            node=worker.node if worker else "",
+            steps=position.steps,
+            epoch=position.epoch,
+            history=tuple(self._history),
+            samples=self._sampler.state_dict()["samples"],
+            before=tuple(sorted(there - {start} - {each for each, _ in self._history})),
+        )
+        self._write(opening.to_line())
+
+    def begin(self, step: int, epoch: int, share: BatchSlice) -> None:
+        """Before a forward of `step`: note its samples, with the last one write down the step."""
+        assert isinstance(self._sampler, ElasticBatchSampler), "checked at the beginning"
+        self._ids += self._sampler.indices(share)
+        if share.last:
+            ids, self._ids = self._ids, []
+            self._write(LedgerEntry(step, epoch, ids).to_line())
+
+    def renew(self) -> None:
+        """Batches begin, with a whole global batch: one that had begun will not be completed."""
+        self._ids = []
+
+    def closed(self, position: Position) -> None:
+        """The body of the epoch has ended, whether or not all its samples were trained."""
+        if self.writes:
+            assert isinstance(self._sampler, ElasticBatchSampler), "checked at the beginning"
+            facts, over = self._sampler.state_dict(), not self._sampler.remaining
+            excused = facts["samples"] - facts["consumed"] if over else 0
+            self._write(Closing(position.epoch, position.steps, facts["consumed"], excused).to_line())
+
+    def end(self, steps: int) -> None:
+        """The loop ends by itself after `steps`."""
+        if self.writes:
+            self._write(end_line(steps))
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, line: str) -> None:
+        left = memoryview(line.encode())
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            # Another line behind one that was cut would hide the cut.
+            _log.warning("the ledger in %s is not continued: %s", self._directory, error)
+            self.close()
+
+
+def starts(names: Iterable[str]) -> set[str]:
+    """The starts that files of these names belong to."""
+    return {name.rsplit("-rank-", 1)[0].rpartition("-")[2] for name in names if name.endswith(SUFFIX)}

@@ -1,0 +1,94 @@
+"""Which samples a rank trains, and with which weight: the arithmetic of an epoch. Pure.
+
+An epoch is one sequence of n positions, the same on every rank. `consumed` counts how many of them the whole world has
+trained. What is left is cut into *global* batches before anything is given to a rank, so that global batch k is the
+same set at any world size. A rank gets a contiguous slice of each global batch, and `micro_batch_size` cuts that slice
+into pieces of nearly equal size.
+
+The weight of a piece is world size x its size / the size of the global batch. DDP divides the sum of all gradients by
+the world size, therefore the weighted sum is the gradient of the mean over the global batch, however unevenly the
+samples lie. A rank whose slice is empty (the last batch of an epoch can be smaller than the world) runs one borrowed
+sample with weight 0: its process must take part in the collectives, its result must not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """One forward of one rank: positions [start, stop) of the epoch's order.
+
+    Attributes:
+        start: first position.
+        stop: one past the last position.
+        weight: factor on this forward's gradient; 0.0 marks a borrowed sample that nobody counts.
+        last: whether it is this rank's last share of the global batch, after which the gradients meet.
+    """
+
+    start: int
+    stop: int
+    weight: float
+    last: bool
+
+
+WHOLE = BatchSlice(0, 0, 1.0, True)
+"""The share of a batch that is not cut by us: it counts as it is, and every batch is a step."""
+
+
+def batch_count(samples: int, consumed: int, batch_size: int, *, drop_last: bool) -> int:
+    """How many global batches are left of an epoch of `samples` after `consumed` of them."""
+    left = max(0, samples - consumed)
+    return left // batch_size if drop_last else -(-left // batch_size)
+
+
+def batch_bounds(samples: int, consumed: int, batch_size: int, *, drop_last: bool) -> Iterator[tuple[int, int]]:
+    """The remaining global batches as [start, stop) positions. Without `drop_last` the last one may be smaller."""
+    count = batch_count(samples, consumed, batch_size, drop_last=drop_last)
+    for k in range(count):
+        start = consumed + k * batch_size
+        yield start, min(start + batch_size, samples)
+
+
+def rank_slice(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The contiguous part of [start, stop) that belongs to `rank`; sizes differ by at most one, and may be zero."""
+    size = stop - start
+    return start + rank * size // world_size, start + (rank + 1) * size // world_size
+
+
+def shares_of_batch(
+    start: int, stop: int, rank: int, world_size: int, micro_batch_size: int | None
+) -> list[BatchSlice]:
+    """What `rank` runs for the global batch [start, stop): at least one share, the last one marked."""
+    lower, upper = rank_slice(start, stop, rank, world_size)
+    size = upper - lower
+    if size == 0:
+        return [BatchSlice(start, start + 1, 0.0, True)]
+    if micro_batch_size is None or size <= micro_batch_size:  # The same as below, at once: it is so at most steps.
+        return [BatchSlice(lower, upper, world_size * size / (stop - start), True)]
+    # Pieces of nearly equal size rather than full ones and a rest: a last piece of one sample would upset batch norm.
+    pieces = -(-size // micro_batch_size)
+    edges = [lower + i * size // pieces for i in range(pieces + 1)]
+    return [
+        BatchSlice(a, b, world_size * (b - a) / (stop - start), last=i == pieces - 1)
+        for i, (a, b) in enumerate(pairwise(edges))
+    ]
+
+
+def strided(samples: int, consumed: int, rank: int, world_size: int, *, drop_last: bool) -> Iterator[int]:
+    """Positions for `rank` in the shape of torch's DistributedSampler: every world_size-th of what is left.
+
+    All ranks get equally many: without `drop_last` the first of the remaining positions are repeated at the end (at
+    most world_size - 1 of them), with it the tail is left out.
+    """
+    left = max(0, samples - consumed)
+    for k in range(strided_count(left, world_size, drop_last=drop_last)):
+        yield consumed + (k * world_size + rank) % left
+
+
+def strided_count(left: int, world_size: int, *, drop_last: bool) -> int:
+    """How many positions each rank gets of the `left` ones."""
+    return left // world_size if drop_last else -(-left // world_size)

@@ -1,0 +1,265 @@
+"""Samplers whose position survives any change of the world size.
+
+The order of an epoch is a pure function of (number of samples, seed, epoch). A sampler's state is how much of it has
+been *trained* (`advance`), never how much a prefetching loader has drawn. Everything else follows from `sample_order`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from elasticrt.data import sample_order
+from elasticrt.distributed.collectives import rank_and_world
+from elasticrt.errors import CheckpointError, explain
+
+
+def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """The shuffled order of an epoch: an int64 tensor of shape (samples,), the same in every process."""
+    # Hashed, because seed + epoch would give run 1's epoch 2 and run 2's epoch 1 the same order.
+    digest = hashlib.sha256(f"elasticrt {seed} {epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randperm(samples, generator=generator)
+
+
+def _whole(value: object, name: str, where: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(explain(f"{name} is not a whole number", where, got=value, expected=f"an int >= {least}"))
+    if value < least:
+        raise ValueError(explain(f"{name} is too small", where, got=value, expected=f">= {least}"))
+    return value
+
+
+class _Position:
+    """Where an epoch stands: which epoch, how many of its samples are trained, and in which order it goes."""
+
+    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int, rank: int | None, world_size: int | None) -> None:
+        self._where = type(self).__name__
+        if not isinstance(dataset, Sized):
+            raise TypeError(
+                explain(
+                    "the dataset has no length",
+                    self._where,
+                    got=type(dataset).__name__,
+                    expected="a map-style dataset",
+                    remedy="An IterableDataset brings its own order and needs no sampler",
+                )
+            )
+        self._samples = _whole(len(dataset), "the dataset's length", self._where, 1)
+        self._shuffle = bool(shuffle)
+        self._seed = _whole(seed, "seed", self._where, 0)
+        if (rank is None) != (world_size is None):
+            raise ValueError(explain("give both or none", self._where, got=f"rank={rank}, world_size={world_size}"))
+        self._world_size = None if world_size is None else _whole(world_size, "world_size", self._where, 1)
+        self._rank = None if rank is None else _whole(rank, "rank", self._where, 0)
+        if self._rank is not None and self._world_size is not None and self._rank >= self._world_size:
+            raise ValueError(explain("no such rank", self._where, got=rank, expected=f"< {world_size}"))
+        self._epoch = 0
+        self._consumed = 0
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that `set_epoch` named last."""
+        return self._epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of this epoch that the whole world has trained."""
+        return self._consumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`. The current epoch keeps its position: a resumed one is not repeated."""
+        if _whole(epoch, "epoch", self._where, 0) != self._epoch:
+            self._epoch = epoch
+            self._consumed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it depends on; plain values."""
+        return {
+            "kind": self._where,
+            "samples": self._samples,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "consumed": self._consumed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. The world size and the batch size may differ from those that saved it.
+
+        Raises CheckpointError when the position would not mean the same samples: another dataset length, or, in the
+        middle of an epoch, another seed or another `shuffle`.
+        """
+        missing = {"kind", "samples", "shuffle", "seed", "epoch", "consumed"} - set(state)
+        if missing:
+            raise CheckpointError(explain("not a sampler's state", self._where, got=f"without {sorted(missing)}"))
+        facts = {"kind": self._where, "samples": self._samples}
+        if state["consumed"]:
+            facts |= {"shuffle": self._shuffle, "seed": self._seed}
+        for name, now in facts.items():
+            if state[name] != now:
+                raise CheckpointError(
+                    explain(
+                        f"the checkpoint's {name} is not this sampler's",
+                        self._where,
+                        got=f"{name}={state[name]} in the checkpoint",
+                        expected=f"{name}={now} as now",
+                        remedy="Use the dataset and the settings of the checkpoint, or start over in a new directory",
+                    )
+                )
+        epoch, consumed = state["epoch"], state["consumed"]
+        if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed <= self._samples:
+            raise CheckpointError(
+                explain("impossible position", self._where, got=f"epoch {epoch}, consumed {consumed}")
+            )
+        self._epoch, self._consumed = epoch, consumed
+
+    def _place(self) -> tuple[int, int]:
+        if self._rank is not None and self._world_size is not None:
+            return self._rank, self._world_size
+        return rank_and_world()
+
+    def _indices(self, start: int, stop: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(start, stop))
+        if self._order is None or self._order[0] != self._epoch:
+            self._order = (self._epoch, permutation(self._samples, self._seed, self._epoch))
+        indices: list[int] = self._order[1][start:stop].tolist()
+        return indices
+
+
+class ElasticBatchSampler(_Position, Sampler[list[int]]):
+    """A batch sampler: this rank's part of each global batch, cut into micro-batches. For `DataLoader(batch_sampler=)`.
+
+    Args:
+        dataset: anything with a length; only the length is used.
+        global_batch_size: samples per optimizer update, over all ranks.
+        micro_batch_size: the most samples in one forward; None: a rank's whole slice at once.
+        shuffle: a new order each epoch, from `seed`.
+        seed: the same on all ranks.
+        drop_last: leave out the last global batch of an epoch when it is smaller. Otherwise each sample counts once.
+        rank: of this process; by default that of the process group, looked up when iterated.
+        world_size: processes in all; given with `rank`, or not at all.
+
+    Raises TypeError and ValueError for arguments that cannot be.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        global_batch_size: int,
+        *,
+        micro_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        self._batch_size = _whole(global_batch_size, "global_batch_size", self._where, 1)
+        self._micro = None if micro_batch_size is None else _whole(micro_batch_size, "micro_batch_size", self._where, 1)
+        self._drop_last = bool(drop_last)
+        if self._drop_last and self._samples < self._batch_size:
+            raise ValueError(
+                explain(
+                    "an epoch without a single batch",
+                    self._where,
+                    got=f"{self._samples} samples, global_batch_size={self._batch_size}, drop_last=True",
+                    remedy="Use drop_last=False or a smaller global_batch_size",
+                )
+            )
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """As given."""
+        return self._micro
+
+    def __len__(self) -> int:
+        """Global batches of a full epoch: the same at any position and any world size."""
+        return sample_order.batch_count(self._samples, 0, self._batch_size, drop_last=self._drop_last)
+
+    @property
+    def remaining(self) -> int:
+        """Global batches of this epoch that are not trained yet."""
+        return sample_order.batch_count(self._samples, self._consumed, self._batch_size, drop_last=self._drop_last)
+
+    def advance(self) -> None:
+        """The whole world has trained the next global batch. `Loop` calls this; a loop of one's own does it itself."""
+        if not self.remaining:
+            raise ValueError(explain("advanced past the end of the epoch", self._where, got=f"epoch {self._epoch}"))
+        self._consumed = min(self._consumed + self._batch_size, self._samples)
+
+    def shares(self) -> Iterator[sample_order.BatchSlice]:
+        """What this rank runs from the present position on, one share for each batch that `iter` yields."""
+        rank, world_size = self._place()
+        bounds = sample_order.batch_bounds(self._samples, self._consumed, self._batch_size, drop_last=self._drop_last)
+        return (
+            share
+            for start, stop in bounds
+            for share in sample_order.shares_of_batch(start, stop, rank, world_size, self._micro)
+        )
+
+    def indices(self, share: sample_order.BatchSlice) -> list[int]:
+        """The dataset indices of a share that count: none of a borrowed sample."""
+        return self._indices(share.start, share.stop) if share.weight else []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Lists of dataset indices from the present position to the end of the epoch. Drawing changes no state."""
+        # Not a generator function: the position is the one at this call, not at the first draw.
+        return (self._indices(share.start, share.stop) for share in self.shares())
+
+
+class ElasticDistributedSampler(_Position, Sampler[int]):
+    """torch's DistributedSampler with a position: shuffle everything, leave out what is consumed, then stride by rank.
+
+    All ranks get equally many indices. As with DistributedSampler that repeats up to world_size - 1 samples at the end
+    of an epoch (or with `drop_last` leaves up to that many out); use `ElasticBatchSampler` to count each exactly once.
+
+    Args:
+        dataset: anything with a length; only the length is used.
+        num_replicas: processes in all; by default those of the process group, looked up when iterated.
+        rank: of this process; given with `num_replicas`, or not at all.
+        shuffle: a new order each epoch, from `seed`.
+        seed: the same on all ranks.
+        drop_last: leave out up to world_size - 1 samples instead of repeating so many.
+
+    Raises TypeError and ValueError for arguments that cannot be.
+    """
+
+    def __init__(  # noqa: PLR0917  The order of DistributedSampler's own arguments.
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=num_replicas)
+        self._drop_last = bool(drop_last)
+
+    def __len__(self) -> int:
+        """Indices per rank of a full epoch at the present world size."""
+        return sample_order.strided_count(self._samples, self._place()[1], drop_last=self._drop_last)
+
+    @property
+    def remaining(self) -> int:
+        """Samples of this epoch that the world has not trained yet."""
+        return self._samples - self._consumed
+
+    def advance(self, samples: int) -> None:
+        """The whole world has trained `samples` more: batch size x world size, cut at the end of the epoch."""
+        self._consumed = min(self._consumed + _whole(samples, "samples", self._where, 0), self._samples)
+
+    def __iter__(self) -> Iterator[int]:
+        """Dataset indices of this rank from the present position to the end of the epoch."""
+        rank, world_size = self._place()
+        positions = sample_order.strided(self._samples, self._consumed, rank, world_size, drop_last=self._drop_last)
+        every = self._indices(0, self._samples)
+        return (every[position] for position in positions)

@@ -1,0 +1,140 @@
+"""Waits of ranks for each other that may be long, through the store of their process group.
+
+A collective fails after the group's timeout, however well the one that is late is doing: an hour of preparing data on
+one node would end the whole run. Here every rank says in the store that it has come, and that it is through; the others
+wait for the word, and say for whom. Where an agent watches (ours or torchrun's) that takes as long as it takes: when a
+process has died, the agent ends the others or starts all anew. Without one nobody would, and the wait has a limit.
+
+Every rank makes the same barriers in the same order, as with collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from elasticrt.distributed.collectives import alone, rank_and_world
+from elasticrt.distributed.user_notice import say
+from elasticrt.errors import explain
+
+UNWATCHED_S = 1800.0
+"""What torch gives its collectives."""
+
+_POLL_S, _POLL_S_MAX = 0.001, 0.2
+_POLLS_PER_S = 20_000
+"""What the store answers beside other work, of all ranks together."""
+
+_PROGRESS_S = 10.0
+_NAMED_MAX = 4
+_ERROR_CHARS = 2000
+
+_numbers = itertools.count()
+_written: list[str] = []
+"""The keys of this rank that may still be read; removed when nobody can be waiting for them any more."""
+
+
+_in_turns = 0
+
+
+def begin_anew() -> None:
+    """The ranks have met in another store: barriers are counted from there."""
+    global _numbers  # noqa: PLW0603  As below.
+    _numbers = itertools.count()
+    _written.clear()
+
+
+@contextlib.contextmanager
+def one_after_the_other() -> Iterator[None]:
+    """In here ranks are not in the same place at the same time, so that they must not wait for each other."""
+    global _in_turns  # noqa: PLW0603  It is this process that is in such a block.
+    _in_turns += 1
+    try:
+        yield
+    finally:
+        _in_turns -= 1
+
+
+def together() -> bool:
+    """Whether there are other ranks, and all of them come to the same places at the same time."""
+    return not alone() and not _in_turns
+
+
+class Barrier:
+    """One occasion. `what` is how it is called in what the user sees."""
+
+    def __init__(self, what: str, store: Any = None) -> None:
+        self._what = what
+        self._rank, self._world_size = rank_and_world()
+        self._store = dist.distributed_c10d._get_default_store() if store is None else store
+        self._prefix = f"elasticrt/{next(_numbers)}"
+        self._earlier = len(_written)
+        self._limit_s = math.inf if "TORCHELASTIC_RUN_ID" in os.environ else UNWATCHED_S
+
+    def come(self) -> None:
+        """Say that this rank is here, and not through yet."""
+        self._say("?")
+
+    def through(self, error: str = "") -> None:
+        """Say that this rank is through, or why it will never be."""
+        word = f"-{error}"[:_ERROR_CHARS] if error else "+"
+        self._say(word)
+        if error or self._store.add(self._key("count"), 1) == self._world_size:
+            self._store.set(self._key("all"), word)
+
+    def wait(self, limit_s: float = math.inf) -> str:
+        """Wait until all ranks are through, or one never will be: its error, "" for none. Raises TimeoutError."""
+        error = self._wait("all", speaks=self._rank < 2, limit_s=limit_s)
+        if not error:
+            for key in _written[: self._earlier]:  # Everybody has come here, so nobody is left in an earlier one.
+                self._store.delete_key(key)
+            del _written[: self._earlier]
+        return error
+
+    def wait_for(self, rank: int) -> str:
+        """As `wait`, for one rank that has not said `come`."""
+        return self._wait(rank, speaks=self._rank == rank + 1, limit_s=math.inf)
+
+    def _say(self, word: str) -> None:
+        self._store.set(self._key(self._rank), word)
+        names = (self._rank, "count", "all") if self._rank == 0 else (self._rank,)
+        _written.extend(self._key(name) for name in names if self._key(name) not in _written[self._earlier :])
+
+    def _key(self, name: object) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _wait(self, name: int | str, *, speaks: bool, limit_s: float) -> str:
+        began = told = now = time.monotonic()
+        while not self._store.check([self._key(name)]):
+            # Asked rather than waited for: a wait in the store that ends too early is written to stderr by torch.
+            time.sleep(max(min((now - began) / 5, _POLL_S_MAX), _POLL_S, self._world_size / _POLLS_PER_S))
+            now = time.monotonic()
+            if now - began >= min(limit_s, self._limit_s):
+                raise TimeoutError(
+                    explain("waited too long", self._what, got=f"{now - began:.0f} s for {self._missing(name)}")
+                )
+            if speaks and now - told >= _PROGRESS_S:
+                told = now
+                say(f"waiting in {self._what} for {self._missing(name)}, {now - began:.0f} s so far")
+        return bytes(self._store.get(self._key(name))).decode(errors="replace")[1:]
+
+    def _missing(self, name: int | str) -> str:
+        if isinstance(name, int):
+            return f"rank {name}"
+        here = [rank for rank in range(self._world_size) if self._store.check([self._key(rank)])]
+        away = sorted(set(range(self._world_size)) - set(here))
+        busy = [rank for rank in here if bytes(self._store.get(self._key(rank))) == b"?"]
+        parts = [_ranks(away, "to come"), _ranks(busy, "to be through")]
+        return " and ".join(part for part in parts if part) or "nobody"
+
+
+def _ranks(ranks: list[int], what: str) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED_MAX]))
+    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more} {what}" if ranks else ""

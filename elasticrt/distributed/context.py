@@ -1,0 +1,380 @@
+"""Who am I, on which device, in which process group: the first call of a training script.
+
+The same script runs under `elasticrt run`, under torchrun and alone. `init` reads what either launcher says (RANK,
+WORLD_SIZE ...), never what a scheduler says (SLURM_* describes the allocation, not this process).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import Dataset, Subset
+
+from elasticrt.distributed import agent_client, collectives, regroup
+from elasticrt.distributed.barrier import Barrier, one_after_the_other
+from elasticrt.errors import ConfigError, explain
+from elasticrt.ipc.env import WorkerEnv
+
+_INT64 = 1 << 63
+_MEETING = datetime.timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Context:
+    """This process's place. It is live: after a change of the membership the same object says where this process is
+    now.
+
+    Attributes:
+        rank: 0 to world_size - 1 over all nodes.
+        local_rank: 0 to local_world_size - 1 on this node.
+        world_size: processes in all.
+        local_world_size: processes on this node.
+        group_rank: the number of this node.
+        generation: the agreed membership this process belongs to, from 1; 0 without an elasticrt agent.
+        restart_count: how often the run was restarted after a failure.
+        device: where this process computes: a GPU of its own where there is one, else the host.
+        run_dir: the run's directory for logs; None without an elasticrt agent.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int
+    generation: int
+    restart_count: int
+    device: torch.device
+    run_dir: Path | None
+
+    def _move(self, **place: int) -> None:
+        for name, value in place.items():
+            object.__setattr__(self, name, value)  # Frozen for everybody else.
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: the one that prints."""
+        return self.rank == 0
+
+    def shard(self, dataset: Dataset[Any]) -> Subset[Any]:
+        """This rank's part of `dataset`: every world_size-th sample, none twice, none padded. Sizes differ by one.
+
+        For evaluation; ranks then have different numbers of batches, so call the bare model, not DDP's forward.
+        Raises TypeError for a dataset without a length.
+        """
+        if not isinstance(dataset, Sized):
+            raise TypeError(explain("a dataset without a length can't be sharded", "shard", got=type(dataset).__name__))
+        return Subset(dataset, range(self.rank, len(dataset), self.world_size))
+
+    def sum(self, *numbers: float | torch.Tensor) -> Any:
+        """The sum over all ranks of each number: one number for one argument, a tuple for several. Collective.
+
+        Whole numbers are added exactly (64 bits), others in double precision. Tensors must hold one element.
+        Raises TypeError for anything else, ValueError for a whole number beyond 64 bits.
+        """
+        whole = torch.zeros(len(numbers), dtype=torch.int64)
+        real = torch.zeros(len(numbers), dtype=torch.float64)
+        # Ranks may disagree on the type (the empty sum is 0, others 0.5): each sends both kinds and says which it used.
+        is_real = torch.zeros(len(numbers), dtype=torch.int64)
+        for i, given in enumerate(numbers):
+            number = given.item() if isinstance(given, torch.Tensor) else given
+            if isinstance(number, int):
+                if not -_INT64 <= number < _INT64:
+                    raise ValueError(explain("beyond 64 bits", "sum", got=number))
+                whole[i] = number
+            elif isinstance(number, float):
+                real[i] = number
+                is_real[i] = 1
+            else:
+                raise TypeError(
+                    explain("not a number", "sum", got=given, expected="int, float or a tensor of one element")
+                )
+        counts = collectives.sum_tensor(torch.cat([whole, is_real]))
+        reals = collectives.sum_tensor(real)
+        whole, is_real = counts[: len(numbers)], counts[len(numbers) :]
+        sums = tuple(
+            float(w) + float(r) if f else int(w)
+            for w, r, f in zip(whole.tolist(), reals.tolist(), is_real.tolist(), strict=True)
+        )
+        return sums[0] if len(sums) == 1 else sums
+
+
+_context: Context | None = None
+_timeout_s = 1800.0
+_group_pid = 0
+"""The process that made a group here, 0 for none."""
+_own_group = False
+"""Whether the process group is ours: then its connections are known, and it can be made anew."""
+
+
+def has_own_group() -> bool:
+    """Whether `init` has made the process group."""
+    return _own_group and _group_pid == os.getpid() and dist.is_initialized()
+
+
+def timeout_s() -> float:
+    """How long a collective may take, as `init` was told."""
+    return _timeout_s
+
+
+def renew(worker: WorkerEnv) -> None:
+    """This process has another place: everybody who has the Context sees it."""
+    if _context is not None:
+        _context._move(
+            rank=worker.rank,
+            world_size=worker.world_size,
+            local_world_size=worker.local_world_size,
+            group_rank=worker.group_rank,
+            generation=worker.generation,
+            restart_count=worker.restart_count,
+        )
+
+
+def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
+    """Join the process group and say who this process is. Calling it again changes nothing.
+
+    A process group that exists is adopted. Alone (`python train.py`) a group of one is made, so that DDP works.
+
+    Args:
+        backend: torch's name of it; by default nccl where every local rank has a GPU of its own, else gloo.
+        timeout_s: how long a collective may wait for the others, in seconds. Under an elasticrt agent the first meeting
+            takes as long as it takes: others may be preparing their data.
+
+    Raises ConfigError when the environment names a place that cannot be, TypeError and ValueError for arguments that
+    can't be. A meeting that takes longer than `timeout_s` raises torch's error.
+    """
+    global _context, _timeout_s, _own_group  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
+    if _context is not None and dist.is_initialized():
+        return _context
+    worker, page = agent_client.worker_env(), agent_client.status_page()
+    if page is not None:
+        page.init_at_ns = time.monotonic_ns()
+    rank, world_size = collectives.rank_and_world()
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            explain(
+                "no such rank",
+                "environment",
+                got=f"RANK={rank} WORLD_SIZE={world_size}",
+                expected="0 <= RANK < WORLD_SIZE",
+            )
+        )
+    local_rank = _variable("LOCAL_RANK", rank)
+    local_world_size = _variable("LOCAL_WORLD_SIZE", world_size)
+    device = _device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
+        own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
+        with regroup.SOCKETS.noted(world_size):
+            _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
+        _timeout_s, _own_group = timeout_s, True
+        regroup.note_subgroups()
+    if page is not None:
+        page.joined_at_ns = time.monotonic_ns()
+    _context = Context(
+        rank=rank,
+        local_rank=_local_rank(rank),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        group_rank=_variable("GROUP_RANK", 0),
+        generation=0 if worker is None else worker.generation,
+        restart_count=_variable("TORCHELASTIC_RESTART_COUNT", 0),
+        device=device,
+        run_dir=Path(worker.run_dir) if worker is not None and worker.run_dir else None,
+    )
+    return _context
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        value = int(text) if text else default
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
+    return value
+
+
+def _local_rank(rank: int) -> int:
+    """This process's number on its node, also where each worker sees one GPU only, and LOCAL_RANK is 0 for all."""
+    worker = agent_client.worker_env()
+    return worker.local_rank if worker is not None and worker.gpu else _variable("LOCAL_RANK", rank)
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    address = os.environ.get("MASTER_ADDR", "")
+    if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):
+        raise ConfigError(
+            explain(
+                "nobody says where the process group meets",
+                "environment",
+                got=f"RANK={rank} WORLD_SIZE={world_size} without MASTER_ADDR or MASTER_PORT",
+                remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
+            )
+        )
+    # Gloo resolves the machine's own name to find an interface, and fails where that name does not resolve.
+    # When everybody is on this machine the loopback interface is the answer.
+    if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    worker = agent_client.worker_env()
+    if worker is not None and worker.beside:
+        # A world of one until it is let in: nobody waits for what is done here.
+        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+    elif launched and address and world_size > 1 and worker is not None:
+        # Its agent ends this process when the others can't come; until then some may be preparing their data.
+        store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
+        meeting = Barrier("init()", store)
+        meeting.through()
+        meeting.wait()
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    elif launched and address:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # Alone: no port, no other process can join by accident.
+        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+    global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
+    if not _group_pid:
+        atexit.register(leave_group)
+    _group_pid = os.getpid()
+
+
+def leave_group() -> None:
+    """Destroy our process group at exit: its threads, if still there then, can abort a process that was done (SIGABRT).
+
+    Not after an uncaught exception: a collective under way would then be waited for, and the traceback is out already.
+    Nor where a process ends without taking its interpreter apart (`bootstrap.shutdown`).
+    """
+    if getattr(sys, "last_value", None) is None and os.getpid() == _group_pid and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _rendezvous(*where: Any, timeout: datetime.timedelta) -> Any:
+    return dist.rendezvous(*where, timeout=timeout)  # type: ignore[attr-defined]  # As below.
+
+
+def _hash_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]  # torch offers it without declaring it.
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1", "ip6-localhost") or address.startswith("127.")
+
+
+def barrier() -> None:
+    """Wait until every rank is here, and say for whom if that takes long. Collective; alone it does nothing.
+
+    Under an agent (`elasticrt run`, torchrun) there is no limit: it ends this process when somebody can't come.
+    Without one TimeoutError is raised after half an hour.
+    """
+    collectives.require_group("barrier")
+    if not collectives.alone():
+        everybody = Barrier("barrier()")
+        everybody.through()
+        everybody.wait()
+
+
+def local_first() -> AbstractContextManager[bool]:
+    """Let local rank 0 of each node run the block first, then the others of its node: `with local_first() as first:`.
+
+    Gives True to who goes first. When it raises, the others raise RuntimeError with its error instead of running the
+    block. They wait as in `barrier`. For data, `prepare` does more: it leaves nothing half done. Collective.
+    """
+    collectives.require_group("local_first")
+    rank, _ = collectives.rank_and_world()
+    return _first(rank - _local_rank(rank), "local_first()")
+
+
+def global_first() -> AbstractContextManager[bool]:
+    """As `local_first`, for rank 0 of the whole world alone."""
+    collectives.require_group("global_first")
+    return _first(0, "global_first()")
+
+
+@contextlib.contextmanager
+def _first(leader: int, name: str) -> Iterator[bool]:
+    if collectives.alone():
+        yield True
+        return
+    rank, _ = collectives.rank_and_world()
+    turns = Barrier(name)
+    if rank != leader:
+        error = turns.wait_for(leader)
+        if error:
+            raise RuntimeError(explain("who went first failed", name, got=error))
+        with one_after_the_other():
+            yield False
+        return
+    try:
+        with one_after_the_other():
+            yield True
+    except BaseException as error:
+        text = f"rank {rank}: {type(error).__name__}: {error}"
+        # If the store is gone already, what the user must see is this error, not that nobody could be told.
+        with contextlib.suppress(RuntimeError):
+            turns.through(text)
+        raise
+    turns.through()
+
+
+def is_parallel(model: torch.nn.Module) -> bool:
+    """Whether `model` is wrapped in DataParallel or DistributedDataParallel, compiled or not.
+
+    Raises TypeError for what is no module.
+    """
+    return any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in wrappers(model))
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside all of DataParallel, DistributedDataParallel and torch.compile; a bare one as it is.
+
+    Raises TypeError for what is no module.
+    """
+    *_, innermost = wrappers(model)
+    return innermost
+
+
+def wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """From the outermost wrapper to the bare module, both included."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(explain("not a module", "unwrap", got=type(model).__name__, expected="torch.nn.Module"))
+    while True:
+        yield model
+        inner: Any = None
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            inner = model.module
+        elif type(model).__name__ == "OptimizedModule":  # torch.compile's wrapper; importing its class loads dynamo.
+            inner = model._orig_mod
+        if inner is None:
+            return
+        model = inner

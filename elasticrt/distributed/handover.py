@@ -1,0 +1,73 @@
+"""Stopping together at an agreed step, without a collective: the worker's half of a handover.
+
+At the end of step s the worker writes `entered` = s + 1 on its page, and *then* reads `stop`. If that is set it
+holds. The agents read how far everybody has been let in, agree on T, the furthest, and write it as `go`: whoever is
+behind goes on to T (others' collectives need it), and after T everybody leaves. Nobody can be past T: whoever was let
+into a step had written so before it looked. Where processes end, local rank 0 of each node first gives its agent a copy
+of the state (`copies`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+
+from elasticrt.distributed import agent_client
+from elasticrt.errors import Handover
+from elasticrt.ipc.messages import HandedOver
+from elasticrt.ipc.status_page import StatusPage
+
+_log = logging.getLogger(__name__)
+
+left = False
+"""Whether this process has left its loop to hand over: it ends, and what it has not saved it has handed over."""
+
+POLL_S = 0.0005
+HOLD_S_MAX = 120.0
+"""An agent that asks to hold and then says nothing for so long has forgotten us: go on. It ends us if that is wrong."""
+
+
+def must_leave(page: StatusPage, step: int) -> bool:
+    """Called between `step`, which is done, and the next. False: train on; True: all leave after this step.
+
+    Holds as long as the agents have not agreed. When they give the handover up, training goes on.
+    """
+    deadline = time.monotonic() + HOLD_S_MAX
+    while page.stop:
+        go = page.go
+        if go:
+            return step >= go
+        if time.monotonic() > deadline:
+            _log.warning("held after step %d for %.0f s without a word from the agent; going on", step, HOLD_S_MAX)
+            return False
+        time.sleep(POLL_S)
+    return False
+
+
+def stay(step: int) -> None:
+    """Say that this process has stopped after `step`, as agreed: it waits for its seat in the next generation."""
+    agent = agent_client.agent_link()
+    if agent is not None:
+        agent.say(HandedOver(step))
+
+
+def leave(step: int) -> Handover:
+    """Say that this process has stopped after `step`, as agreed; what is raised to leave the loop."""
+    global left  # noqa: PLW0603  A process hands over once.
+    left = True
+    stay(step)
+    return departure(step)
+
+
+def departure(step: int) -> Handover:
+    """What is raised where a process leaves its loop for good, as there is no seat for it; it is printed nowhere."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, Handover):
+            before(kind, error, trace)
+
+    sys.excepthook = hook  # An interpreter of the script's own would print a traceback for it, and it is no error.
+    return Handover(f"the membership changes: this process stops after step {step}")

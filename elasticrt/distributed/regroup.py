@@ -1,0 +1,318 @@
+"""A process group that is left and made anew while its process lives on: sockets cut, group, DDP's reducer.
+
+A rank that waits in a gloo collective for a peer that is gone waits for ever, unless it is that peer's neighbour: no
+call of torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds, and leaves
+nothing behind that a later group could hear. So the sockets of every group are noted while it is made, and `cut` shuts
+down just these. After that the group is only destroyed; the next one meets in a store of its own.
+
+DDP's reducer keeps buckets in an order that it has learnt from backward passes. Ranks with different orders would add
+up different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
+from elasticrt.ipc import own_sockets
+from elasticrt.ipc.env import WorkerEnv
+
+RETIRED_S = 2.0
+"""How long a group that was left is kept at least. Its threads may still be finishing works that failed, and take the
+interpreter's lock for that: whoever destroys the group holds that lock and waits for these threads (torch 2.13)."""
+
+CONNECT_AGAIN_S = 0.005
+"""Between two tries to reach the generation's store."""
+
+GROUP_THREAD = "pt_gloo_runloop"
+"""What torch calls the threads of a gloo group that carry out its works."""
+
+CUT_AGAIN_S = 0.02
+CUT_S_MAX = 60.0
+"""A group that is just being made may connect again after a cut: it is cut again, until it has failed."""
+
+KNOCK_S = 1.0
+"""How long a connection to this process itself may take."""
+
+
+class Overtaken(Exception):  # noqa: N818  Not an error: the ordinary end of a meeting that is no longer needed.
+    """A newer seat has come: nobody will come to this meeting."""
+
+
+class GroupSockets:
+    """The TCP connections of the present groups, noted while they are made. `cut` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._known: dict[int, str] = {}
+        self._before: dict[int, str] | None = None
+        self._ranks = 0
+        self._knocked: set[str] = set()
+
+    @contextlib.contextmanager
+    def noted(self, ranks: int) -> Iterator[None]:
+        """Connections that are made in this block, in whichever thread, belong to groups of at most so many ranks."""
+        with self._lock:
+            self._before, self._ranks = own_sockets.own(), ranks
+            self._knocked.clear()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._known |= self._new()
+                self._before = None
+                self._lock.notify_all()
+
+    def cut(self) -> int:
+        """Shut all of them down. A group that is just being made is cut until that has ended. How many there were."""
+        until = time.monotonic() + CUT_S_MAX
+        with self._lock:
+            count = self._shut_all()
+            while self._before is not None and time.monotonic() < until:
+                self._lock.wait(CUT_AGAIN_S)
+                count += self._shut_all()
+            return count
+
+    def _shut_all(self) -> int:
+        now = own_sockets.own()
+        new = self._new()
+        doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
+        self._known = {}
+        for fd, name in new.items():
+            if name not in self._knocked and _knock(fd, self._ranks):
+                self._knocked.add(name)
+        return sum(_shut(fd, socket.SHUT_RDWR if fd in new else socket.SHUT_RD) for fd in doomed)
+
+    def _new(self) -> dict[int, str]:
+        before = self._before
+        return {} if before is None else {fd: name for fd, name in own_sockets.own().items() if before.get(fd) != name}
+
+
+def _shut(fd: int, how: int) -> bool:
+    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own.
+
+    Of a group that is there only reading is shut down, and the connection is held for a while, whoever closes it: its
+    other end can go on writing. When a write fails gloo keeps the message, and tells nobody who waits for it to be sent
+    when the connection ends (torch 2.13). The end of what is read is told to all that wait for messages.
+    """
+    try:
+        with socket.socket(fileno=os.dup(fd)) as each:
+            if not own_sockets.is_connection(each):
+                return False
+            if how == socket.SHUT_RD:
+                _retired.append((time.monotonic(), [_Held(each.fileno())]))
+            each.shutdown(how)
+    except OSError:
+        return False  # Closed meanwhile, or not connected any more.
+    return True
+
+
+class _Held:
+    """Another descriptor of the same file, for as long as this object lives."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def _knock(fd: int, ranks: int) -> bool:
+    """Connect to a listening socket of a group that is being made, in the name of each rank, and be gone; whether it
+    was one.
+
+    Of two ranks one waits for the other to connect. When that one dies before it does, there is no connection to cut,
+    and no call of torch ends the wait before the time of a collective is over (torch 2.13).
+    """
+    try:
+        with socket.socket(fileno=os.dup(fd)) as each:
+            if not own_sockets.listens(each):
+                return False
+            for rank in range(ranks):
+                with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
+                    knocking.settimeout(KNOCK_S)
+                    knocking.connect(each.getsockname())
+                    knocking.sendall(struct.pack("=q", rank))  # How gloo tells who connects.
+    except OSError:
+        return False  # It does not listen yet, or was closed meanwhile.
+    return True
+
+
+SOCKETS = GroupSockets()
+_store_in_use: Any = None
+_subgroups: list[Any] = []
+_served: list[GroupStoreServer] = []
+"""The store that this process serves to its generation. Apart from the group, which is kept for a while: two stores
+behind one port, which the next generation may have again, would each get some of its ranks."""
+
+_retired: list[tuple[float, list[Any]]] = []
+
+
+def note_subgroups() -> None:
+    """From now on connections of the script's own `dist.new_group` are noted as well."""
+    made = dist.new_group
+    if getattr(made, "noted", False):
+        return
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        with SOCKETS.noted(dist.get_world_size()):
+            group = made(*args, **options)
+        _subgroups.append(group)
+        return group
+
+    new_group.noted = True  # type: ignore[attr-defined]
+    new_group.__doc__ = made.__doc__
+    dist.new_group = new_group
+
+
+def leave() -> None:
+    """Leave the default group and all others. Their sockets have been cut, or nobody waits in them."""
+    SOCKETS.cut()
+    while _served:
+        _served.pop().close()
+    if dist.is_initialized():
+        _retired.append((time.monotonic(), [dist.group.WORLD, *_subgroups]))
+        dist.destroy_process_group()
+    _subgroups.clear()
+
+
+def tidy() -> None:
+    """Let go of what was left long ago. Called where no collective is under way."""
+    if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
+        until = time.monotonic() - RETIRED_S
+        keeper = sys.modules.get("elasticrt.bootstrap.process_groups")  # It keeps every group for the script's own end.
+        while _retired and _retired[0][0] < until:
+            _, left = _retired.pop(0)
+            if keeper is not None:
+                keeper.release(left)
+            del left
+
+
+def _idle() -> bool:
+    """Whether no thread of any group has a work left: all wait for one, without a limit, which the kernel can tell.
+
+    A process that was stopped meanwhile, or had no share of the CPU, has older works than its clock says. Where the
+    kernel does not tell, the time alone decides.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not tell.
+            if (task / "comm").read_text().strip() == GROUP_THREAD:
+                call = (task / "syscall").read_text().split()
+                if len(call) < 5 or int(call[4], 16):  # It runs, or waits until a certain time: for a peer, or a lock.
+                    return False
+    return True
+
+
+def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], bool]) -> None:
+    """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
+
+    `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
+    no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    global _store_in_use  # noqa: PLW0603  As below.
+    timeout = datetime.timedelta(seconds=timeout_s)
+    hook = sys.excepthook
+    # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
+    dist.distributed_c10d._world.group_count = 0
+    try:
+        with SOCKETS.noted(worker.world_size):
+            prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
+            _store_in_use = _store(worker, timeout_s, over)  # Torch calls it, and does not keep it.
+            store = PrefixStore(prefix, _store_in_use)
+            dist.init_process_group(
+                backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
+            )
+    finally:
+        sys.excepthook = hook  # Each init wraps it once more.
+
+
+def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> GroupStore:
+    """The generation's store; rank 0 serves it, on the socket that its node has held for that."""
+    if over():  # It may have come before there was anything to cut.
+        if worker.listen_fd >= 0:
+            os.close(worker.listen_fd)
+        raise Overtaken
+    if worker.rank == 0:
+        _served.append(GroupStoreServer(socket.socket(fileno=worker.listen_fd), worker.nonce))
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return GroupStore(worker.master_addr, worker.master_port, worker.nonce, timeout_s)
+        except RuntimeError:  # Rank 0 may still be leaving the store of the generation before, at the same port.
+            if over():
+                raise Overtaken from None
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(CONNECT_AGAIN_S)
+
+
+def obstacle(layer: DistributedDataParallel) -> str:
+    """Why a DDP module cannot be given another group, "" if it can."""
+    if layer.process_group is not dist.group.WORLD:
+        return "DDP has a process group of its own"
+    if layer.mixed_precision is not None:
+        return "DDP's own mixed precision"
+    if getattr(layer, "_use_python_reducer", False):
+        return "DDP's python reducer"
+    if getattr(layer, "device_mesh", None) is not None:
+        return "DDP has a device mesh"
+    return ""
+
+
+def rebuild(layers: Iterable[DistributedDataParallel]) -> None:
+    """Give DDP modules the present default group, with a new reducer each.
+
+    Everything below is private to torch and tested at each version that is supported; a public way does not exist.
+    """
+    for layer in layers:
+        _rebuild(layer, dist.group.WORLD)
+
+
+def _rebuild(layer: Any, world: Any) -> None:
+    old, layer.process_group = layer.process_group, world
+    layer._remove_autograd_hooks()
+    _retired.append((time.monotonic(), [layer.reducer, layer.logger]))
+    static, layer.static_graph = layer.static_graph, False
+    parameters, sparse = layer._build_params_for_reducer()
+    names = layer._build_debug_param_to_name_mapping(parameters)
+    layer._ddp_init_helper(parameters, sparse, names, static)
+    layer._has_rebuilt_buckets = False
+    layer._lazy_init_ran = False
+    if static:
+        layer._set_static_graph()
+    hooks, layer._comm_hooks = layer._comm_hooks, []
+    for hook, state in hooks:
+        if getattr(state, "process_group", None) is old:
+            state.process_group = world
+        layer.register_comm_hook(world if state is old else state, hook)
+
+
+def warm_up() -> None:
+    """A step of a tiny model in the present group: the first of all would take ten times as long as the next."""
+    with torch.random.fork_rng(devices=[]):
+        layer = DistributedDataParallel(torch.nn.Linear(1, 1))
+    layer(torch.zeros(1, 1)).sum().backward()
+    _retired.append((time.monotonic(), [layer]))
+
+
+def drop_gradients(layers: Iterable[torch.nn.Module]) -> None:
+    """Forget gradients: they may be views of a bucket that a work of the old group still writes into."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.grad = None

@@ -1,0 +1,155 @@
+"""A book: the file in which one rank of one start notes what it trains. Its lines, written and read. Pure.
+
+The first line says who writes, and what was there before; each of the others is a step that begins, or an end.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT = 2
+SUFFIX = ".ledger"
+
+Link = tuple[str, int]
+"""A start and its last step that counts."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first line of a file: who writes it, and where the start went on.
+
+    Attributes:
+        start: name of the start, the same on all its ranks.
+        run, generation, rank, world_size, node: as the agent has them; "", 0 and "" without one.
+        steps, epoch: where it went on.
+        history: what the state at `steps` descends from, oldest first.
+        samples: length of the data set.
+        before: other starts that had a file in this rank's directory already, less those of the history.
+    """
+
+    start: str
+    run: str
+    generation: int
+    rank: int
+    world_size: int
+    node: str
+    steps: int
+    epoch: int
+    history: tuple[Link, ...]
+    samples: int
+    before: tuple[str, ...] = ()
+
+    def to_line(self) -> str:
+        """As it is in the file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Opening:
+        """Raises ValueError, KeyError, TypeError when it is none."""
+        if fields.pop("format", None) != FORMAT:
+            raise ValueError(f"not the beginning of a ledger of format {FORMAT}")
+        history = tuple((str(start), int(last)) for start, last in fields.pop("history"))
+        before = tuple(str(start) for start in fields.pop("before"))
+        opening = cls(history=history, before=before, **fields)
+        for name in ("generation", "rank", "world_size", "steps", "epoch", "samples"):
+            value = getattr(opening, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name} is {value!r}")
+        return opening
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One rank's part of a step: `ids` are the indices into the data set, empty when this rank had none."""
+
+    step: int
+    epoch: int
+    ids: Sequence[int]
+
+    def to_line(self) -> str:
+        """As it is in the file."""
+        return f'{{"step": {self.step}, "epoch": {self.epoch}, "ids": {list(self.ids)}}}\n'
+
+
+@dataclass(frozen=True)
+class Closing:
+    """An epoch's body has ended after `steps`, with `trained` of its samples trained and `excused` left out by rule.
+
+    `excused`: by `drop_last`. What is neither was left out by the script, which has ended the epoch early.
+    """
+
+    epoch: int
+    steps: int
+    trained: int
+    excused: int
+
+    def to_line(self) -> str:
+        """As it is in the file."""
+        return json.dumps({"closed": asdict(self)}) + "\n"
+
+
+def end_line(steps: int) -> str:
+    """The loop has ended by itself after `steps`."""
+    return json.dumps({"end": steps}) + "\n"
+
+
+@dataclass
+class LedgerFile:
+    """What one rank of one start has written. Of a step that was begun twice the last entry counts: the first one was
+    broken off by the script, or the next step would have had another number.
+    """
+
+    name: str
+    opening: Opening
+    entries: dict[int, LedgerEntry] = field(default_factory=dict)
+    closings: list[Closing] = field(default_factory=list)
+    end: int | None = None
+
+    @property
+    def finished(self) -> int:
+        """The last step that this rank has certainly finished: the end it wrote, else the one before its last."""
+        if self.end is not None:
+            return self.end
+        return max(max(self.entries, default=0) - 1, self.opening.steps)
+
+
+def read(name: str, content: bytes) -> LedgerFile | None:
+    """Parse a file. A last line without an end is what a killed process leaves, and is none; None: not even a first.
+
+    Raises ValueError saying which line is wrong.
+    """
+    lines = content.split(b"\n")[:-1]
+    if not lines:
+        return None
+    book = None
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = json.loads(line)
+            if book is None:
+                book = LedgerFile(name, Opening.from_fields(fields))
+            elif "ids" in fields:
+                entry = LedgerEntry(int(fields["step"]), int(fields["epoch"]), array("q", fields["ids"]))
+                book.entries[entry.step] = entry
+            elif "closed" in fields:
+                book.closings.append(Closing(**fields["closed"]))
+            else:
+                book.end = int(fields["end"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"{name}, line {number}: {type(error).__name__}: {error}") from None
+    return book
+
+
+def longest(copies: Mapping[str, bytes]) -> tuple[str, bytes]:
+    """Of copies of one file, by name, the longest: who copies a file while it grows gets the beginning of it.
+
+    Raises ValueError when one is not the beginning of the longest.
+    """
+    name, content = max(copies.items(), key=lambda copy: len(copy[1]))
+    for other, part in copies.items():
+        if not content.startswith(part):
+            raise ValueError(f"{other} is neither the same as {name} nor the beginning of it")
+    return name, content

@@ -1,0 +1,105 @@
+"""The status page: one memory page that a worker and its agent share, without a system call per step.
+
+A memfd, created by the agent, inherited by the worker, gone with the last of the two. Its first 4096 bytes are words:
+each field is one aligned 64-bit word, so that a reader sees an old or a new value, never a torn one (x86-64 and arm64).
+Behind them is room for text: the worker's stacks, when the agent asks for them by a signal. The room is a hole in the
+file, which takes no memory before it is written to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+
+PAGE_BYTES = 4096
+TEXT_BYTES = 1 << 17
+
+STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
+"""A worker that gets it writes the stacks of its threads behind the words. One that no program is known to use."""
+
+
+class _Word:
+    """One word of the page as an attribute."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, page: StatusPage, _: type[StatusPage]) -> int:
+        return page.words[self._index]
+
+    def __set__(self, page: StatusPage, value: int) -> None:
+        page.words[self._index] = value
+
+
+class StatusPage:
+    """The page. Times are CLOCK_MONOTONIC in nanoseconds, 0 for never.
+
+    Written by the worker:
+        entered: the step that it has entered (it writes s + 1 at the end of step s, before it reads `stop`).
+        step, epoch, step_at_ns: the last finished global step, its epoch, and when it finished.
+        init_at_ns, joined_at_ns: when `elasticrt.init` was called, and when it had a process group.
+        restored_at_ns: when the Loop had its state back; 0 while what it has is the state of no step.
+        stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
+            between epochs and outside of a Loop.
+        beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
+        first_beat_at_ns: when the first one ended.
+        loaded: when the newest file was written that `torch.load` read before it, in microseconds since the epoch; see
+            `bootstrap.optimizer_heartbeat`.
+        begun_at_ns: when the script began, and with it the waiting for the first of them.
+        building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
+        in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training
+            and waits to be let in; 0 when only a new process could take its place.
+
+    Written by the agent:
+        stop: not 0: hold at the end of the present step.
+        go: while workers hold: the step after which all hand over; 0 while it is not known.
+        save: before `go`: rank 0 commits a checkpoint before it leaves (1), or not (0).
+        ending: not 0: a SIGTERM that comes now is the agent's own, and means it.
+    """
+
+    entered = _Word(0)
+    stop = _Word(1)
+    step = _Word(2)
+    step_at_ns = _Word(3)
+    epoch = _Word(4)
+    go = _Word(5)
+    save = _Word(6)
+    init_at_ns = _Word(7)
+    joined_at_ns = _Word(8)
+    restored_at_ns = _Word(9)
+    ending = _Word(10)
+    stepping = _Word(11)
+    building = _Word(12)
+    beats = _Word(13)
+    beat_at_ns = _Word(14)
+    first_beat_at_ns = _Word(17)
+    begun_at_ns = _Word(15)
+    in_place = _Word(16)
+    loaded = _Word(18)
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)
+        self.words = memoryview(self._map)[:PAGE_BYTES].cast("Q")
+
+    @staticmethod
+    def create() -> int:
+        """A new, zeroed page as a memfd (close-on-exec); the caller owns the descriptor. OSError when out of memory."""
+        fd = os.memfd_create("elasticrt-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES + TEXT_BYTES)
+        return fd
+
+    def text(self) -> bytes:
+        """What has been written behind the words."""
+        return self._map[PAGE_BYTES:].partition(b"\0")[0]
+
+    def close(self) -> None:
+        """Unmap."""
+        self.words.release()
+        self._map.close()
+
+    def finished(self, step: int, epoch: int, at_ns: int) -> None:
+        """The worker has finished global step `step`. The step itself is written last: it announces the rest."""
+        self.step_at_ns = at_ns
+        self.epoch = epoch
+        self.step = step

@@ -1,0 +1,155 @@
+"""What a node's agent knows of its workers' steps: how far they are, and where the time of a recovery goes.
+
+A recovery is the time between two steps: the last before a change of generation and the first after it, as this
+machine's monotonic clock has them. Agent and workers mark what happens in between, and each phase is the time from one
+mark to the next, so that the phases add up to the pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.messages import Step
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.wording import counted
+from elasticrt.workers import status_pages
+from elasticrt.workers.outcomes import LastStep, cost, phases
+
+log = logging.getLogger(__name__)
+
+START_S_MAX = 60.0
+"""Newcomers wait for a generation's first step so long, in a script that is known to have a Loop ..."""
+
+START_UNKNOWN_S = 3.0
+"""... and so long in a script of which nothing is known."""
+
+
+class Progress:
+    """One node's. `look` gives the pages of all its workers, by local rank; none when there are none.
+
+    Attributes:
+        pause_s: how long the last recovery took.
+    """
+
+    def __init__(self, look: Callable[[], Sequence[StatusPage]], events: EventLog, say: Callable[[str], None]) -> None:
+        self._look = look
+        self._events = events
+        self._say = say
+        self._last = LastStep()
+        self._has_loop = False
+        self._marks: dict[str, int] = {}
+        self._began_at = 0.0
+        self._generation = 0  # The newest that this node has had a seat in.
+        self.pause_s = 1.0
+
+    # What happens, in order. Of a thing that happens twice the first time counts.
+
+    def disturbed(self) -> None:
+        """The present generation is coming to its end: a worker has failed, or a handover was asked for."""
+        if "start" in self._marks:  # Of a recovery that never came to a step; its time counts as this one's.
+            self._marks = {}
+        self._mark("detect")
+
+    def undisturbed(self) -> None:
+        """It was not: the handover was given up."""
+        self._marks = {}
+
+    def replaced(self, generation: int) -> None:
+        """Another generation is to be run.
+
+        Who had no seat in the one before is a newcomer: what it has waited was no pause of the training.
+        """
+        if generation != self._generation + 1:
+            self._last = LastStep()
+        self._generation = generation
+        self.disturbed()
+        self._mark("agree")
+
+    def began(self) -> None:
+        """The old workers are gone, the new ones are being started."""
+        self._began_at = time.monotonic()
+        self._mark("stop")
+
+    def started(self, generation: int, at_ns: int) -> None:
+        """All of the new workers run. What a script without a Loop does from now on is not known here."""
+        self._mark("start", at_ns)
+        if self._last.at_ns or generation > 1:
+            parts = phases(self._last.at_ns, self._marks)
+            self._events.write("restarted", generation=generation, phases=parts)
+
+    def remember(self) -> None:
+        """Note how far the workers have come, while they can still be asked."""
+        own = self._look()
+        if own and own[0].step_at_ns:
+            self._last = LastStep(own[0].step, own[0].step_at_ns)
+        elif own and own[0].beat_at_ns:
+            self._last = LastStep(0, own[0].beat_at_ns)
+
+    def stepped(self, generation: int, step: Step) -> None:
+        """The first step of a Loop is done. If it is the generation's, the recovery is over, and cost this."""
+        self._has_loop = True
+        if "agree" not in self._marks:  # A second Loop of the same script.
+            return
+        paid = cost(self._last, step.step, step.at_ns, step.resumed_from)
+        self._events.write(
+            "first_step",
+            generation=generation,
+            step=step.step,
+            resumed_from=step.resumed_from,
+            pause_s=paid.pause_s,
+            redone=paid.redone,
+        )
+        if paid.pause_s is not None:
+            self.pause_s = paid.pause_s
+            self._recovered(generation, paid.pause_s, step.at_ns)
+            self._say(f"next step {step.step:,} after {paid.pause_s:.2f} s; {counted(paid.redone, 'step')} done again")
+        self._marks = {}
+
+    def look(self, generation: int) -> None:
+        """See whether workers without a Loop have come to their first step, of which nobody sends word."""
+        own = self._look() if "start" in self._marks else ()
+        if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
+            return
+        at_ns = max(page.first_beat_at_ns for page in own)
+        if 0 < self._last.at_ns < at_ns:
+            pause_s = (at_ns - self._last.at_ns) / 1e9
+            self._recovered(generation, pause_s, at_ns)
+            self._say(f"next optimizer step after {pause_s:.2f} s; what the script had not saved is done again")
+        self._marks = {}
+
+    def _recovered(self, generation: int, pause_s: float, at_ns: int) -> None:
+        own = self._look()
+        if own:
+            self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
+        self._mark("first_step", at_ns)
+        parts = phases(self._last.at_ns, self._marks)
+        self._events.write("recovery", generation=generation, pause_s=pause_s, phases=parts)
+        log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
+
+    # Questions.
+
+    def step(self) -> int | None:
+        """The last step that all workers of this node have finished; None when that is not known (yet)."""
+        own = self._look()
+        return min(page.step for page in own) if own and status_pages.have_stepped(own) else None
+
+    def starting(self, now: float) -> bool:
+        """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.
+
+        Whether the script has a Loop at all is known from an earlier generation, else taken to be so for a while.
+        """
+        own = self._look()
+        self._has_loop = self._has_loop or any(page.entered for page in own)
+        if not own or status_pages.have_stepped(own):
+            return False
+        return now < self._began_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
+
+    def can_hand_over(self) -> bool:
+        """Whether all workers of this node are inside a Loop."""
+        return status_pages.in_loop(self._look())
+
+    def _mark(self, name: str, at_ns: int = 0) -> None:
+        self._marks.setdefault(name, at_ns or time.monotonic_ns())

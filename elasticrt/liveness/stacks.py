@@ -1,0 +1,139 @@
+"""What workers are doing right now: the stacks of their threads, as text.
+
+Two sources. `py-spy`, where it is installed and may look, reads a process from outside, even one that is stopped. Every
+worker with a Loop also writes its stacks on its status page when it gets `STACKS_SIGNAL`; that needs nobody's
+permission, and no interpreter that can still run.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elasticrt.ipc.file_modes import make_directory, opener
+from elasticrt.ipc.proc import stat
+from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
+from elasticrt.workers.logs import file_of
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+"""A signal handler writes its stacks in less than a millisecond, on an idle machine."""
+
+SPY_S = 5.0
+POLL_S = 0.02
+LINES_MAX = 120
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The stacks of one generation's workers on this node, by local rank, the main thread first.
+
+    `age_s`: for how long no step had come after `step` when they were asked for; `final`: that was too long.
+    """
+
+    generation: int
+    step: int
+    age_s: float
+    final: bool
+    lines: Mapping[int, tuple[str, ...]]
+
+
+def take(
+    workers: Mapping[int, tuple[int, StatusPage]],
+    signal: Callable[[int], None],
+    put: Callable[[Stacks], None],
+    blank: Stacks,
+) -> None:
+    """Ask all workers (process id and page by local rank); the answer is `put`, from another thread, in a few seconds.
+
+    `signal` sends a signal to all of them; `blank` is the answer without its lines.
+    """
+    before = {rank: len(page.text()) for rank, (_, page) in workers.items()}
+    if all(_catches(pid) for pid, _ in workers.values()):  # It would end those that do not.
+        signal(STACKS_SIGNAL)
+
+    def work() -> None:
+        spy = _spy()
+        said = {rank: _of(pid, page, before[rank], spy) for rank, (pid, page) in workers.items()}
+        put(replace(blank, lines=said))
+
+    threading.Thread(target=work, name="elasticrt-stacks", daemon=True).start()
+
+
+def keep(stacks: Stacks, ranks: Mapping[int, int], node: str, directory: Path) -> None:
+    """Write them beside the logs, a file for each rank (`ranks`: by local rank), behind what it has already."""
+    for local_rank, lines in stacks.lines.items():
+        path = file_of(directory, stacks.generation, ranks[local_rank], node, "stacks")
+        try:
+            make_directory(path.parent)
+            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=opener) as file:
+                file.write("\n".join([f"after {stacks.age_s:.1f} s without a step:", *lines, "", ""]))
+        except OSError as error:
+            log.warning("stacks are not kept: %s: %s", path, error.strerror)
+
+
+def _of(pid: int, page: StatusPage, before: int, spy: str) -> tuple[str, ...]:
+    lines = _from_outside(spy, pid) if spy else []
+    return tuple((lines or _from_inside(pid, page, before))[:LINES_MAX])
+
+
+def _from_inside(pid: int, page: StatusPage, before: int) -> list[str]:
+    """What the worker has written on its page since `before`, when it has stopped writing."""
+    deadline, length = time.monotonic() + ANSWER_S, before
+    while time.monotonic() < deadline:
+        now = len(page.text())
+        if now == length > before:
+            break
+        length = now
+        time.sleep(POLL_S)
+    if length == before:
+        return [f"it has not answered within {ANSWER_S:g} s: {_state(pid)}"]
+    # A process lists its newest thread first; the oldest, the main one, is what matters most.
+    threads = page.text()[before:].decode(errors="replace").strip().split("\n\n")
+    return "\n".join(reversed(threads)).splitlines()
+
+
+def _from_outside(spy: str, pid: int) -> list[str]:
+    command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SPY_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.info("py-spy: %s", error)
+        return []
+    if done.returncode:
+        log.info("py-spy: %s", done.stderr.strip()[:400])
+        return []
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _spy() -> str:
+    """Where py-spy is, on the path or beside this interpreter; "" without one."""
+    beside = Path(sys.executable).parent
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(beside)) or ""
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for STACKS_SIGNAL."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks and masks[0] >> (STACKS_SIGNAL - 1) & 1)
+
+
+def _state(pid: int) -> str:
+    """The kernel's word for what a process is doing."""
+    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
+    found = stat(pid)
+    return "it has ended" if found is None else words.get(found.state, f"state {found.state}")

@@ -1,0 +1,231 @@
+"""`elasticrt.spawn`: `torch.multiprocessing.spawn`, elastic.
+
+The call is one node's agent, in a child process, whose workers call the function instead of running a script. The agent
+is on a leash: when this process ends, however, the agent and its workers end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import multiprocessing.spawn
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from elasticrt.errors import (
+    CheckpointError,
+    ConfigError,
+    DuplicateError,
+    ElasticError,
+    PreparationError,
+    RendezvousTimeoutError,
+    StoreError,
+    WorkersFailedError,
+    explain,
+)
+from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPayload
+from elasticrt.playground.leash import command_of
+
+STOP_S = 30.0
+"""What the agent gets to end its workers (their grace is a part of it) before it is killed, and they with it."""
+
+WORKER_MODULE = "elasticrt.bootstrap.spawn_main"
+FLUSH_S = 5.0
+_LAST_CHARACTERS = 8000
+_COMPLAINT = "elasticrt: error: "
+
+_ERRORS: dict[int, type[ElasticError]] = {
+    kind.exit_code: kind
+    for kind in (
+        CheckpointError,
+        ConfigError,
+        DuplicateError,
+        PreparationError,
+        RendezvousTimeoutError,
+        StoreError,
+        WorkersFailedError,
+    )
+}
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    *,
+    min_nodes: int = 1,
+    max_nodes: int = 1,
+) -> dict[int, Any]:
+    """Call `fn(i, *args)` in `nprocs` worker processes of an elastic run; what each returned, by global rank.
+
+    As `torch.multiprocessing.spawn`, with i from 0 to nprocs - 1, but workers that fail are restarted as those of
+    `elasticrt run` are, from what `fn` has saved, and find RANK, WORLD_SIZE, MASTER_ADDR and so on set. With more than
+    one node, run the same program on each with ELASTICRT_RUN_ID, and ELASTICRT_ETCD where they are several machines;
+    i is then the local rank, and the values are those of this node's ranks. All options of `elasticrt run` can be set
+    as ELASTICRT_<NAME>.
+
+    Args:
+        fn: a function of a module, of a script with `if __name__ == "__main__":`, or (with cloudpickle) of a notebook.
+        args: what follows i. It is pickled, once for all workers and restarts.
+        nprocs: workers on this node.
+        join: only True: spawn returns when all is over.
+        min_nodes: train with at least so many nodes.
+        max_nodes: and at most so many.
+
+    Raises WorkersFailedError with the report when the workers have failed more often than allowed, ConfigError when
+    the function, its arguments or an option cannot be used, and the agent's other errors by their exit codes.
+    """
+    if join is not True:
+        raise ConfigError(
+            explain("spawn waits for its workers", "spawn", got=f"join={join!r}", remedy="Call it in a thread")
+        )
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or not 1 <= nprocs <= 4096:
+        raise ConfigError(explain("not a number of workers", "spawn", got=nprocs, expected="nprocs from 1 to 4096"))
+    call = _pickled(fn, tuple(args))
+    command = ["--nproc-per-node", str(nprocs), "--min-nodes", str(min_nodes), "--max-nodes", str(max_nodes)]
+    command += ["--module", WORKER_MODULE, f"{fn.__module__}:{fn.__qualname__}"]
+    with _memory() as ours, contextlib.ExitStack() as closing:
+        Path(ours).write_bytes(call)
+        values = [closing.enter_context(_memory()) for _ in range(nprocs)]
+        _run(command, {CALL_VARIABLE: ours, VALUES_VARIABLE: ":".join(values)})
+        found = [Path(path).read_bytes() for path in values]
+    return dict(sorted(pickle.loads(data) for data in found if data))  # noqa: S301  From our own workers.
+
+
+@contextlib.contextmanager
+def _memory() -> Iterator[str]:
+    """A file without a name, by the path at which this user's processes can open it."""
+    fd = os.memfd_create("elasticrt-call", os.MFD_CLOEXEC)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call as it travels. Raises ConfigError for what cannot."""
+    if not callable(fn) or not hasattr(fn, "__qualname__"):
+        raise ConfigError(explain("not a function", "spawn", got=type(fn).__name__))
+    preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
+    preparation.pop("authkey", None)  # It may not be pickled, and workers are nobody's multiprocessing children.
+    by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
+    try:
+        function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            explain(
+                "a call that can't be sent to workers",
+                "spawn",
+                got=str(error),
+                expected="a function at the top of a module, script or cell, and arguments that can be pickled",
+                remedy="Define it with `def` at the top, not inside another function",
+            )
+        ) from error
+    return pickle.dumps(SpawnPayload(preparation, function, by_value))
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ConfigError(
+            explain(
+                "a function of an interactive session needs cloudpickle",
+                "spawn",
+                got=str(error),
+                remedy="pip install cloudpickle (or elasticrt[notebook]), or put the function into a file",
+            )
+        ) from error
+    return cloudpickle
+
+
+def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run an agent to its end, and show what it and its workers print. Raises what its exit code says."""
+    with _memory() as events:
+        fd = int(Path(events).name)
+        command = [sys.executable, "-m", "elasticrt", "run", "--events-fd", str(fd), *arguments]
+        process = subprocess.Popen(
+            command_of(os.getpid(), command),
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[fd],
+        )
+        shown = [_Shown(process.stdout, sys.stdout), _Shown(process.stderr, sys.stderr)]
+        try:
+            code = process.wait()
+        finally:
+            _end(process)
+            for each in shown:
+                each.finish()
+        _raise_for(code, Path(events).read_text().splitlines(), shown[1].last)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """See the agent gone, whatever it takes. Its workers never outlive it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_S)
+
+
+class _Shown:
+    """Copies what a process prints to a stream of ours, which in a notebook is no descriptor, and keeps the end."""
+
+    def __init__(self, source: IO[bytes] | None, target: TextIO) -> None:
+        assert source is not None
+        self.last = ""
+        self._source = source
+        self._target = target
+        self._thread = threading.Thread(target=self._copy, name="elasticrt-output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the rest, which is there when the process has ended."""
+        self._thread.join(FLUSH_S)
+
+    def _copy(self) -> None:
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        read = True
+        with self._source as source:
+            while data := os.read(source.fileno(), 1 << 16):
+                text = decode(data)
+                self.last = (self.last + text)[-_LAST_CHARACTERS:]
+                try:
+                    if read:
+                        self._target.write(text)
+                        self._target.flush()
+                except BrokenPipeError:  # Nobody reads ours any more. What the agent says at its end is still wanted.
+                    read = False
+
+
+def _raise_for(code: int, lines: Sequence[str], said: str) -> None:
+    """The agent's exit code as an error, with its report: from its events, else what it said last."""
+    events = {event["event"]: event for event in map(json.loads, lines)}
+    if code == 0:
+        if "result" not in events:
+            raise ConfigError(
+                explain(
+                    "this run has succeeded before, so nothing was called",
+                    "spawn",
+                    got=f"ELASTICRT_RUN_ID={os.environ.get('ELASTICRT_RUN_ID', '')}",
+                    remedy="Take another run id, or set ELASTICRT_AGAIN=1",
+                )
+            )
+        return
+    complaint = [line.removeprefix(_COMPLAINT) for line in said.splitlines() if line.startswith(_COMPLAINT)]
+    reason = events["result"]["reason"] if "result" in events else f"the agent ended with code {code}"
+    text = "\n".join([*(complaint[-1:] or [reason]), *([events["failure"]["text"]] if "failure" in events else [])])
+    raise _ERRORS.get(code, ElasticError)(text)

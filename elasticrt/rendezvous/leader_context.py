@@ -1,0 +1,339 @@
+"""What the leader's duties look at, and what they share: candidates, deadlines, the next generation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from elasticrt.errors import EXIT_RENDEZVOUS
+from elasticrt.ipc.wording import counted
+from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
+from elasticrt.rendezvous.records import (
+    ENDED_EARLY,
+    TEXT_MAX_BYTES,
+    CopyRecord,
+    FailureRecord,
+    Generation,
+    Member,
+    Report,
+    Seat,
+)
+from elasticrt.rendezvous.seats import Draft, Restarts, seat_order, seats_for
+from elasticrt.rendezvous.view import Stored, Verdict, View
+from elasticrt.spec import RunSpec
+from elasticrt.text import cut
+
+
+@dataclass(frozen=True)
+class LeaderContext:
+    """What the leader's duties look at: the view, taken apart once."""
+
+    me: Me
+    view: View
+    spec: RunSpec
+    generation: Generation
+    since: float
+    seats: list[Seat]
+    reports: dict[str, Stored[Report]]
+    now: float
+
+    @cached_property
+    def failed_since(self) -> float | None:
+        """Since when a failure has been reported. Looked for once: every seat is judged by it."""
+        return min((entry.since for entry in self.reports.values() if entry.record.status == "failed"), default=None)
+
+    @cached_property
+    def standing_since(self) -> float | None:
+        """Since when this node's steps in this generation have been standing still for longer than usual."""
+        return self.me.standing_since if self.me.running == self.generation.number else None
+
+    def said(self, seat: Seat, status: str) -> bool:
+        """Whether this seat's node, in this life, has reported `status`."""
+        entry = self.reports.get(seat.node)
+        return entry is not None and entry.record.incarnation == seat.incarnation and entry.record.status == status
+
+    @cached_property
+    def _keys(self) -> dict[str, Stored[Member]]:
+        """The member keys of the seats' lives, by incarnation. Looked up once: every duty asks for every seat."""
+        found = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
+        return {seat.incarnation: key for seat, key in found if key and key.record.incarnation == seat.incarnation}
+
+    @cached_property
+    def _left(self) -> frozenset[str]:
+        """The lives that have said goodbye, or been followed by another one."""
+        others = (seat for seat in self.seats if seat.incarnation not in self._keys and seat.node in self.view.members)
+        goodbyes = (entry.record for entry in self.reports.values() if entry.record.status == "left")
+        return frozenset([*(seat.incarnation for seat in others), *(record.incarnation for record in goodbyes)])
+
+    @cached_property
+    def unheard(self) -> int:
+        """How many of the seats' nodes are silent, with or without a key, in whichever life they are by now."""
+        verdicts = self.view.verdicts
+        keys = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
+        lives = ((seat, key.record.incarnation if key else seat.incarnation) for seat, key in keys)
+        said = (verdicts.get(life) or verdicts.get(seat.incarnation) for seat, life in lives)
+        return sum(verdict is not None and verdict.kind == "silent" for verdict in said)
+
+    @property
+    def deaf(self) -> bool:
+        """Whether the leader hears nothing from half of the seats' nodes: then it must suspect itself."""
+        return 2 * self.unheard >= len(self.seats)
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether workers of this generation can go on in the next."""
+        return bool(survivors(self.view))
+
+    def key_of(self, seat: Seat) -> Stored[Member] | None:
+        """The member key of this seat's life, if it is there."""
+        return self._keys.get(seat.incarnation)
+
+    def has_left(self, seat: Seat) -> bool:
+        """Whether the node said goodbye, or has begun another life."""
+        return seat.incarnation in self._left
+
+    def vanished_at(self, seat: Seat) -> float:
+        """Since when the seat's key has been away; a seat whose key was never seen counts from the generation on."""
+        return self.view.vanished.get(seat.node, self.since)
+
+
+def publish(
+    view: View,
+    spec: RunSpec,
+    kind: Literal["start", "failure", "lost", "join", "drain", "resize"],
+    cause: str,
+    *,
+    restarts: Restarts,
+    me: Me | None = None,
+    members: list[Stored[Member]] | None = None,
+) -> Publish:
+    """The next generation from all ready members, or from these.
+
+    `me`: the leader, which may hold a copy of the state.
+    """
+    assert view.spec is not None
+    able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
+    ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
+    in_place = len(ready) >= max(1, spec.min_nodes)
+    # In place those that have the state come first, so that one of them gets in.
+    having = {entry.record.incarnation for entry in survivors(view)}
+    before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
+    chosen = seat_order(ready if in_place else able, before, spec.max_nodes)
+    memory, holder = (None, None) if in_place else _newest_copy(view, chosen, me)
+    if holder is not None:
+        chosen = [holder, *(entry for entry in chosen if entry is not holder)]  # Rank 0 is where the state is.
+    seats = seats_for(chosen, in_place=in_place)
+    draft = Draft(
+        number=max([view.number, *(entry.record.seen for entry in view.members.values())]) + 1,
+        attempt=view.spec.record.attempt,
+        kind=kind,
+        cause=cause,
+        seats=seats,
+        master_address=chosen[0].record.address,
+        master_port=chosen[0].record.port,
+        restarts=restarts,
+        resume=view.head.record if view.head else None,
+        memory=memory,
+        in_place=in_place,
+    )
+    return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+
+
+def re_form(
+    led: LeaderContext,
+    kind: Literal["failure", "lost", "join", "drain", "resize"],
+    cause: str,
+    restarts: Restarts | None = None,
+) -> Decision:
+    """The next generation of a run that goes on, if there are enough for it. `restarts`: None: it costs none."""
+    short = too_few(led.view, led.spec, led.now)
+    if short is not None:
+        return short
+    return publish(led.view, led.spec, kind, cause, restarts=restarts or Restarts.of(led.generation), me=led.me)
+
+
+def survivors(view: View) -> list[Stored[Member]]:
+    """Members whose workers have this generation's state and can go on; none once a worker has ended well."""
+    if view.generation is None or any(entry.record.status in ("finishing", "ok") for entry in view.reports.values()):
+        return []
+    seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
+    here = [as_reported(view, entry) for entry, life in seated if entry and entry.record.incarnation == life]
+    record = view.generation.record
+    # Of a generation that began in place a key may still say what it said before; in any other that is old.
+    having = [entry for entry in here if entry.record.ready and entry.record.has_state]
+    return [entry for entry in having if record.in_place or entry.record.generation == view.number]
+
+
+def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
+    """A member with as many workers ready as its report of a failure says: that is newer than its key."""
+    report = view.reports.get(entry.record.node)
+    if report is None or report.record.status != "failed" or report.record.incarnation != entry.record.incarnation:
+        return entry
+    newer = {"ready": report.record.ready, "has_state": report.record.has_state}
+    return replace(entry, record=entry.record.model_copy(update=newer))
+
+
+def _newest_copy(
+    view: View, chosen: list[Stored[Member]], me: Me | None
+) -> tuple[CopyRecord | None, Stored[Member] | None]:
+    """The newest copy that one of these members holds, and who holds it.
+
+    Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
+    copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
+    which was committed in that generation or is what it resumed from, and be newer.
+    """
+    if view.generation is None:
+        return None, None
+    before, head = view.generation.record, view.head.record if view.head else None
+    known = (before.resume.nonce if before.resume else "", "")
+    if head is not None and head.generation != before.number and head.nonce not in known:
+        return None, None
+    best: tuple[CopyRecord | None, Stored[Member] | None] = (None, None)
+    reports, step = view.reports, head.reached if head is not None else -1
+    for entry in chosen:
+        report = reports.get(entry.record.node)
+        if report is not None and report.record.incarnation == entry.record.incarnation:
+            copy = report.record.memory
+        elif me is not None and me.record.incarnation == entry.record.incarnation and me.seated == before.number:
+            copy = me.copy
+        else:
+            continue
+        if copy is not None and copy.step > step:
+            best, step = (copy, entry), copy.step
+    return best
+
+
+def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
+    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike."""
+    ready = len(candidates(view))
+    if ready >= spec.min_nodes:
+        return None
+    enough = len(startable(view)) >= spec.min_nodes
+    if enough and view.generation is not None:
+        # Their workers wait with the state that they have, for those that set up beside them; but not for ever.
+        troubles = [entry.since for entry in view.reports.values() if entry.record.status == "failed"]
+        until = min(troubles, default=view.generation.since) + spec.join_timeout_s
+        return Wait(f"{ready} of {spec.min_nodes} nodes ready; others are setting up", until) if now < until else None
+    if view.short_since is None:
+        return Wait(f"{ready} of {counted(len(view.members), 'node')} ready; {spec.min_nodes} needed")
+    deadline = view.short_since + spec.join_timeout_s
+    if now >= deadline:
+        reason = (
+            f"{len(view.members)} of at least {counted(spec.min_nodes, 'node')} came within {spec.join_timeout_s:g} s"
+        )
+        return Finish("failed", EXIT_RENDEZVOUS, reason)
+    return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
+
+
+def settled_at(view: View, spec: RunSpec) -> float:
+    """When the first generation may begin: at max-nodes now, else after a quiet time, but not later than a limit.
+
+    Quiet means that all who registered are ready and the last one came some time ago; the limit counts from when
+    min-nodes were ready.
+    """
+    ready = sorted(entry.ready_since for entry in candidates(view) if entry.ready_since is not None)
+    if len(ready) >= spec.max_nodes:
+        return ready[spec.max_nodes - 1]
+    limit = ready[spec.min_nodes - 1] + spec.settle_max_s
+    if len(ready) < len(view.members):
+        return limit
+    return min(limit, max(ready[-1], max(entry.since for entry in view.members.values()) + spec.settle_quiet_s))
+
+
+def candidates(view: View) -> list[Stored[Member]]:
+    """Members that can be seated now: where workers go on in place, those that have workers ready for that."""
+    can = startable(view)
+    return [entry for entry in can if entry.record.ready] if go_on(view, can) else can
+
+
+def go_on(view: View, members: list[Stored[Member]]) -> bool:
+    """Whether one of these members has the state, so that nobody starts anew."""
+    alive = {entry.record.incarnation for entry in survivors(view)}
+    return any(entry.record.incarnation in alive for entry in members)
+
+
+def startable(view: View) -> list[Stored[Member]]:
+    """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes)."""
+    left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
+    ready = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None]
+    away = {entry.record.incarnation for entry in out_of_reach(view)}
+    barred = left | away
+    return [entry for entry in ready if entry.record.incarnation not in barred] if barred else ready
+
+
+def out_of_reach(view: View) -> list[Stored[Member]]:
+    """Members that did not answer the leader, with whom the next generation could only fail: newcomers and returned."""
+    unheard = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
+    if not unheard:
+        return []
+    asked = [(entry, unheard.get(entry.record.incarnation)) for entry in view.members.values()]
+    silent = [(entry, verdict) for entry, verdict in asked if verdict is not None]
+    seated = {seat.incarnation for seat in view.seats.values()}
+    return [entry for entry, said in silent if entry.record.incarnation not in seated or returned(entry, said)]
+
+
+def returned(entry: Stored[Member], verdict: Verdict) -> bool:
+    """Whether a member has registered (again) since it was asked: fenced, it may not know why, and comes back."""
+    return entry.since > verdict.asked_at
+
+
+LONG_S = 3600.0
+"""Who has made steps for so long has got on, by whatever measure: not every snapshot is read with `torch.load`, and
+what fails at once does not come this far."""
+
+
+def counting(led: LeaderContext, first: FailureRecord, failed: list[Stored[Report]]) -> Restarts:
+    """The restarts once this failure is counted: from one again after progress.
+
+    That is a new committed step. A script without a Loop commits none: there it is a generation that has made more
+    optimizer steps than any before, or some from a newer snapshot, or has lasted for LONG_S. No run is restarted for
+    ever without a snapshot being written and stepped from: the time of the newest only grows, so that neither several
+    old ones in turn nor the same one again give anything back, and one that a life writes and reads itself is none.
+    """
+    before, step = led.generation, led.view.head.record.reached if led.view.head else 0
+    failures = [entry.record.failure for entry in failed if entry.record.failure]
+    beats = max((failure.beats for failure in failures), default=0)
+    loaded = max((failure.loaded for failure in failures), default=0)
+    further = beats > before.restart_beats or loaded > before.restart_loaded
+    further = further or (beats > 0 and led.now - led.since >= LONG_S)
+    progress = led.spec.restarts_reset and (step > before.restart_step or further)
+    spent, most = (1 if progress else before.restarts + 1), max(beats, before.restart_beats)
+    return Restarts(spent, before.restarts_total + 1, step, most, max(loaded, before.restart_loaded), first.early)
+
+
+def first_cause(reports: Iterable[Stored[Report]]) -> tuple[FailureRecord, bool]:
+    """The failure that came first in the store's order among those that are not collateral; whether there was none.
+
+    Without one, it is a worker that had ended without a failure, and that the others still waited for.
+    """
+    ordered = sorted(reports, key=lambda entry: entry.mod_revision)
+    failures = [entry.record.failure for entry in ordered if entry.record.failure is not None]
+    causes = [failure for failure in failures if not failure.collateral]
+    if causes or not failures:
+        unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
+        return (causes or [unknown])[0], False
+    early = [failure for failure in failures if failure.code == 0]
+    for entry in ordered:
+        if not early and entry.record.status in ("finishing", "ok"):
+            said = f"a worker on {entry.record.node}: {ENDED_EARLY}"
+            text = f"{said}\n{failures[0].text}"
+            early = [failures[0].model_copy(update={"code": 0, "summary": said, "text": text})]
+    return (early or failures)[0], True
+
+
+def text_of(first: FailureRecord, failed: list[Stored[Report]]) -> str:
+    """The report of the first cause; of a hang, which has its cause anywhere, a share of each node's."""
+    if not first.stalled:
+        return first.text
+    ordered = sorted(failed, key=lambda entry: entry.mod_revision)
+    texts = [entry.record.failure.text for entry in ordered if entry.record.failure and entry.record.failure.stalled]
+    share = TEXT_MAX_BYTES // len(texts)
+    return "\n".join(cut(text, share - 2) for text in texts)  # A newline is two bytes.
+
+
+def list_names(nodes: Iterable[str]) -> str:
+    """Up to five names, and how many more."""
+    names = sorted(nodes)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

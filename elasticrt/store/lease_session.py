@@ -1,0 +1,199 @@
+"""The lease of one agent: kept alive in a thread of its own, and judged by this machine's clock.
+
+Whether the agent may act on what it knows depends on when etcd last answered. `judge` says it in one of three words:
+*connected*; *suspended* (the last answer is older than two thirds of the TTL, or this process was stopped meanwhile:
+etcd may have given the lease up already); *lost* (etcd said that the lease is gone). An answer counts from the time
+its question was sent: etcd started the TTL anew at that moment or later, so ours never runs longer than etcd's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from elasticrt.errors import ElasticError, StoreError
+from elasticrt.store.protocol import Lease, LeaseLost, Store
+
+_logger = logging.getLogger(__name__)
+
+Word = Literal["connected", "suspended", "lost"]
+
+KEEP_ALIVE_SHARE = 1 / 3
+"""Of the TTL, between two keep-alives; etcd's own client does the same."""
+
+SUSPENDED_SHARE = 2 / 3
+"""Of the TTL: older than this the last answer is too old, with a third of the TTL left to act upon it."""
+
+RETRY_S_MAX = 0.25
+"""The pause after a keep-alive that failed."""
+
+LOOKS_PER_TTL = 12
+"""How often the clock is looked at while nothing else happens: late notice of a suspension costs at most this share."""
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """What is known about the lease. `at` is on the session's monotonic clock, in seconds."""
+
+    word: Word
+    lease_id: int
+    ttl_s: float
+    at: float
+    reason: str
+
+
+def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: bool) -> tuple[Word, str]:
+    """The state of a lease, and why. Pure.
+
+    `acked_at` is when the last answered keep-alive (or the grant) was sent, `looked_at` when this process last looked
+    at its clock; `lost` is etcd's word that the lease is gone.
+    """
+    if lost:
+        return "lost", "etcd says that the lease is gone"
+    if now - looked_at > ttl_s:
+        return "suspended", f"paused for {now - looked_at:.1f} s"
+    if now - acked_at > SUSPENDED_SHARE * ttl_s:
+        return "suspended", f"no answer from etcd for {now - acked_at:.1f} s"
+    return "connected", "etcd answers"
+
+
+class LeaseSession:
+    """Grants a lease and keeps it alive.
+
+    `sink` is called on changes only, the first `connected` included, in order, from whichever thread noticed: it must
+    hand over (put into a queue) and return, and not call the session.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ttl_s: float,
+        sink: Callable[[SessionState], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._asked_ttl_s = ttl_s
+        self._sink = sink
+        self._now = now
+        self._lock = threading.Lock()  # Guards all below; the sink is called under it, so that states arrive in order.
+        self._wake = threading.Condition(self._lock)
+        self._lease: Lease | None = None
+        self._word: Word | None = None
+        self._acked_at = self._looked_at = 0.0
+        self._lost = self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def open(self) -> Lease:
+        """Grant the lease and begin to keep it alive. Raises StoreUnavailable, StoreRefused."""
+        with self._lock:
+            assert self._lease is None, "a session is opened once"
+        lease = self._grant()
+        for work in (self._keep_alive, self._look):
+            self._threads.append(threading.Thread(target=work, name=f"elasticrt-session{work.__name__}", daemon=True))
+            self._threads[-1].start()
+        return lease
+
+    def reopen(self) -> Lease:
+        """Grant a new lease in place of the old one. StoreUnavailable, StoreRefused: the old one stays."""
+        return self._grant()
+
+    def look(self) -> None:
+        """Look at the clock now: after a pause of the whole process the caller may be faster than our own threads."""
+        with self._lock:
+            if self._lease is not None and not self._closed:
+                self._judge()
+
+    def close(self, revoke: bool, timeout_s: float) -> None:
+        """Stop keeping alive; with `revoke` end the lease, so that its keys vanish now instead of after the TTL.
+
+        Waits at most `timeout_s` for the threads and the store's own timeout for the revocation, whose failure is not
+        an error: the lease then ends by itself.
+        """
+        with self._lock:
+            self._closed = True
+            lease = self._lease
+            self._wake.notify_all()
+        deadline = time.monotonic() + timeout_s
+        if revoke and lease is not None:
+            try:
+                self._store.revoke(lease.lease_id)
+            except StoreError as error:
+                _logger.debug("the lease was not revoked and ends by itself: %s", error)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _grant(self) -> Lease:
+        sent_at = self._now()
+        lease = self._store.grant(self._asked_ttl_s)
+        if lease.ttl_s > math.ceil(self._asked_ttl_s):
+            _logger.warning("etcd grants leases of %g s; asked for %g s", lease.ttl_s, self._asked_ttl_s)
+        with self._lock:
+            self._lease = lease
+            self._acked_at = self._looked_at = sent_at
+            self._lost = False
+            self._judge()
+            self._wake.notify_all()
+        return lease
+
+    def _keep_alive(self) -> None:
+        """The thread that talks to etcd; it may hang in a call for as long as the store's timeout."""
+        pause_s = 0.0
+        while True:
+            with self._lock:
+                assert self._lease is not None, "started after the grant"
+                pause_s = pause_s or self._lease.ttl_s * KEEP_ALIVE_SHARE
+                self._wake.wait_for(lambda: self._closed, pause_s)
+                # A lost lease needs no keep-alive; a new one, by `reopen`, wakes us.
+                self._wake.wait_for(lambda: self._closed or not self._lost)
+                if self._closed:
+                    return
+                lease, sent_at = self._lease, self._now()
+            pause_s = self._ask(lease, sent_at)
+
+    def _ask(self, lease: Lease, sent_at: float) -> float:
+        """One keep-alive; the pause before the next, 0 for the usual one."""
+        lost, reason = False, ""
+        try:
+            self._store.keep_alive(lease.lease_id)
+        except LeaseLost:
+            lost = True
+        except ElasticError as error:
+            reason = str(error)
+        with self._lock:
+            if self._closed or self._lease != lease:
+                return 0.0
+            if lost:
+                self._lost = True
+            elif not reason:
+                self._acked_at = max(self._acked_at, sent_at)
+            self._judge(reason)
+        return min(RETRY_S_MAX, lease.ttl_s * KEEP_ALIVE_SHARE) if reason else 0.0
+
+    def _look(self) -> None:
+        """The thread that only looks at the clock, so that a call that hangs can't hide that time goes by."""
+        while True:
+            with self._lock:
+                assert self._lease is not None, "started after the grant"
+                if self._wake.wait_for(lambda: self._closed, self._lease.ttl_s / LOOKS_PER_TTL):
+                    return
+                self._judge()
+
+    def _judge(self, failure: str = "") -> None:
+        """With the lock held: look at the clock, and tell the sink when the word has changed."""
+        assert self._lease is not None, "there is a lease to judge"
+        now = self._now()
+        word, reason = judge(
+            ttl_s=self._lease.ttl_s, acked_at=self._acked_at, looked_at=self._looked_at, now=now, lost=self._lost
+        )
+        self._looked_at = now
+        if word != self._word:
+            self._word = word
+            if word == "suspended" and failure:
+                reason = f"{reason}: {failure}"
+            self._sink(SessionState(word, self._lease.lease_id, self._lease.ttl_s, now, reason))

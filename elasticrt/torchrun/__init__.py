@@ -1,0 +1,1 @@
+"""The rendezvous as a plug-in for torchrun: agents and workers are torchrun's, the agreement is ours."""

@@ -1,0 +1,281 @@
+"""elasticrt's rendezvous as a plug-in for torchrun: the agents and workers are torchrun's, the agreement is ours.
+
+    torchrun --rdzv-backend elasticrt --rdzv-endpoint HOST:PORT --rdzv-id RUN --nnodes 1:3 train.py
+
+The endpoint is an etcd (version 3); several are separated by commas. What changes for torchrun:
+
+* below max-nodes the first generation starts after half a second of quiet, not after 30 s of last call;
+* a node that is killed is found by asking it (milliseconds), or by its lease, not by 15 s of missing heartbeats;
+* a node that leaves by SIGTERM says so;
+* every generation has a store of its own, on a port of its own, so that no restart meets the keys of the last one;
+* no node hosts the rendezvous, and no clock of one node is compared with that of another.
+
+Workers are restarted as torchrun restarts them (a new process that imports torch), and `--max-restarts` means what it
+means there; `elasticrt run` is what makes restarts short.
+
+Options, for `--rdzv-conf key=value,...`:
+
+    ttl            lease of a node in seconds: a silent one is gone after so long (5)
+    join_timeout   seconds to wait for min-nodes (600)
+    settle         quiet seconds before the first generation, at most 3 in all (0.5)
+    join           when newcomers get in: now, failure (together with the next failure or departure) (now)
+    read_timeout   seconds that an operation on the generation's store may take (60)
+    insecure       1: plain http to an etcd on another machine is accepted (0)
+    ca_file, cert_file, key_file, user, password_file    how to authenticate to etcd
+
+A run is over for all nodes when one shuts its rendezvous down (all workers succeeded, or its restarts are spent), as
+with torchrun's own back ends. Unlike there, the same run id can be used again when nobody of it is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # Public.
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elasticrt import errors
+from elasticrt.agent.store_discovery import address_towards
+from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
+from elasticrt.spec import RunSpec, check_name
+from elasticrt.store.address import check_security, parse_endpoints
+from elasticrt.store.etcd_server import resolve_for_others
+from elasticrt.store.protocol import Credentials
+from elasticrt.torchrun.participant import Participant, Turn
+
+log = logging.getLogger(__name__)
+
+NAME = "elasticrt"
+CONNECT_S = 1.0
+LOOK_S = 0.5
+"""How long one wait on the generation's store lasts before it is looked whether there is a newer generation."""
+
+SERVERS_KEPT = 2
+RESTARTS = 10**6
+"""torchrun counts restarts itself, on every node."""
+
+OPTIONS = {
+    "ttl": "5",
+    "join_timeout": "600",
+    "settle": "0.5",
+    "join": "now",
+    "read_timeout": "60",
+    "insecure": "0",
+    "ca_file": None,
+    "cert_file": None,
+    "key_file": None,
+    "user": None,
+    "password_file": None,
+}
+IGNORED = {"timeout", "rank"}
+"""torchrun's launcher adds these by itself."""
+
+
+def create() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point of the group `torchrun.handlers`: what makes a handler from torchrun's parameters."""
+    return ElasticrtHandler
+
+
+class ElasticrtHandler(RendezvousHandler):
+    """See the module. Connects with the first `next_rendezvous`. Raises ValueError for unusable parameters."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        options = _options(parameters)
+        self._run_id = check_name(parameters.run_id, "--rdzv-id")
+        self._addresses = parse_endpoints(parameters.endpoint)
+        check_security(self._addresses, bool(parameters.get_as_bool("insecure", False)))
+        self._local_address = parameters.local_addr
+        self._join_timeout_s = float(options["join_timeout"])
+        self._read_timeout = timedelta(seconds=float(options["read_timeout"]))
+        files = ("ca_file", "cert_file", "key_file", "user", "password_file")
+        self._credentials = Credentials(**{name: options[name] for name in files})
+        self._spec = RunSpec(
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            command=("torchrun",),
+            max_restarts=RESTARTS,
+            restarts_reset=False,
+            join_timeout_s=self._join_timeout_s,
+            lease_ttl_s=max(1.0, float(options["ttl"])),
+            join=options["join"],
+            settle_quiet_s=float(options["settle"]),
+            settle_max_s=max(3.0, float(options["settle"])),
+        )
+        self._participant: Participant | None = None
+        self._closed = False
+        self._number = 0
+        self._servers: list[TCPStore] = []
+
+    def get_backend(self) -> str:
+        """See the base class."""
+        return NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the store of their generation, which the agent with group rank 0 serves."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Take part in the next generation: returns when all its agents have come to its store.
+
+        `rank` and `world_size` count agents. To be called again when the workers of the last one have been stopped;
+        when nothing else has ended that generation, this node's workers have, and the others are told so.
+        """
+        if self._closed:
+            raise RendezvousClosedError(f"run {self._run_id} has been closed here")
+        try:
+            participant = self._participant or self._open()
+            while True:
+                turn = participant.take(after=self._number)
+                if turn is None:
+                    raise RendezvousClosedError(f"run {self._run_id} is over: {participant.ended}")
+                self._number = turn.generation.number
+                store = self._gather(turn, participant)
+                if store is not None:
+                    break
+        except errors.RendezvousTimeoutError as error:
+            raise RendezvousTimeoutError(str(error)) from error
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        except ElasticError as error:
+            raise RendezvousStateError(str(error)) from error
+        record = turn.generation
+        log.info("generation %d (%s): node %d of %d", record.number, record.cause, turn.seat.index, record.nodes)
+        where = RendezvousStoreInfo(record.master_address, record.master_port)
+        return RendezvousInfo(store, turn.seat.index, record.nodes, where)
+
+    def is_closed(self) -> bool:
+        """See the base class."""
+        return self._closed or (self._participant is not None and bool(self._participant.ended))
+
+    def set_closed(self) -> None:
+        """End the run for all nodes."""
+        self._leave(run_too=True)
+
+    def num_nodes_waiting(self) -> int:
+        """1 when this node's workers must go, because the others have agreed on a newer generation; else 0.
+
+        torchrun's agent then stops its workers and calls `next_rendezvous`, which costs no restart. It is so for a
+        newcomer that has been let in, and as well for a node that has gone, which torchrun's own back ends don't tell.
+        """
+        return int(self._participant is not None and self._participant.has(after=self._number))
+
+    def get_run_id(self) -> str:
+        """See the base class."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the run and leave it."""
+        self._leave(run_too=True)
+        return True
+
+    def _open(self) -> Participant:
+        from elasticrt.store.etcd import EtcdStore
+
+        participant = Participant(
+            EtcdStore(self._addresses, self._credentials),
+            self._run_id,
+            self._spec,
+            node=f"{_host_name()}-{secrets.token_hex(4)}",
+            address=resolve_for_others(self._local_address, "--local-addr")
+            if self._local_address
+            else address_towards(self._addresses[0]),
+        )
+        self._participant = participant
+        # After a signal torchrun does not shut the rendezvous down: the run goes on, without this node.
+        atexit.register(self._leave, run_too=False)
+        participant.open(self._join_timeout_s)
+        return participant
+
+    def _leave(self, *, run_too: bool) -> None:
+        self._closed = True
+        participant, self._participant = self._participant, None
+        if participant is not None:
+            participant.close(run_too=run_too)
+            atexit.unregister(self._leave)
+
+    def _gather(self, turn: Turn, participant: Participant) -> PrefixStore | None:
+        """The generation's store, when all its agents have come to it. None: it will not happen in this generation.
+
+        All waits are short, because somebody may go while the others gather; then there is a newer generation.
+        """
+        try:
+            store = self._connect(turn, participant)
+            if store is None:
+                return None
+            if store.add("here", 1) == turn.generation.nodes:
+                store.set("all", "here")
+            while not participant.has(after=self._number) and not participant.ended:
+                with suppress(DistStoreError):  # Not yet.
+                    store.wait(["all"], timedelta(seconds=LOOK_S))
+                    return store
+        except DistError as error:
+            log.info("the store of generation %d is gone: %s", self._number, error)
+        return None
+
+    def _connect(self, turn: Turn, participant: Participant) -> PrefixStore | None:
+        record = turn.generation
+        common: dict[str, Any] = {"host_name": record.master_address, "port": record.master_port}
+        common |= {"world_size": record.nodes, "wait_for_workers": False}
+        prefix = f"{self._run_id}/{record.number}/{record.nonce}"
+        if turn.seat.index == 0:
+            if turn.listen is None:
+                return None  # Published with a port that this node does not hold any more.
+            # The store closes what it is given. Workers of the last generation may still be ending: theirs stays.
+            common |= {"master_listen_fd": turn.listen.detach(), "timeout": self._read_timeout}
+            self._servers = [*self._servers[1 - SERVERS_KEPT :], TCPStore(is_master=True, **common)]
+            return PrefixStore(prefix, self._servers[-1])
+        deadline = time.monotonic() + self._join_timeout_s
+        while time.monotonic() < deadline and not participant.has(after=self._number) and not participant.ended:
+            try:
+                # A bound port accepts from the start; one that refuses has lost its agent.
+                socket.create_connection((record.master_address, record.master_port), CONNECT_S).close()
+                store = TCPStore(is_master=False, timeout=timedelta(seconds=2 * CONNECT_S), **common)
+            except ConnectionRefusedError:
+                return None
+            except (OSError, DistError) as error:
+                log.debug("generation %d has no store yet: %s", record.number, error)
+            else:
+                store.set_timeout(self._read_timeout)
+                return PrefixStore(prefix, store)
+        return None
+
+
+def _options(parameters: RendezvousParameters) -> dict[str, Any]:
+    unknown = sorted(set(parameters.config) - set(OPTIONS) - IGNORED)
+    if unknown:
+        raise ConfigError(
+            explain(
+                "options that this back end does not have",
+                "--rdzv-conf",
+                got=", ".join(unknown),
+                expected=", ".join(sorted(OPTIONS)),
+            )
+        )
+    if parameters.get("join", "now") not in ("now", "failure"):
+        raise ConfigError(
+            explain("no such way", "--rdzv-conf join", got=parameters.get("join"), expected="now, failure")
+        )
+    return {name: parameters.get(name, default) for name, default in OPTIONS.items()}
+
+
+def _host_name() -> str:
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
+    return name.lstrip(".")[:100] or "node"

@@ -1,0 +1,93 @@
+"""The batches of an epoch that are still to train, each with its share: a loader and a sampler walked side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from elasticrt.data.position import Position
+from elasticrt.data.sample_order import WHOLE, BatchSlice
+from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
+from elasticrt.distributed.sigterm_guard import sheltered
+from elasticrt.errors import CheckpointError, ConfigError, explain
+
+AnySampler = ElasticBatchSampler | ElasticDistributedSampler | None
+_END = object()
+
+
+def check_loader(loader: object, sampler: AnySampler) -> None:
+    """Refuse a loader that does not draw what `sampler` says. Raises TypeError, ConfigError."""
+    if not isinstance(loader, Iterable):
+        raise TypeError(explain("not iterable", "batches", got=type(loader).__name__, expected="a DataLoader"))
+    if not isinstance(loader, DataLoader):
+        return  # A wrapper (onto the GPU, say) around a loader: it has to keep its order and number of batches.
+    for used in (loader.batch_sampler, loader.sampler):
+        if isinstance(used, (ElasticBatchSampler, ElasticDistributedSampler)) and used is not sampler:
+            raise ConfigError(
+                explain("the loader's sampler is not the Loop's", "batches", remedy="Give it to Loop(sampler=...), too")
+            )
+    if isinstance(sampler, ElasticBatchSampler) and loader.batch_sampler is not sampler:
+        raise ConfigError(
+            explain("the loader does not use the Loop's sampler", "batches", remedy="DataLoader(batch_sampler=sampler)")
+        )
+    if isinstance(sampler, ElasticDistributedSampler) and loader.sampler is not sampler:
+        raise ConfigError(
+            explain("the loader does not use the Loop's sampler", "batches", remedy="DataLoader(sampler=sampler)")
+        )
+    if sampler is not None and not getattr(loader, "in_order", True):
+        raise ConfigError(explain("batches out of order", "batches", got="in_order=False", expected="in_order=True"))
+
+
+def check_resumable(
+    loader: object, sampler: AnySampler, position: Position, saved_world_size: int, world_size: int
+) -> None:
+    """Refuse to go on in the middle of an epoch where nobody can say which samples are left. Raises CheckpointError."""
+    iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if sampler is None and iterable and position.batches and saved_world_size != world_size:
+        raise CheckpointError(
+            explain(
+                "an IterableDataset can't be continued at another world size",
+                "batches",
+                got=f"{world_size} processes, in the middle of an epoch that {saved_world_size} began",
+                remedy="Resume with as many processes, or use a map-style dataset and ElasticBatchSampler",
+            )
+        )
+
+
+def samples_per_step(loader: object, world_size: int) -> int:
+    """For a sampler that doesn't know the batches made of it. Raises ConfigError when the loader doesn't either."""
+    size = getattr(loader, "batch_size", None)
+    if not isinstance(size, int):
+        remedy = "Use a DataLoader with batch_size, or ElasticBatchSampler"
+        raise ConfigError(
+            explain("how many samples are in a batch?", "batches", got=f"batch_size={size}", remedy=remedy)
+        )
+    return size * world_size
+
+
+def feed(
+    loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
+) -> Iterator[tuple[Any, BatchSlice]]:
+    """Each batch of `loader` with what it counts; ends with the loader. `skip` batches are drawn and dropped first.
+
+    `beginning`: in which the loader begins its epoch, and those batches are dropped. Raises ConfigError when loader and
+    sampler end at different times.
+    """
+    shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
+    with beginning:
+        with sheltered():
+            drawn = iter(loader)
+        for _ in range(skip):
+            next(drawn, _END)
+    for batch in drawn:
+        share = WHOLE if shares is None else next(shares, None)
+        if share is None:
+            raise ConfigError(
+                explain("the loader goes on after the sampler's end", "batches", expected="one batch each")
+            )
+        yield batch, share
+    if shares is not None and next(shares, None) is not None:
+        raise ConfigError(explain("the loader ends before the sampler", "batches", expected="one batch each"))

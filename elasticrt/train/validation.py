@@ -1,0 +1,116 @@
+"""What is said about wrong use of a Loop. Pure."""
+
+from __future__ import annotations
+
+from elasticrt.data.sampler import ElasticBatchSampler
+from elasticrt.errors import ConfigError, explain
+from elasticrt.train.weighting import Weighting
+
+
+def check_counts(total: object, max_steps: object, where: str) -> None:
+    """The arguments of `Loop.epochs` and `Loop.steps`. Raises TypeError, ValueError."""
+    for name, value in (("total", total), ("max_steps", max_steps)):
+        if value is None and name == "max_steps":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(explain(f"{name} is not a whole number", where, got=value))
+        if value < 0:
+            raise ValueError(explain(f"{name} is negative", where, got=value))
+
+
+def check_stage(stage: str, where: str) -> None:
+    """Raises ConfigError when the Loop is not inside its epochs."""
+    if stage == "broken":
+        raise ConfigError(
+            explain(
+                "this Loop was left by an exception",
+                where,
+                got="a step that the optimizer took and nobody counted",
+                remedy="Make a new Loop: it goes on from the newest checkpoint",
+            )
+        )
+    if stage != "running":
+        remedy = "Use it inside `for epoch in loop.epochs(...)` or `for step in loop.steps(...)`"
+        raise ConfigError(explain("the Loop is not running", where, got=stage, remedy=remedy))
+
+
+def check_exchange(sampler: ElasticBatchSampler, world_size: int, weighting: Weighting) -> None:
+    """Ranks differ in their number of micro-batches; they must meet once per global batch. Raises ConfigError."""
+    if sampler.micro_batch_size is None:
+        return
+    if weighting.meets_in_forward:
+        # At any world size: otherwise the run would end when a node comes or goes.
+        raise ConfigError(
+            explain(
+                "SyncBatchNorm can't be used with micro-batches",
+                "batches",
+                got=f"micro_batch_size={sampler.micro_batch_size}",
+                expected="equally many forwards on all ranks, which SyncBatchNorm waits for",
+                remedy="Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)",
+            )
+        )
+    if weighting.exchanges_always:
+        raise ConfigError(
+            explain(
+                "DDP(static_graph=True) can't be used with micro-batches",
+                "batches",
+                got=f"micro_batch_size={sampler.micro_batch_size}",
+                expected="a DDP module that can leave an exchange of gradients out",
+                remedy="Leave out static_graph or micro_batch_size",
+            )
+        )
+    if world_size > 1 and not weighting.can_skip_exchange:
+        raise ConfigError(
+            explain(
+                "micro-batches need the DDP module",
+                "batches",
+                got=f"world size {world_size} and no DistributedDataParallel among Loop's objects",
+                remedy="Give Loop the wrapped model: Loop(..., model=DDP(net))",
+            )
+        )
+
+
+def check_entered(asked: object) -> None:
+    """Raises ConfigError when `loop.step()` was called, and its block not entered."""
+    if asked is not None:
+        expected = "with loop.step(): ..."
+        remedy = "Put the step into its block; numbers to show go to loop.report(...)"
+        raise ConfigError(
+            explain("called, and not entered", "step", got="loop.step()", expected=expected, remedy=remedy)
+        )
+
+
+def check_alone(*, in_step: bool, second: bool) -> None:
+    """Raises ConfigError for a step inside a step, and for a second one with the same batch."""
+    if in_step:
+        raise ConfigError(explain("a step inside a step", "step", expected="one `with loop.step():` at a time"))
+    if second:
+        remedy = "Put both into one block"
+        raise ConfigError(explain("a second step with the same batch", "step", expected="one", remedy=remedy))
+
+
+def check_has_step(has_step: bool) -> None:
+    """Raises ConfigError when a body of `loop.steps` has come to its end without a step: it would do so for ever."""
+    if not has_step:
+        expected = "one `with loop.step():` in the body"
+        raise ConfigError(explain("a step that was not made", "steps", got="no block", expected=expected))
+
+
+def outside_of_step() -> str:
+    """The optimizer stepped outside of the block, in a script that has blocks."""
+    return explain(
+        "the optimizer stepped outside of the step",
+        "optimizer.step",
+        expected="inside `with loop.step():`, because what is outside is not undone when the membership changes",
+        remedy="Put backward, optimizer.step(), zero_grad() and scheduler.step() into the block",
+    )
+
+
+def unfinished_batch(step: int) -> str:
+    """The optimizer stepped before its global batch was complete."""
+    return explain(
+        "the optimizer stepped inside an unfinished global batch",
+        "optimizer.step",
+        got=f"step {step}, more micro-batches to come",
+        remedy="Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`",
+    )

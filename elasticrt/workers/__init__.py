@@ -1,0 +1,1 @@
+"""The worker processes of a node, as its agent sees them: started, listened to, stopped, their ends explained."""

@@ -1,0 +1,325 @@
+"""The workers of this node: started for one generation at a time, listened to, stopped, and every end explained.
+
+One thread reads all channels and all output; it, and the thread that reads from the worker parent, only put events
+into the sink. A new generation may start while workers of the one before are still dying: every event names its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from elasticrt.ipc.channel import Channel, ChannelClosed
+from elasticrt.ipc.env import WorkerEnv, inherited
+from elasticrt.ipc.file_modes import make_directory
+from elasticrt.ipc.messages import Dismiss, Message, Release, Reply, Reseat, Signal, Start
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.settings import ERR, OUT, Command, LogOptions
+from elasticrt.workers.failures import failure_of
+from elasticrt.workers.fork_server import ParentLost, WorkerParent
+from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel, file_of
+from elasticrt.workers.worker_io import (
+    GroupEnded,
+    GroupEvent,
+    Running,
+    WorkerEnded,
+    WorkerIO,
+    WorkerSaid,
+    WorkerStarted,
+    WorkerState,
+    oom_kills,
+)
+
+__all__ = [
+    "Command",
+    "GroupEnded",
+    "GroupEvent",
+    "WorkerEnded",
+    "WorkerGroup",
+    "WorkerSaid",
+    "WorkerStarted",
+    "worker_environment",
+]
+
+
+EXIT_CANNOT_START = 126
+"""What a shell says of a program that it cannot execute, and the worker parent of a worker it cannot start."""
+
+
+def worker_environment(env: Mapping[str, str], workers: int) -> dict[str, str]:
+    """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
+
+    As under torchrun, several workers share the cores by using one thread each, and errors of NCCL end the process that
+    meets them, unless the variables for that say otherwise.
+    """
+    result = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited(env)}
+    if workers > 1:
+        result.setdefault("OMP_NUM_THREADS", "1")
+    return result
+
+
+class WorkerGroup:
+    """All workers of this node.
+
+    Methods are called from one thread, the agent's; events come from others. `parent` is the worker parent to start
+    them with; after it was lost, `use` another one.
+    """
+
+    def __init__(
+        self,
+        parent: WorkerParent,
+        sink: Callable[[GroupEvent], None],
+        *,
+        logs: LogOptions | None = None,
+        console: WorkerConsole | None = None,
+    ) -> None:
+        self._sink = sink
+        self._logs = logs or LogOptions()
+        self._console = console or WorkerConsole()
+        self._running: dict[int, Running] = {}  # By the number of their start.
+        self._starts = 0
+        self._newest = 0
+        self._listener = WorkerIO(sink)
+        self.use(parent)
+
+    def use(self, parent: WorkerParent) -> None:
+        """Start workers with this parent from now on."""
+        self._parent = parent
+        parent.follow(functools.partial(self._listener.put, parent))
+
+    def start(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
+        self,
+        generation: int,
+        envs: Sequence[WorkerEnv],
+        command: Command,
+        listen: socket.socket | None,
+        base_env: Mapping[str, str],
+        directory: str | Path,
+        memory: Mapping[int, Mapping[str, int]] | None = None,
+    ) -> None:
+        """Start the workers of `generation`, one for each of `envs`, in `directory`.
+
+        `base_env` is from `worker_environment`. `listen` is the generation's listening socket when global rank 0 is
+        here; it is closed on this side. `memory` is, by local rank, further descriptors by name ("state"), which
+        stay the caller's. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
+        failure of kind "start", and in the end `GroupEnded`. The error file and the logs go below `env.run_dir`.
+        """
+        self._starts = max(generation, self._starts + 1)
+        running = Running(self._starts, {}, oom_kills(), self._parent)
+        starts: list[tuple[Start, list[int]]] = []
+        try:
+            for env in envs:
+                worker, start, fds = self._prepare(self._starts, env, command, base_env, directory)
+                running.workers[env.local_rank] = worker
+                starts.append((start, fds))
+                for name, fd in (memory or {}).get(env.local_rank, {}).items():
+                    start.fd_names.append(name)
+                    fds.append(os.dup(fd))
+                if env.rank == 0 and listen is not None:
+                    start.fd_names.append("listen")
+                    fds.append(os.dup(listen.fileno()))
+        except OSError as error:
+            # Nothing has been started: every worker of this node fails with the same words.
+            self._refuse(running, envs, f"cannot prepare the workers: {error}")
+            return
+        else:
+            self._running = {
+                number: each for number, each in self._running.items() if not all(w.gone for w in each.workers.values())
+            }
+            self._running[running.start] = running
+            self._newest = generation or self._newest
+            self._listener.add(running)
+            try:
+                for start, fds in starts:
+                    self._parent.send(start, fds)
+            except ChannelClosed as error:
+                # Its own ParentLost may have come before there was anything to end.
+                self._listener.put(self._parent, ParentLost(f"the worker parent is gone: {error}"))
+        finally:
+            for _, fds in starts:
+                for fd in fds:
+                    os.close(fd)
+            if listen is not None:
+                listen.close()
+
+    def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
+        """Let a worker of `generation` go on in the one of `env`. False: it has ended meanwhile.
+
+        `listen` is as in `start`, for global rank 0; it is closed on this side.
+        """
+        try:
+            with self._listener.seating:
+                worker = self._worker(local_rank, generation)
+                if worker is None or worker.gone or worker.ended:
+                    return False
+                worker.left.add(generation)
+                worker.env = replace(env, error_file=worker.env.error_file)
+                worker.step = None
+                page = worker.page
+                page.stop = page.go = page.save = 0
+            self._newest = env.generation
+            with worker.sending, contextlib.suppress(ChannelClosed, OSError):  # Its end will be told.
+                worker.channel.send(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
+            return True
+        finally:
+            if listen is not None:
+                listen.close()
+
+    def dismiss(self, generation: int) -> None:
+        """Let workers that have stopped after an agreed step leave their loops."""
+        for worker in self._workers_of(generation):
+            self._tell(worker, Dismiss())
+
+    def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
+        """SIGKILL workers of a generation (default: the newest), all or these, with all that they have started."""
+        self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
+
+    def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
+        """SIGTERM, or `number`, to the main processes; returns the time.monotonic() at which to `kill` them."""
+        self._signal(generation, number, sessions=False)
+        self.release(generation)
+        return time.monotonic() + grace_s
+
+    def signal(self, number: int, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
+        """Pass any other signal on to the main processes of all workers, or these. None is expected to end of it."""
+        self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
+
+    def release(self, generation: int | None = None) -> None:
+        """Let the worker that lingers for the sake of its store end: the whole group has."""
+        for worker in self._workers_of(generation):
+            if worker.lingers:
+                self._tell(worker, Release())
+
+    def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
+        """Answer a worker, which may be in another generation by now. Nothing happens when it has ended meanwhile."""
+        worker = self._worker(local_rank, generation)
+        if worker is None:
+            every = (running.workers.get(local_rank) for running in self._running.values())
+            worker = next((each for each in every if each is not None and generation in each.left), None)
+        if worker is not None:
+            self._tell(worker, message)
+
+    def page(self, local_rank: int, generation: int | None = None) -> StatusPage:
+        """The status page of a worker of the newest (or the given) generation. KeyError when there is none."""
+        worker = self._worker(local_rank, generation)
+        if worker is None:
+            raise KeyError(f"no worker with local rank {local_rank} in generation {generation}")
+        return worker.page
+
+    def pids(self, generation: int | None = None) -> dict[int, int]:
+        """Process ids by local rank, of the workers that run."""
+        return {each.env.local_rank: each.pid for each in self._workers_of(generation) if each.pid and not each.gone}
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop reading. Close the parent first: this ends the workers, and their last words are still read."""
+        self._listener.close(timeout_s)
+
+    def _prepare(
+        self, number: int, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
+    ) -> tuple[WorkerState, Start, list[int]]:
+        """The worker's state, the message that starts it, and the descriptors to go with it. OSError: none is left."""
+        with contextlib.ExitStack() as undo:
+
+            def owned(fd: int) -> int:
+                undo.callback(os.close, fd)
+                return fd
+
+            pipes: dict[str, int] = {}
+            fds: list[int] = []
+            for stream in (OUT, ERR):
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                pipes[stream] = owned(reader)
+                fds.append(owned(writer))
+                os.set_blocking(reader, False)
+            channel, theirs = Channel.pair()
+            undo.callback(channel.close)
+            fds += [owned(theirs.detach()), owned(StatusPage.create())]
+            page = StatusPage(fds[-1])
+            env = _with_error_file(env)
+            undo.pop_all()
+        seat = WorkerLabel(env.node, env.rank, env.local_rank, env.generation, env.role)
+        output = Output(seat, env.run_dir or None, self._logs, self._console)
+        start = Start(
+            generation=number,
+            local_rank=env.local_rank,
+            command=command.of_worker(env.local_rank),
+            module=command.kind == "module",
+            env={**base_env, **env.to_env()},
+            directory=str(directory),
+            fd_names=["stdout", "stderr", "channel", "page"],
+            keep_stdin=env.local_rank == 0,
+        )
+        return WorkerState(env, output, channel, page, pipes), start, fds
+
+    def _refuse(self, running: Running, envs: Sequence[WorkerEnv], error: str) -> None:
+        for worker in running.workers.values():
+            worker.channel.close()
+            for fd in worker.pipes.values():
+                os.close(fd)
+        now_ns = time.monotonic_ns()
+        for env in envs:
+            failure = failure_of(
+                rank=env.rank,
+                local_rank=env.local_rank,
+                node=env.node,
+                generation=env.generation,
+                code=EXIT_CANNOT_START,
+                start_error=error,
+            )
+            self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, now_ns, failure))
+        self._sink(GroupEnded(envs[0].generation, now_ns))
+
+    def _signal(
+        self,
+        generation: int | None,
+        number: int,
+        *,
+        sessions: bool,
+        local_ranks: Sequence[int] = (),
+        stops: bool = True,
+    ) -> None:
+        wanted = self._workers_of(generation)
+        for running in list(self._running.values()):
+            ranks = [rank for rank, each in running.workers.items() if each in wanted and not each.gone]
+            ranks = [rank for rank in ranks if not local_ranks or rank in local_ranks]
+            for rank in ranks:
+                running.workers[rank].stopping |= stops
+            if ranks:
+                with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
+                    self._parent.send(Signal(running.start, number, sessions, ranks))
+
+    def _workers_of(self, generation: int | None) -> list[WorkerState]:
+        wanted = self._newest if generation is None else generation
+        every = (each for running in self._running.values() for each in running.workers.values())
+        return [each for each in every if each.env.generation == wanted]
+
+    def _worker(self, local_rank: int, generation: int | None) -> WorkerState | None:
+        found = [each for each in self._workers_of(generation) if each.env.local_rank == local_rank]
+        return next((each for each in found if not each.gone), found[0] if found else None)
+
+    @staticmethod
+    def _tell(worker: WorkerState, message: Message) -> None:
+        with worker.sending, contextlib.suppress(ChannelClosed, OSError):  # It has ended, which its own event says.
+            if not worker.gone:
+                worker.channel.send(message)
+
+
+def _with_error_file(env: WorkerEnv) -> WorkerEnv:
+    """The same worker with a place for its error file, which is empty; without, where none can be made."""
+    default = file_of(env.run_dir, env.generation, env.rank, env.node, "error.json") if env.run_dir else ""
+    path = Path(env.error_file or default)
+    if path == Path():
+        return env
+    try:
+        make_directory(path.parent)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return replace(env, error_file="")  # The logs have the same problem, and say so.
+    return replace(env, error_file=str(path))

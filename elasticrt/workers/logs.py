@@ -1,0 +1,215 @@
+"""What workers print: whole lines to the console, all of it to a file per rank and stream, its end to reports.
+
+Bytes go through as they are: a worker may print what is no text in any encoding. Nothing here may stop the training: a
+file that cannot be written is given up with one warning, and memory stays flat however much is printed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import select
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import BinaryIO
+
+from elasticrt.ipc.file_modes import make_directory, opener
+from elasticrt.settings import ERR, OUT, LogOptions
+
+_LOG = logging.getLogger(__name__)
+
+TAIL_LINES_MAX = 60
+TAIL_MAX_BYTES = 16 * 1024
+LINE_MAX_BYTES = 64 * 1024
+"""A longer line is passed on in pieces: it may be mixed with other workers' output, but memory stays flat."""
+_CONSOLE_WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerLabel:
+    """Which worker it is that prints."""
+
+    node: str
+    rank: int
+    local_rank: int
+    generation: int
+    role: str = "default"
+
+    def names(self) -> dict[str, object]:
+        """What a prefix can say of it, in torchrun's words and ours."""
+        names = {"node": self.node, "rank": self.rank, "local_rank": self.local_rank}
+        return {**names, "generation": self.generation, "role_name": self.role}
+
+
+def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
+    """The file of one worker in one generation: its logs ("out", "err"), its error file, its stacks."""
+    return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
+
+
+def newest_generation(directory: str | Path) -> int:
+    """The highest generation that has logs in a run's directory, 0 for none: an embedded etcd does not outlive its run.
+
+    Its number is not given to another one, whose logs would be mixed with these.
+    """
+    try:
+        names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
+    except OSError:
+        return 0
+    found = (re.fullmatch(r"generation-([1-9]\d{0,7})", name) for name in names)
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+class WorkerConsole:
+    """This process's own stdout and stderr, shared by all workers: whole lines, a prefix at the start of each."""
+
+    def __init__(self, fds: Mapping[str, int] | None = None) -> None:
+        self._fds = dict(fds or {OUT: 1, ERR: 2})
+        self._unfinished: dict[str, WorkerLabel | None] = {OUT: None, ERR: None}
+
+    def write(self, seat: WorkerLabel, stream: str, prefix: bytes, text: bytes) -> None:
+        """Write `text`, whole lines or the piece of one; another worker's unfinished line is ended first."""
+        if stream not in self._fds:
+            return
+        owner = self._unfinished[stream]
+        if owner not in (None, seat):
+            self._emit(stream, b"\n")
+            owner = None
+        lines = text.splitlines(keepends=True) if prefix else [text]
+        whole = b"".join(line if owner == seat and index == 0 else prefix + line for index, line in enumerate(lines))
+        self._emit(stream, whole)
+        self._unfinished[stream] = None if text.endswith((b"\n", b"\r")) else seat
+
+    def _emit(self, stream: str, data: bytes) -> None:
+        fd = self._fds[stream]
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:
+                # Somebody who shares our terminal has made it non-blocking. Like a worker that prints there itself, we
+                # wait for the reader, but not for ever.
+                if not select.select([], [fd], [], _CONSOLE_WAIT_S)[1]:
+                    return
+            except OSError as error:
+                del self._fds[stream]
+                _LOG.warning("the console cannot be written any more (std%s: %s); workers go on", stream, error)
+                return
+
+
+class _File:
+    """One log file: created when something is written, never larger than its limit."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self.used = False
+        self._left = max_bytes
+        self._file: BinaryIO | None = None
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        if self._closed:
+            return
+        if self._file is None:
+            make_directory(self.path.parent)
+            self._file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115  Kept; no opener there.
+            self.used = True
+        self._file.write(data[: self._left])
+        self._left -= len(data)
+        if self._left < 0:
+            self._file.write(b"\n[elasticrt: this log has reached its limit; the rest is not kept]\n")
+            self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._file is not None:
+            self._file.close()
+
+
+class Output:
+    """The output of one worker."""
+
+    _warned: bool = False  # Of the class: a full disk is said once, not once per worker and generation.
+
+    def __init__(
+        self, seat: WorkerLabel, directory: str | Path | None, options: LogOptions, console: WorkerConsole
+    ) -> None:
+        self._seat = seat
+        self._console = console
+        self._prefix = os.fsencode(Template(options.prefix).safe_substitute(seat.names()))
+        shown = options.console_ranks is None or seat.local_rank in options.console_ranks
+        self._shown = frozenset({OUT, ERR}) - options.redirected.of(seat.local_rank) if shown else frozenset()
+        self._lines = {OUT: bytearray(), ERR: bytearray()}
+        self._tail = bytearray()
+        self._files: dict[str, _File] = {}
+        if not options.files or directory is None:
+            return
+        for stream in (OUT, ERR):
+            path = file_of(directory, seat.generation, seat.rank, seat.node, stream)
+            self._files[stream] = _File(path, options.file_max_bytes)
+
+    @property
+    def path(self) -> str:
+        """The file with the error output, or with the plain output when there is only that; "" when neither is kept."""
+        return next((str(self._files[name].path) for name in (ERR, OUT) if self._has_file(name)), "")
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a piece of a line waits for its end."""
+        return any(self._lines.values())
+
+    def write(self, stream: str, data: bytes) -> None:
+        """Take what was read from a worker's pipe."""
+        if stream == ERR:
+            self._tail += data[-TAIL_MAX_BYTES:]
+            del self._tail[:-TAIL_MAX_BYTES]
+        self._keep(stream, data)
+        if stream not in self._shown:
+            return
+        line = self._lines[stream]
+        line += data
+        # A progress bar ends its "lines" with a carriage return, and wants to be seen moving.
+        end = max(line.rfind(b"\n"), line.rfind(b"\r")) + 1
+        if end == 0 and len(line) > LINE_MAX_BYTES:
+            end = len(line)
+        if end:
+            self._console.write(self._seat, stream, self._prefix, bytes(line[:end]))
+            del line[:end]
+
+    def flush(self) -> None:
+        """Show pieces of lines as they are: nothing more is coming, or not soon (a prompt, dots of progress)."""
+        for stream, line in self._lines.items():
+            if line:
+                self._console.write(self._seat, stream, self._prefix, bytes(line))
+                line.clear()
+
+    def tail(self) -> list[str]:
+        """The last lines of the error output, for a report."""
+        text = self._tail.decode(errors="replace")
+        lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
+        if lines and not lines[-1]:
+            lines.pop()
+        return lines[-TAIL_LINES_MAX:]
+
+    def close(self) -> None:
+        """Show what is left and close the files."""
+        self.flush()
+        for file in self._files.values():
+            file.close()
+
+    def _has_file(self, stream: str) -> bool:
+        return stream in self._files and self._files[stream].used
+
+    def _keep(self, stream: str, data: bytes) -> None:
+        if stream not in self._files:
+            return
+        try:
+            self._files[stream].write(data)
+        except OSError as error:
+            file = self._files.pop(stream)
+            file.close()
+            if not Output._warned:
+                Output._warned = True
+                _LOG.warning("logs of workers are not kept: %s: %s; training goes on", file.path, error.strerror)

@@ -1,0 +1,59 @@
+"""The sockets that a node holds for stores of generations to come, in case it gets rank 0 in one of them."""
+
+from __future__ import annotations
+
+import socket
+
+from elasticrt.errors import ConfigError, explain
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """A socket that listens at any free port of an IP address of this machine. Raises ConfigError."""
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=backlog)
+    except OSError as error:
+        raise ConfigError(
+            explain(
+                "this node can't listen at its address",
+                "--local-addr",
+                got=f"{address}: {str(error.strerror or error).partition(' (while ')[0]}",
+                expected="a free port at an address of this machine",
+                remedy="Give this machine's own address, as the other nodes reach it",
+            )
+        ) from error
+
+
+class StorePorts:
+    """Bound, listening sockets on one address; `port` is that of the newest, which the member key announces."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.address = ""
+        self._held: dict[int, socket.socket] = {}
+
+    def bind(self, address: str) -> None:
+        """Hold a new socket. Raises ConfigError.
+
+        The one before is kept as well: should a leader choose again before it has heard of the new one, the old port
+        still works (what is stored there has the generation's nonce in its name).
+        """
+        self.address = address
+        bound = listen(address, 1024)
+        for port in list(self._held)[:-1]:
+            self._held.pop(port).close()
+        self.port = bound.getsockname()[1]
+        self._held[self.port] = bound
+
+    def take(self, port: int, *, shared: bool) -> socket.socket | None:
+        """The socket of that port, to be given away. `shared`: workers inherit it; others bind it anew."""
+        held = self._held.get(port)
+        if held is None or shared:
+            return held.dup() if held is not None else None
+        return self._held.pop(port)
+
+    def close(self) -> None:
+        """Give all back."""
+        for held in self._held.values():
+            held.close()
+        self._held.clear()

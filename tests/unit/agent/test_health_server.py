@@ -1,0 +1,265 @@
+"""Whether an agent is well: what follows from what it has noted, and how it is asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from elasticrt.agent.health_server import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
+from elasticrt.agent.health_state import CUT_OFF_S, LIVE_S, HealthState, live, member, ready
+from elasticrt.agent.outage import Heard, Outage
+from elasticrt.errors import ConfigError
+from elasticrt.liveness.probe import ProbeServer
+from elasticrt.liveness.prober import Prober
+from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.records import Member, Seat
+from elasticrt.rendezvous.view import View
+from elasticrt.spec import RunSpec
+from tests.servers import wait_until
+
+TRAINS = HealthState(
+    run_id="digits",
+    node="alpha",
+    phase="member",
+    turned_at=100.0,
+    limit_s=LIVE_S,
+    incarnation="0123456789abcdef",
+    lease="connected",
+    generation=3,
+    nodes=2,
+    world_size=4,
+    running=3,
+    ranks=(2, 3),
+    step=41,
+    warm=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "after_s", "expected", "reason"),
+    [
+        ({}, 0.2, True, "last turn was 0.2 s ago"),
+        ({}, LIVE_S, True, "last turn"),
+        ({}, LIVE_S + 1, False, "member without a turn for 61 s"),
+        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 500, True, "last turn"),
+        ({"phase": "joining", "limit_s": 600.0 + LIVE_S}, 700, False, "joining without a turn for 700 s"),
+        ({"phase": "ending", "limit_s": 10.0 + LIVE_S}, 71, False, "ending without a turn for 71 s"),
+        ({"lease": "lost", "etcd_away_s": 800.0}, 0.2, True, "last turn"),
+    ],
+)
+def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: str) -> None:
+    """An agent is alive as long as its loop goes round, whatever etcd does; each phase may take its time."""
+    finding = live(replace(TRAINS, **changes), 100.0 + after_s)
+    assert finding.ok is expected
+    assert reason in finding.reason
+
+
+STANDS_BY: dict[str, Any] = {"ranks": None, "running": 0, "step": None}
+CUT_OFF: dict[str, Any] = {"lease": "suspended", "etcd_away_s": 170.0, "peers_away_s": 168.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "reason"),
+    [
+        ({}, True, "trains in generation 3"),
+        ({"lease": "suspended", "etcd_away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
+        ({"lease": "lost"}, False, "not a member of the run: etcd has given its lease up"),
+        ({"running": 2}, True, "starts its workers of generation 3"),
+        ({"running": 0}, True, "starts its workers of generation 3"),
+        ({"running": 0, "warm": False}, False, "still importing what its workers need"),
+        ({"running": 0, "etcd_away_s": 3.0}, False, "its workers of generation 3 have ended"),
+        (CUT_OFF, False, "cut off in generation 3: neither etcd nor another node has answered for 168 s"),
+        ({**CUT_OFF, "peers_away_s": CUT_OFF_S}, True, "trains in generation 3; etcd has not answered for 170 s"),
+        ({"leaving": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
+        ({"phase": "joining"}, False, "joining: not a member"),
+        ({"phase": "ending"}, False, "ending: not a member"),
+        (STANDS_BY, True, "stands by: generation 3 runs without it"),
+        ({**STANDS_BY, "generation": 0}, True, "stands by: waits for the first generation"),
+        ({**STANDS_BY, "warm": False}, False, "stands by, but is still importing"),
+        ({**STANDS_BY, "lease": "suspended", "etcd_away_s": 3.0}, False, "stands by, but cannot be called"),
+        ({"turned_at": 0.0}, False, "member without a turn for 100 s"),
+    ],
+)
+def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
+    """N03: ready is who trains, also while etcd is away, or could at once; in a change of generation nobody flaps."""
+    finding = ready(replace(TRAINS, **changes), 100.0)
+    assert finding.ok is expected
+    assert reason in finding.reason
+
+
+def test_what_a_member_notes() -> None:
+    """A newcomer's notes are its own state: no generation, no ranks, no steps, and since when etcd is away."""
+    record = Member(
+        node="alpha", incarnation="0123456789abcdef", address="127.0.0.1", pid=7, workers=2, probe_port=5, port=6
+    )
+    me = Me(
+        record=record.model_copy(update={"draining": True}),
+        spec=RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py")),
+    )
+    noted = member("digits", me, View("alpha"), 50.0, away_since=48.0, alone_since=49.0, step=None)
+    assert noted.peers_away_s == 1.0
+    assert (noted.phase, noted.turned_at, noted.etcd_away_s, noted.leaving) == ("member", 50.0, 2.0, "draining")
+    assert (noted.generation, noted.ranks, noted.step, noted.warm) == (0, None, None, False)
+
+
+def test_since_when_a_node_hears_nobody() -> None:
+    """N03: while etcd is away the other nodes are asked; an answer ends their silence, and so does etcd's return."""
+    heard: SimpleQueue[Heard] = SimpleQueue()
+    prober, other = Prober(lambda *_: None), ProbeServer("127.0.0.1", "digits", lambda: ("b" * 16, 3))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        refusing = free.getsockname()[1]
+    try:
+        other.start()
+        alone = Outage(900.0, lambda _: None)
+        alone.doubt()
+        alone.listen(prober, [], "digits", heard.put)
+        assert alone.alone_since is None, "a run of one node has nobody to hear"
+        for port, answers in ((refusing, False), (other.port, True)):
+            outage = Outage(900.0, lambda _: None)
+            outage.doubt()
+            outage.listen(prober, [_seat(port)], "digits", heard.put)
+            assert outage.alone_since is not None
+            outage.heard(heard.get(timeout=30))
+            assert (outage.alone_since is None) is answers
+            outage.end(time.monotonic())
+            assert (outage.since, outage.alone_since) == (None, None)
+    finally:
+        prober.close()
+        other.close()
+
+
+def _seat(port: int) -> Seat:
+    return Seat(
+        node="beta", incarnation="b" * 16, index=1, rank_offset=2, workers=2, address="127.0.0.1", probe_port=port
+    )
+
+
+@pytest.fixture
+def server() -> Iterator[HealthServer]:
+    """One on loopback, about an agent whose loop has just gone round."""
+    served = HealthServer("127.0.0.1", 0, replace(TRAINS, turned_at=time.monotonic()))
+    yield served
+    served.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "elasticrt-health"]
+
+
+def ask(url: str, method: str = "GET") -> tuple[int, Any]:
+    """Status and body."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read() or b"null")
+
+
+def test_questions_and_answers(server: HealthServer) -> None:
+    """200 and 503 with a reason and the whole state as JSON; whatever else is asked is refused in the same form."""
+    status, body = ask(f"{server.url}/ready")
+    assert (status, body["ok"], body["generation"], body["ranks"], body["step"]) == (200, True, 3, [2, 3], 41)
+    assert ask(f"{server.url}/live?verbose")[0] == 200
+    server.noted = replace(server.noted, leaving="SIGTERM received")
+    assert ask(f"{server.url}/ready")[0] == 503
+    assert ask(f"{server.url}/live")[0] == 200
+    server.noted = replace(server.noted, turned_at=time.monotonic() - LIVE_S - 1)
+    status, body = ask(f"{server.url}/live")
+    assert (status, body["ok"]) == (503, False)
+    assert "without a turn" in body["reason"]
+    assert ask(f"{server.url}/metrics") == (404, {"questions": ["/live", "/ready"]})
+    assert ask(f"{server.url}/live", "POST") == (405, {"methods": ["GET", "HEAD"]})
+    assert ask(f"{server.url}/ready", "HEAD") == (503, None)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (None, 200),
+        ("127.0.0.1:8471", 200),
+        ("[::1]:8471", 200),
+        ("10.1.2.3", 200),
+        ("LocalHost:1", 200),
+        (socket.gethostname(), 200),
+        ("evil.example", 403),
+        ("evil.example:8471", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost\r\nHost: evil.example", 403),
+    ],
+)
+def test_host_that_is_asked_for(server: HealthServer, host: str | None, status: int) -> None:
+    """SEC14: a page whose own name leads to this port gets no answer; addresses and this machine's names do."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as client:
+        field = "" if host is None else f"Host: {host}\r\n"
+        client.sendall(f"GET /live HTTP/1.1\r\n{field}\r\n".encode())
+        assert client.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_bad_clients_hold_nobody_up(server: HealthServer) -> None:
+    """Clients that say nothing, nonsense or too much are cut off, and others are answered meanwhile."""
+    port = int(server.url.rpartition(":")[2])
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(CLIENTS_MAX - 2)]
+    try:
+        assert ask(f"{server.url}/live")[0] == 200
+        for nonsense in (b"\xff\xfe\r\n\r\n", b"GET\r\n\r\n", b"\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                client.sendall(nonsense)
+                assert client.recv(1000).startswith(b"HTTP/1.1 404 ")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"GET /live HTTP/1.1\r\nx: " + b"x" * 2 * REQUEST_MAX_BYTES)
+            assert _read_to_end(client) == b"", "cut off without an answer"
+        assert ask(f"{server.url}/live")[0] == 200
+        assert [_read_to_end(client) for client in silent] == [b""] * len(silent), "cut off after a while"
+    finally:
+        for client in silent:
+            client.close()
+
+
+def test_one_client_too_many_is_cut_off(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's descriptors are for its workers: whoever would be the 65th at once gets no answer."""
+    monkeypatch.setattr("elasticrt.agent.health_server.REQUEST_S", 60.0)
+    where = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    silent = [socket.create_connection(where, timeout=10) for _ in range(CLIENTS_MAX)]
+    try:
+        with socket.create_connection(where, timeout=10) as client:
+            assert _read_to_end(client) == b""
+        silent.pop().close()
+        wait_until(lambda: server._clients < CLIENTS_MAX, "the end of one is noticed")
+        assert ask(f"{server.url}/live")[0] == 200
+    finally:
+        for client in silent:
+            client.close()
+
+
+def _read_to_end(client: socket.socket) -> bytes:
+    try:
+        return client.recv(1000)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_port_in_use_is_a_mistake_of_the_user(server: HealthServer) -> None:
+    """Two agents never share a port: the second one is told, with the remedy."""
+    with pytest.raises(ConfigError, match=r"health port cannot be had.*Choose another one"):
+        HealthServer("127.0.0.1", int(server.url.rpartition(":")[2]), TRAINS)
+
+
+@pytest.mark.parametrize("host", ["caf\udce9", "x" * 300])
+def test_what_is_no_host_name_is_a_mistake_of_the_user(host: str) -> None:
+    """An option's value in any bytes is refused in words."""
+    with pytest.raises(ConfigError, match="health port cannot be had"):
+        HealthServer(host, 0, TRAINS)
+
+
+def test_an_address_of_another_machine(server: HealthServer) -> None:
+    """An address that this machine does not have is refused before anything starts."""
+    with pytest.raises(ConfigError, match="health port cannot be had"):
+        HealthServer("192.0.2.1", 0, server.noted)

@@ -1,0 +1,85 @@
+"""Frames: descriptors arrive with the one that they were sent with, and none is larger than its limit."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+
+from elasticrt.ipc.channel import Channel
+from elasticrt.ipc.messages import FRAME_MAX_BYTES, BuildFailed, Signal, Start, decode, encode
+
+
+def test_descriptors_stay_with_their_frame():
+    """A frame without descriptors, one with two, a large one with one and one without, all sent before any is read."""
+    sender, raw = Channel.pair()
+    receiver = Channel(raw)
+    pipes = [os.pipe() for _ in range(2)]
+    sent = [end for pipe in pipes for end in pipe]
+    small = Start(1, 0, ["x"], False, {}, "/", ["stdout", "stderr"])
+    large = Start(1, 1, ["x"], False, {"LONG": "y" * 100_000}, "/", ["stdout"])
+    plain = Signal(1, 9, sessions=True)
+    try:
+        for message, fds in ((plain, []), (small, sent[:2]), (plain, []), (large, sent[2:3]), (plain, [])):
+            sender.send(message, fds)
+        received = [receiver.receive(5.0) for _ in range(5)]
+    finally:
+        for fd in sent:
+            os.close(fd)
+    assert [each and (each[0], len(each[1])) for each in received] == [
+        (plain, 0),
+        (small, 2),
+        (plain, 0),
+        (large, 1),
+        (plain, 0),
+    ]
+    for each in received:
+        assert each is not None
+        for fd in each[1]:
+            os.close(fd)
+    sender.close()
+    receiver.close()
+
+
+def test_the_largest_environment_fits_a_frame():
+    """The kernel takes 6 MiB of arguments and environment: even in the characters that grow most they are one frame."""
+    start = Start(1, 0, ["x"], False, {f"V{n}": "\x01" * 2**17 for n in range(48)}, "/", [])
+    assert decode(encode(start)) == start
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_no_message_is_larger_than_a_frame(more: int) -> None:
+    """At the limit a message is sent; one byte more is refused by who would send it, in words."""
+    empty = len(encode(BuildFailed(1, "data", "1", "")))
+    message = BuildFailed(1, "data", "1", "x" * (FRAME_MAX_BYTES - empty + more))
+    if more:
+        with pytest.raises(ValueError, match=f"a BuildFailed message of {FRAME_MAX_BYTES + 1} bytes"):
+            encode(message)
+    else:
+        assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("length", [FRAME_MAX_BYTES + 1, 0xFFFFFFFF])
+def test_a_frame_beyond_the_limit_ends_the_reading(length: int) -> None:
+    """A length that no message has is nonsense: it is not waited for, and no memory is kept for it."""
+    receiver, sender = Channel.pair()
+    try:
+        sender.sendall(struct.pack("!I", length))
+        with pytest.raises(ValueError, match="larger than any message"):
+            receiver.receive(20.0)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_the_largest_frame_is_received() -> None:
+    """The limit itself is no nonsense yet."""
+    receiver, sender = Channel.pair()
+    try:
+        sender.sendall(struct.pack("!I", FRAME_MAX_BYTES))
+        assert receiver.receive(0.0) is None
+        assert receiver.receive(0.0) is None
+    finally:
+        sender.close()
+        receiver.close()

@@ -1,0 +1,125 @@
+"""Finding and ending the processes of a session."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from elasticrt.bootstrap import child_process, process_sessions
+from elasticrt.ipc.messages import Start
+
+SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+
+
+@pytest.fixture
+def leader():
+    """A session of its own: a shell (the leader) with one process in another process group."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], preexec_fn=os.setpgrp)\n"
+        "print(p.pid, flush=True)\ntime.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+        process_sessions.kill_sessions([process.pid], signal.SIGKILL)
+
+
+def test_members(leader):
+    """A session's processes are found in whatever process group they are, and nobody else's."""
+    process, member = leader
+    assert set(process_sessions.members([process.pid])) == {process.pid, member}
+    assert os.getpid() in process_sessions.members([os.getsid(0)])
+    assert process.pid in process_sessions.children()
+    assert member not in process_sessions.children()
+
+
+def test_kill_sessions(leader):
+    """One call ends the leader and what it has started, although this process is not the parent of that."""
+    process, member = leader
+    process_sessions.kill_sessions([process.pid], signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.kill(member, 0)
+            if process_sessions.is_zombie(member):
+                raise ProcessLookupError
+
+
+def test_the_dead_are_no_members():
+    """A process that has ended and a number that nobody has are treated alike."""
+    process = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    process.wait(10)
+    assert process_sessions.members([process.pid]) == []
+    assert process_sessions.is_zombie(process.pid)
+    process_sessions.kill(process.pid, signal.SIGKILL)
+    process_sessions.kill_sessions([process.pid], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "env", "needs"),
+    [
+        (["plain.py"], False, {}, False),
+        (["anything"], True, {}, False),
+        (["plain.py"], False, {"MINE": "x"}, False),
+        (["plain.py"], False, {"PYTHONPATH": "/x"}, True),
+        (["plain.py"], False, {"LD_PRELOAD": "x.so"}, True),
+        (["plain.py"], False, {"PYTHON_EXEC": "/usr/bin/env"}, True),
+        (["missing.py"], False, {}, True),
+        (["."], False, {}, True),
+        (["archive"], False, {}, True),
+        (["compiled.pyc"], False, {}, True),
+    ],
+)
+def test_what_needs_an_interpreter_of_its_own(tmp_path, command, module, env, needs):
+    """Whatever a fork could not become exactly is run by a fresh Python."""
+    (tmp_path / "plain.py").write_text("")
+    (tmp_path / "compiled.pyc").write_bytes(b"")
+    (tmp_path / "archive").write_bytes(b"PK\x05\x06" + b"\0" * 18)
+    start = Start(1, 0, command, module, {**os.environ, **env}, str(tmp_path), [])
+    assert child_process.needs_own_interpreter(start) is needs
+
+
+@pytest.mark.parametrize("executes", [False, True])
+def test_a_worker_dies_with_its_parent(tmp_path, executes):
+    """A01: agent and worker parent killed at once leave nobody to end the workers but the kernel, and it does."""
+    reader, writer = os.pipe()
+    sleeper = [sys.executable, "-c", f"import os, time; os.write({writer}, b'%20d' % os.getpid()); time.sleep(300)"]
+    start = Start(1, 0, sleeper, False, dict(os.environ), str(tmp_path), [], keep_stdin=True)
+    parent = os.fork()
+    if parent == 0:
+        me = os.getpid()
+        if os.fork() == 0:
+            os.set_inheritable(writer, True)
+            env = child_process.settle(child_process.Job(start, {}, writer, me, executes, program=True), {})
+            if executes:
+                child_process.execute(child_process.Job(start, {}, writer, me, executes, program=True), env)
+            os.write(writer, b"%20d" % os.getpid())
+        signal.pause()
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        worker = int(pipe.read(20))
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        # The end of the pipe is the end of the worker, which alone holds the other side.
+        ended = select.select([pipe], [], [], 20)[0]
+        if not ended:
+            os.kill(worker, signal.SIGKILL)
+        assert ended
+
+
+def test_a_worker_whose_parent_has_gone_does_not_begin():
+    """A01: a parent that ended before its death could be announced is noticed, and nothing of the user's runs."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            process_sessions.die_with_parent(1 << 22)
+        except ProcessLookupError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3

@@ -1,0 +1,103 @@
+"""The last save of a training that comes to nothing is not a success."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from elasticrt import CheckpointError, Loop
+from tests.fake_worker import Agent, under
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can become longer than 100 bytes in here."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def train(directory: Path, every: str = "1000 steps") -> None:
+    """Three steps."""
+    loop = Loop(directory, every=every)
+    loop.vars["w"] = torch.zeros(500)
+    for _ in loop.epochs(1):
+        for _ in loop.batches([1, 2, 3]):
+            pass
+
+
+@pytest.mark.parametrize("every", ["1000 steps", "1 epoch", "1 steps"])
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, every: str) -> None:
+    """F01, F02: whichever save is the last, the loop ends with an error that says what to do; the next one goes on."""
+    with (
+        full_disk(),
+        pytest.raises(CheckpointError, match=r"of step 3, could not be saved .*goes on from the beginning"),
+    ):
+        train(tmp_path / "ckpt", every)
+
+
+def test_a_commit_that_is_refused_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F08: that is a failure like any other: the next generation trains what is missing."""
+    with under(Agent(head="0123456789abcdef"), monkeypatch), pytest.raises(RuntimeError, match="the head is 0123"):
+        train(tmp_path / "ckpt")
+
+
+SCRIPT = """
+import resource, signal, sys, torch, elasticrt
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+how, directory = sys.argv[1:]
+def limit(size): resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def save(step): saver.save({"w": torch.zeros(500)}, step=step)
+if how.startswith("loop"):
+    loop = elasticrt.Loop(directory)
+    loop.vars["w"] = torch.zeros(500)
+    limit(100)
+    for epoch in loop.epochs(2):
+        for x in loop.batches([1, 2]):
+            with loop.step():
+                pass
+        break
+else:
+    saver = elasticrt.Checkpointer(directory)
+    limit(100)
+    save(1)
+    saver.wait()
+    del saver
+if how.endswith("well again"):
+    limit(resource.RLIM_INFINITY)
+    saver = elasticrt.Checkpointer(directory)
+    save(2)
+if how.endswith("raises"):
+    raise KeyError(how)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("loop, break", 5, "of step 2, could not be saved"),
+        ("saver", 5, "of step 1, could not be saved"),
+        ("saver, well again", 0, ""),
+        ("saver, raises", 1, "KeyError"),
+    ],
+)
+def test_how_such_a_script_ends(tmp_path: Path, how: str, code: int, said: str) -> None:
+    """F01: after `break`, and with a Checkpointer alone: exit code 5 and why, unless a later save succeeded."""
+    command = [sys.executable, "-c", SCRIPT, how, str(tmp_path / "ckpt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert ("the end" in done.stdout) == (code != 1)

@@ -1,0 +1,154 @@
+"""Random number generators: captured, put back, derived."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from elasticrt.checkpoint import rng_state
+from elasticrt.checkpoint.state_copy import plain_copy
+from elasticrt.errors import CheckpointError
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "python's normal": lambda: random.gauss(0, 1),
+    "numpy": lambda: float(np.random.rand()),
+    "numpy's normal": lambda: float(np.random.randn()),
+    "torch": lambda: torch.rand(1).item(),
+    "torch's normal": lambda: torch.randn(1).item(),
+    "GPU": lambda: torch.rand(1, device="cuda").item(),
+}
+PLACES = [pytest.param(name, marks=CUDA if name == "GPU" else ()) for name in DRAWS]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The generators are as they were, after each test."""
+    before = rng_state.capture()
+    yield
+    rng_state.restore(before)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_captured_state_goes_through_a_file_and_back(name: str) -> None:
+    """S6: also in the middle of a pair of normal numbers, of which the second is kept for the next call."""
+    draw = DRAWS[name]
+    draw()
+    file = io.BytesIO()
+    torch.save(plain_copy(rng_state.capture(), "rng"), file)
+    expected = [draw() for _ in range(5)]
+    rng_state.derive(1, 2, 3)
+    file.seek(0)
+    rng_state.restore(torch.load(file, weights_only=True))
+    assert [draw() for _ in range(5)] == expected
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_each_rank_and_step_has_numbers_of_its_own(name: str) -> None:
+    """What is derived follows from seed, rank and step alone, and differs in each of them."""
+    drawn = []
+    for place in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0, 0, 0)]:
+        rng_state.derive(*place)
+        drawn.append(DRAWS[name]())
+    assert drawn[0] == drawn[-1]
+    assert len(set(drawn)) == len(drawn) - 1
+
+
+NUMPY_DOES: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "rand": np.random.rand,
+    "randn": np.random.randn,  # The second of a pair is kept; to draw that one changes nothing else.
+    "randint": lambda: np.random.randint(7),
+    "permutation": lambda: np.random.permutation(700),
+    "seed": lambda: np.random.seed(3),
+    "put back by us": lambda: rng_state.restore(rng_state.capture()),
+    "binomial": lambda: np.random.binomial(10, 0.3),
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numpy_s_state_is_what_numpy_says(seed: int) -> None:
+    """Whatever was done since it was noted the last time, and if nothing was."""
+    choose = random.Random(seed)
+    for _ in range(100):
+        NUMPY_DOES[choose.choice(list(NUMPY_DOES))]()
+        _, keys, *rest = np.random.get_state()
+        _, noted, *noted_rest = rng_state.capture()["numpy"]
+        assert noted_rest == rest
+        assert np.array_equal(noted.numpy(), keys)
+
+
+def test_a_state_that_we_put_back_may_have_a_number_more_than_memory_tells() -> None:
+    """The words in memory are the same with and without a kept normal number."""
+    np.random.seed(5)
+    np.random.randn()
+    with_one = rng_state.capture()
+    np.random.randn()
+    assert rng_state.capture()["numpy"][3] == 0
+    rng_state.restore(with_one)
+    assert rng_state.capture()["numpy"][3] == 1
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_a_script_may_choose_another_generator_of_numpy_s(kind: str) -> None:
+    """`numpy.random.set_bit_generator`: what is saved is the state of that one, and it goes through a file and back."""
+    before = np.random.get_bit_generator()
+    rng_state.capture()
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(1))
+        np.random.rand()
+        file = io.BytesIO()
+        torch.save(plain_copy(rng_state.capture(), "rng"), file)
+        fingerprints = rng_state._fingerprints()
+        expected = np.random.rand(5)
+        assert rng_state._fingerprints() != fingerprints
+        file.seek(0)
+        rng_state.restore(torch.load(file, weights_only=True))
+        assert rng_state._fingerprints() == fingerprints
+        assert np.array_equal(np.random.rand(5), expected)
+        drawn = []
+        for step in (1, 2, 1):
+            np.random.randn()
+            rng_state.derive(7, 0, step)
+            drawn.append(np.random.randn())
+        assert drawn[0] == drawn[2] != drawn[1]
+    finally:
+        np.random.set_bit_generator(before)
+    assert np.array_equal(rng_state.capture()["numpy"][1].numpy(), np.random.get_state()[1])
+
+
+@pytest.mark.parametrize("saved, now", [("PCG64", "MT19937"), ("MT19937", "PCG64"), ("PCG64", "SFC64")])
+def test_another_generator_of_numpy_s_than_the_saved_one_is_refused(saved: str, now: str) -> None:
+    """In words: neither can go on from the other's state."""
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(getattr(np.random, saved)(1))
+        state = rng_state.capture()
+        np.random.set_bit_generator(getattr(np.random, now)(1))
+        with pytest.raises(CheckpointError, match=f"got {now}; expected {saved}"):
+            rng_state.restore(state)
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@CUDA
+@pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
+def test_the_state_is_that_of_the_rank_s_own_gpu(index: int) -> None:
+    """`init` makes a rank's GPU the current one, and that one's generator is captured, and put back, and no other."""
+    with torch.cuda.device(index):
+        place = f"cuda:{index}"
+        torch.rand(1, device=place)
+        state = rng_state.capture()
+        expected = torch.rand(3, device=place)
+        others = [torch.cuda.get_rng_state(other) for other in range(torch.cuda.device_count()) if other != index]
+        rng_state.restore(state)
+        assert torch.equal(torch.rand(3, device=place), expected)
+        after = [torch.cuda.get_rng_state(other) for other in range(torch.cuda.device_count()) if other != index]
+        assert all(map(torch.equal, others, after))

@@ -1,0 +1,131 @@
+"""The link to the agent: answers find their requests, reports never wait, forks keep out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from elasticrt import ConfigError
+from elasticrt.distributed import agent_client
+from elasticrt.ipc.messages import Claim, Done, Release, Reply, Step
+from tests.fake_worker import Agent, under
+from tests.servers import wait_until
+
+
+def step(number: int) -> Step:
+    """A report."""
+    return Step(number, 0, 0, 0, False, {})
+
+
+def test_no_agent_no_link():
+    """Without an agent's variables there is nothing."""
+    assert (agent_client.worker_env(), agent_client.agent_link(), agent_client.status_page()) == (None, None, None)
+
+
+def test_answers_find_their_requests(monkeypatch):
+    """Answers in another order reach the threads that asked."""
+    held: list[Reply] = []
+
+    def reversed_in_pairs(message):
+        held.append(Reply(message.request, ok=True, reason=message.name))
+        if len(held) == 8:
+            for reply in reversed(held):
+                agent.channel.send(reply)
+
+    agent = Agent(answer=reversed_in_pairs)
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        got = {}
+
+        def ask(name):
+            got[name] = mine.request(lambda number: Claim(number, name, "1")).wait(10).reason
+
+        threads = [threading.Thread(target=ask, args=(str(i),)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert got == {str(i): str(i) for i in range(8)}
+
+
+def test_no_answer_is_none_in_time(monkeypatch):
+    """The wait for an answer has an end."""
+    agent = Agent(answer=lambda message: None)
+    with under(agent, monkeypatch):
+        assert agent_client.agent_link().request(lambda number: Claim(number, "x", "1")).wait(0.05) is None
+
+
+def test_reports_never_wait(monkeypatch):
+    """When the agent does not read, reports are dropped; training does not stop."""
+    agent = Agent(answer=lambda message: time.sleep(0.5))
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        sent = [mine.post(step(i)) for i in range(20_000)]
+        assert sent[0]
+        assert not all(sent)
+
+
+def test_the_end_of_the_agent_ends_every_wait(monkeypatch):
+    """Requests under way are refused, later ones at once, reports go nowhere."""
+    agent = Agent(answer=lambda message: None)
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        waiting = mine.request(lambda number: Claim(number, "x", "1"))
+        agent.close()
+        assert "the agent is gone" in waiting.wait(10).reason
+        assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1")).wait(0).reason
+        assert not mine.post(step(1))
+        mine.linger(0)
+
+
+def test_the_end_of_the_agent_ends_the_lingering(monkeypatch):
+    """A01: who waits for the others of its group, whose store it holds, does not wait for an agent that has died."""
+    agent = Agent(answer=lambda message: None)
+    with under(agent, monkeypatch):
+        lingering = threading.Thread(target=agent_client.linger, args=(0,), daemon=True)
+        lingering.start()
+        wait_until(lambda: agent.of(Done), "it lingers")
+        agent.close()
+        lingering.join(20)
+        assert not lingering.is_alive()
+
+
+def test_a_forked_child_keeps_out(monkeypatch):
+    """A DataLoader worker must not write into its parent's stream."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        child = os.fork()
+        if child == 0:
+            reply = mine.request(lambda number: Claim(number, "x", "1")).wait(0)
+            os._exit(0 if reply is not None and not reply.ok and not mine.post(step(1)) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert agent.messages == []
+
+
+def test_lingers_until_released(monkeypatch):
+    """The worker that hosts the group's store says it is done, and ends when told to."""
+
+    def answer(message):
+        if isinstance(message, Done):
+            agent.channel.send(Release())
+
+    agent = Agent(answer=answer)
+    with under(agent, monkeypatch):
+        agent_client.linger(0)
+        assert agent.of(Done) == [Done(0)]
+
+
+def test_malformed_environment(monkeypatch):
+    """Variables that are the agent's, changed by somebody else, are a user's error."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        monkeypatch.setenv("ELASTICRT_CHANNEL_FD", "seven")
+        agent_client.forget()
+        with pytest.raises(ConfigError, match="ELASTICRT_CHANNEL_FD"):
+            agent_client.worker_env()
+        monkeypatch.setenv("ELASTICRT_CHANNEL_FD", str(agent.worker_fd))
+        agent_client.forget()

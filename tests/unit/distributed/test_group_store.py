@@ -1,0 +1,208 @@
+"""The store in which ranks in place meet: what it keeps, who waits, and what strangers and slow clients do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # A client's connections end with its threads.
+
+NONCE = "a nonce"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a store listens, closed at the end."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    number = listening.getsockname()[1]
+    server = GroupStoreServer(listening, NONCE)
+    yield number
+    server.close()
+    server._thread.join(10)
+    assert not server._thread.is_alive()
+
+
+def _client(port: int, timeout_s: float = 20.0) -> GroupStore:
+    return GroupStore("127.0.0.1", port, NONCE, timeout_s)
+
+
+def _frame(value: object) -> bytes:
+    body = json.dumps(value).encode()
+    return struct.pack("!I", len(body)) + body
+
+
+def test_keys_and_values(port: int) -> None:
+    """Bytes of any kind are kept as they are; numbers add up; what is swapped is what was expected."""
+    one, other = _client(port), _client(port)
+    every = bytes(range(256))
+    one.set("key", every)
+    assert other.get("key") == every
+    assert [one.add("sum", 2), other.add("sum", 3)] == [2, 5]
+    assert other.get("sum") == b"5"
+    one.append("text", "a")
+    one.append("text", "b")
+    assert other.get("text") == b"ab"
+    assert other.compare_set("swap", "", "first") == b"first"
+    assert other.compare_set("swap", "wrong", "second") == b"first"
+    assert other.compare_set("swap", "first", "second") == b"second"
+    assert other.compare_set("nothing", "expected", "value") == b"expected"
+    assert one.check(["key", "sum"])
+    assert not one.check(["key", "none"])
+    assert one.num_keys() == 4
+    assert one.delete_key("key")
+    assert not one.delete_key("key")
+    assert one.num_keys() == 3
+
+
+def test_torch_uses_it(port: int) -> None:
+    """Behind torch's prefix, as a process group asks for it."""
+    client = _client(port)  # Torch does not keep it.
+    store = dist.PrefixStore("generation/1", client)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert store.add("sum", 1) == 1
+    assert client.get("generation/1/key") == b"value"
+
+
+def test_who_waits_is_told_when_all_keys_are_there(port: int) -> None:
+    """A wait for two keys ends with the second; one for a key that never comes ends with its time."""
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(_client(port).wait, ["a", "b"])
+        _client(port).set("a", "1")
+        assert not waits.done()
+        _client(port).set("b", "2")
+        waits.result(20)
+    late = _client(port)
+    with pytest.raises(dist.DistStoreError, match="wait timeout after 50ms"):
+        late.wait(["never"], datetime.timedelta(milliseconds=50))
+    late.set("c", "3")
+    assert late.get("c") == b"3", "its next question has an answer of its own"
+
+
+def test_a_server_that_ends_lets_all_go() -> None:
+    """Who waits when the store is closed, and who asks it later, finds the connection closed."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    server = GroupStoreServer(listening, NONCE)
+    later, client = _client(port), _client(port)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(client.get, "never")
+        later.add("asked", 1)
+        server.close()
+        with pytest.raises(dist.DistNetworkError, match="closed by peer"):
+            waits.result(20)
+    with pytest.raises(dist.DistNetworkError):
+        later.set("key", "value")
+    with pytest.raises(dist.DistNetworkError):
+        _client(port)
+
+
+def test_another_generation_is_not_answered(port: int) -> None:
+    """Behind a port that is used again there may be a store of another nonce."""
+    with pytest.raises(dist.DistNetworkError):
+        GroupStore("127.0.0.1", port, "another nonce", 20.0)
+    assert _client(port).num_keys() == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 64,
+        _frame([]),
+        _frame({"op": "get", "key": "key"}),
+        _frame({"op": "hello"}),
+        struct.pack("!I", 5) + b"\xff{]:,",
+        struct.pack("!I", 100_000) + b"[" * 100_000,
+        _frame({"op": "hello", "nonce": NONCE}) + _frame({"op": "no such question"}),
+        _frame({"op": "hello", "nonce": NONCE}) + _frame({"op": "add", "key": [], "amount": {}}),
+    ],
+    ids=lambda text: repr(text[:24]),
+)
+def test_strangers_are_hung_up_on(port: int, text: bytes) -> None:
+    """Whatever somebody says who is no rank: the connection is closed, and the others are served."""
+    before = _client(port)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+        stranger.sendall(text)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1 << 16):
+                pass
+    before.set("key", "value")
+    assert _client(port).get("key") == b"value"
+
+
+def test_a_slow_client_delays_nobody(port: int) -> None:
+    """A question that comes byte by byte is answered when it is whole; others are answered between two bytes."""
+    client = _client(port)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+        for byte in _frame({"op": "hello", "nonce": NONCE}) + _frame({"op": "set", "key": "slow", "value": "x"}):
+            slow.sendall(bytes([byte]))
+            client.add("others", 1)
+        assert client.get("slow") == b"x"
+
+
+def test_many_clients_and_threads(port: int) -> None:
+    """Each thread of each client has a connection of its own; no sum is lost."""
+    clients = [_client(port) for _ in range(20)]
+
+    def work(number: int) -> None:
+        clients[number % 20].add("sum", 1)
+        clients[number % 20].wait(["go"])
+
+    with ThreadPoolExecutor(60) as pool:
+        done = [pool.submit(work, number) for number in range(60)]
+        _client(port).set("go", "")
+        for each in done:
+            each.result(20)
+    assert _client(port).get("sum") == b"60"
+
+
+def test_large_values(port: int) -> None:
+    """A value of two megabytes comes back whole."""
+    value = os.urandom(1 << 21)
+    _client(port).set("large", value)
+    assert _client(port).get("large") == value
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_nothing_is_left_of_stores_that_ended() -> None:
+    """After two hundred stores with clients in two threads each, descriptors and threads are as before."""
+
+    def one() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        server = GroupStoreServer(listening, NONCE)
+        client = _client(port)
+        _thread(lambda: client.add("sum", 1))
+        assert client.add("sum", 1) == 2
+        server.close()
+        server._thread.join(20)
+
+    one()
+    before = _descriptors(), threading.active_count()
+    for _ in range(200):
+        one()
+    assert (_descriptors(), threading.active_count()) == before

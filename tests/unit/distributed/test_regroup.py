@@ -1,0 +1,348 @@
+"""A group's connections are cut and nothing else is; a step is undone; a seat is waited for."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from elasticrt.distributed import agent_client, regroup
+from elasticrt.distributed.regroup import GroupSockets
+from elasticrt.ipc.messages import Dismiss, Reseat
+from elasticrt.train.in_place import Undo
+from tests.fake_worker import WORKER, Agent, under
+
+
+@contextmanager
+def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a TCP connection over loopback."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = stack.enter_context(socket.create_connection(listener.getsockname()))
+        server = stack.enter_context(listener.accept()[0])
+        yield client, server
+
+
+def _works(pair: tuple[socket.socket, socket.socket]) -> bool:
+    """Whether a byte still goes through."""
+    first, second = pair
+    try:
+        first.sendall(b"x")
+        second.settimeout(5)
+        return second.recv(1) == b"x"
+    except OSError:
+        return False
+
+
+def _is_cut(pair: tuple[socket.socket, socket.socket]) -> bool:
+    """Whether both ends find that nothing more comes."""
+    for each in pair:
+        each.settimeout(5)
+    return [each.recv(1) for each in pair] == [b"", b""]
+
+
+def test_only_connections_of_the_block_are_cut() -> None:
+    """Connections from before and after the block live on, and so do listening and unix sockets made inside of it."""
+    with ExitStack() as stack:
+        sockets = GroupSockets()
+        before = stack.enter_context(_connection())
+        with sockets.noted(2):
+            ours = stack.enter_context(_connection())
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            left, right = socket.socketpair()
+            stack.callback(left.close)
+            stack.callback(right.close)
+        after = stack.enter_context(_connection())
+        assert sockets.cut() == 2
+        assert _is_cut(ours)
+        assert _works(before)
+        assert _works(after)
+        assert _works((left, right))
+        stack.enter_context(socket.create_connection(listener.getsockname()))
+        assert sockets.cut() == 0
+
+
+def test_a_number_that_is_used_again_is_left_alone() -> None:
+    """A descriptor of the group was closed, and the user's own connection has its number now: that is not cut."""
+    sockets = GroupSockets()
+    with ExitStack() as stack:
+        with sockets.noted(2), _connection() as (client, server):
+            numbers = {client.fileno(), server.fileno()}
+            kept = stack.enter_context(_connection())
+        again = stack.enter_context(_connection())
+        assert numbers & {each.fileno() for each in again}
+        assert sockets.cut() == 2
+        assert _is_cut(kept)
+        assert _works(again)
+
+
+def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
+    """A connection that is made after the cut, while the block is still open, is cut as well."""
+    sockets, made = GroupSockets(), []
+    with ExitStack() as stack:
+
+        def work() -> None:
+            made.append(sockets.cut())
+
+        thread = threading.Thread(target=work)
+        with sockets.noted(2):
+            first = stack.enter_context(_connection())
+            thread.start()
+            assert first[0].recv(1) == b""  # It has been cut.
+            second = stack.enter_context(_connection())
+            assert second[0].recv(1) == b""
+        thread.join(10)
+        assert made[0] >= 4
+
+
+def test_a_group_that_was_left_is_let_go_of_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was left lately is kept, what was left long ago goes, and nothing while a thread of a group has work."""
+    now = time.monotonic()
+    retired: list[tuple[float, list[object]]] = [(now - 60, [object()]), (now - 30, [object()]), (now, [object()])]
+    monkeypatch.setattr(regroup, "_retired", retired)
+    busy, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        (regroup.Path(f"/proc/self/task/{threading.get_native_id()}/comm")).write_text(regroup.GROUP_THREAD)
+        busy.set()
+        done.wait(60)  # With a limit, as a work of gloo waits for its peer.
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    busy.wait(10)
+    regroup.tidy()
+    assert len(retired) == 3
+    done.set()
+    thread.join()
+    deadline = time.monotonic() + 10
+    while len(retired) == 3 and time.monotonic() < deadline:  # The kernel ends the thread a moment after its join.
+        regroup.tidy()
+    assert len(retired) == 1
+
+
+class Net(nn.Module):
+    """With buffers of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As usual."""
+        return self.norm(self.layer(x))
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_step_is_undone(*, accumulates: bool) -> None:
+    """Buffers, random numbers, variables, and gradients that still count go back; others are dropped."""
+    torch.manual_seed(3)
+    net, variables = Net(), {"ema": 1.0, "list": [1]}
+    net(torch.randn(4, 3)).sum().backward()
+    before = {name: each.clone() for name, each in net.named_buffers()}
+    gradients = {name: each.grad.clone() for name, each in net.named_parameters() if each.grad is not None}
+    undo = Undo([net], [], seeded=False)
+    undo.note(variables, accumulates=accumulates)
+    drawn = torch.rand(2), random.random()
+    net(torch.randn(4, 3)).sum().backward()
+    variables.update(ema=2.0, more=3)
+    undo.put_back(variables)
+    assert all(torch.equal(each, before[name]) for name, each in net.named_buffers())
+    assert variables == {"ema": 1.0, "list": [1]}
+    assert torch.equal(torch.rand(2), drawn[0])
+    assert random.random() == drawn[1]
+    for name, each in net.named_parameters():
+        if accumulates:
+            assert each.grad is not None
+            assert torch.equal(each.grad, gradients[name])
+        else:
+            assert each.grad is None
+
+
+def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
+    """A module may have other buffers than at the step before."""
+    net = Net()
+    undo = Undo([net], [], seeded=True)
+    undo.note({}, accumulates=False)
+    net.register_buffer("late", torch.ones(1))
+    undo.note({}, accumulates=False)
+    net.late += 1
+    undo.put_back({})
+    assert net.late.item() == 1
+
+
+def _reseat(generation: int) -> Reseat:
+    here = agent_client.worker_env()
+    assert here is not None
+    return Reseat(replace(here, generation=generation, rank=1).to_env())
+
+
+def test_the_newest_seat_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seats come before anybody asks: the second is taken; each is announced before anything is cut for it."""
+    agent, seen = Agent(), []
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        assert mine is not None
+        cuts = threading.Semaphore(0)
+
+        def on_seat() -> None:
+            seen.append((mine.overtaken, mine.has_seat))
+            cuts.release()
+
+        mine.follow(on_seat)
+        for generation in (2, 3):
+            agent.channel.send(_reseat(generation))
+            assert cuts.acquire(timeout=10)
+        deadline = time.monotonic() + 10
+        taken = mine.wait_for_seat(10)
+        while taken is not None and taken.generation == 2 and time.monotonic() < deadline:
+            taken = mine.wait_for_seat(10)
+        assert taken is not None
+        assert (taken.generation, taken.rank) == (3, 1)
+        assert not mine.overtaken
+        assert not mine.has_seat
+        assert [overtaken for overtaken, _ in seen] == [True, True]
+
+
+def test_without_a_seat_there_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for a seat ends in time, when the agent says that there is none, and when the agent is gone."""
+    agent = Agent()
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        assert mine is not None
+        mine.follow(lambda: None)
+        assert mine.wait_for_seat(0.05) is None
+        agent.channel.send(Dismiss())
+        assert mine.wait_for_seat(60) is None
+    agent = Agent()
+    with under(agent, monkeypatch):
+        mine = agent_client.agent_link()
+        assert mine is not None
+        mine.follow(lambda: None)
+        agent.close()
+        assert mine.wait_for_seat(60) is None
+
+
+def test_a_meeting_that_is_overtaken_is_not_begun() -> None:
+    """A seat that came before there was anything to cut: the meeting ends at once, and keeps no descriptor."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd = os.dup(listener.fileno())
+        here = replace(WORKER, master_port=listener.getsockname()[1], listen_fd=fd)
+        with pytest.raises(regroup.Overtaken):
+            regroup.meet(here, "gloo", 10, lambda: True)
+        with pytest.raises(OSError):
+            os.fstat(fd)
+
+
+def _run(script: str) -> None:
+    """Run processes that meet. Those that hang are ended."""
+    env = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    with subprocess.Popen([sys.executable, "-c", script], env=env, start_new_session=True) as ranks:
+        try:
+            assert ranks.wait(60) == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
+
+
+MEETS_THE_DEAD = """
+import os, signal, socket, sys, threading
+from dataclasses import replace
+from tests.fake_worker import WORKER
+from elasticrt.distributed import regroup
+from elasticrt.distributed.group_store import GroupStore
+
+def meet(rank, port, fd=-1):
+    worker = replace(WORKER, rank=rank, world_size=2, master_addr="127.0.0.1", master_port=port, listen_fd=fd)
+    regroup.meet(worker, "gloo", 600, lambda: False)
+
+def dies(port):
+    made = GroupStore.set
+    def set(store, key, value):
+        made(store, key, value)
+        os.kill(os.getpid(), signal.SIGKILL)
+    GroupStore.set = set
+    meet(1, port)
+
+victims = []
+for _ in range(8):
+    told, tell = os.pipe()
+    victims.append((os.fork(), tell))
+    if not victims[-1][0]:
+        dies(int(os.read(told, 10)))
+for victim, tell in victims:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    cuts = threading.Thread(target=lambda: (os.waitpid(victim, 0), regroup.SOCKETS.cut()))
+    cuts.start()
+    os.write(tell, b"%d" % port)
+    try:
+        meet(0, port, listening.detach())
+    except RuntimeError as error:
+        print(error)
+    cuts.join()
+    regroup.leave()
+os._exit(0)
+"""
+
+
+CUT_WHILE_SENDING = """
+import os, random, socket, threading, time
+from dataclasses import replace
+import torch, torch.distributed as dist
+from tests.fake_worker import WORKER
+from elasticrt.distributed import regroup
+
+ROUNDS, RANKS = 40, 3
+stores = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+rank = 0 if os.fork() else 1 if os.fork() else 2
+draw = random.Random(rank)
+value = torch.zeros(8)
+for number in range(ROUNDS):
+    place = {"rank": rank, "world_size": RANKS, "generation": number, "nonce": str(number)}
+    store = stores[number % len(stores)]
+    port, fd = store.getsockname()[1], os.dup(store.fileno()) if rank == 0 else -1
+    worker = replace(WORKER, **place, master_addr="127.0.0.1", master_port=port, listen_fd=fd)
+    regroup.meet(worker, "gloo", 600, lambda: False)
+    dist.barrier()
+    cuts = threading.Timer(draw.uniform(0, 0.004), regroup.SOCKETS.cut)
+    cuts.start()
+    try:
+        while True:
+            dist.broadcast(value, 0)
+            dist.all_reduce(value)
+    except RuntimeError:
+        pass
+    cuts.join()
+    regroup.leave()
+    regroup.tidy()
+os._exit(0 if rank else os.waitpid(-1, 0)[1])
+"""
+
+
+def test_who_is_cut_off_while_it_sends_comes_back() -> None:
+    """Ranks are cut, each at a moment of its own, while all of them send: none waits for what it could not send."""
+    _run(CUT_WHILE_SENDING)
+
+
+def test_a_rank_that_waits_for_one_that_has_died_is_freed() -> None:
+    """Peers die when their address is known and before they connect: who waits for that, as every other one, is cut."""
+    _run(MEETS_THE_DEAD)

@@ -1,0 +1,44 @@
+"""Workers that run on when others have ended: when people are told, and when it has been too long."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from elasticrt.liveness.laggards import Waiting, cpu_s, where
+
+
+@pytest.mark.parametrize(
+    ("used_s", "limit_s", "said_at", "over_at"),
+    [
+        ([0.0] * 20, 10.0, 5, 10),
+        ([0.0] * 20, 0.0, 5, None),
+        ([0.5 * at for at in range(20)], 10.0, 5, None),  # It saves, or evaluates.
+        ([0.001 * at for at in range(20)], 10.0, 5, 10),  # Threads that only wait.
+        ([0.0] * 6 + [1.0] * 14, 10.0, 5, 16),
+    ],
+)
+def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
+    """It is said after 5 s, and too long counts from the last work that it did."""
+    waiting, said, over = Waiting(0.0, 0.0, 0.0), None, None
+    for at, used in enumerate(used_s):
+        waiting = waiting.looked(used, float(at), limit_s)
+        said = at if said is None and waiting.said else said
+        over = at if over is None and waiting.over else over
+    assert (said, over) == (said_at, over_at)
+
+
+def test_where_it_is():
+    """The innermost line of the main thread's stack; else whatever is known."""
+    stack = ["Current thread 0x1 (most recent call first):", '  File "a.py", line 4 in f', '  File "b.py", line 1 in g']
+    assert where(stack) == 'File "a.py", line 4 in f'
+    assert where(["it has not answered within 2 s: state S"]) == "it has not answered within 2 s: state S"
+
+
+def test_processor_time_is_of_whole_sessions():
+    """Whatever runs in a worker's session counts as the worker's; a session that is gone has none."""
+    before = cpu_s([os.getsid(0)])
+    sum(range(10**6))
+    assert cpu_s([os.getsid(0)]) >= before > 0.0
+    assert cpu_s([]) == 0.0

@@ -1,0 +1,236 @@
+"""Many agents asked at once, by real sockets: each gets its own answer, whatever the others do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elasticrt.liveness.probe import ProbeServer
+from elasticrt.liveness.prober import OPEN_AT_ONCE, STEPS, Prober
+from elasticrt.rendezvous.records import Seat
+from tests.servers import answering
+
+LIFE, OTHER = "a" * 16, "b" * 16
+
+
+def _seat(life: str, port: int, address: str = "127.0.0.1") -> Seat:
+    return Seat(node=f"n-{life}", incarnation=life, index=0, rank_offset=0, workers=1, address=address, probe_port=port)
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.recv(512)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.recv(512)
+
+
+def _say(text: bytes) -> Callable[[socket.socket], None]:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(512)
+        connection.sendall(text)
+
+    return answer
+
+
+class Heard:
+    """What a prober says, and the prober."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[str]] = {}
+        self._changed = threading.Condition()
+        self.prober = Prober(self._heard)
+
+    def _heard(self, seat: Seat, answer: str, at: float) -> None:
+        with self._changed:
+            self.answers.setdefault(seat.incarnation, []).append(answer)
+            self._changed.notify_all()
+
+    def wait(self, number: int) -> dict[str, list[str]]:
+        """Until so many have answered."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.answers) >= number, 60), self.answers
+            return dict(self.answers)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """A prober, closed at the end."""
+    each = Heard()
+    yield each
+    each.prober.close()
+
+
+def test_everyone_gets_an_answer_of_their_own(heard: Heard) -> None:
+    """L1: alive, dead and silent agents asked together, by address and by name; each is told once, as it is."""
+    with contextlib.ExitStack() as stack:
+        alive = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+        alive.start()
+        stack.callback(alive.close)
+        ways = {
+            "silent": lambda connection: connection.recv(512) and connection.recv(512),
+            "garbage": _say(b"\xff{\n"),
+            "endless": _say(b"x" * 4096),
+            "wrong nonce": _say(b'{"nonce": "0", "incarnation": "' + LIFE.encode() + b'"}\n'),
+            "no object": _say(b"[]\n"),
+            "too deep": _say(b"[" * 1023 + b"\n"),
+            "hangs up": _hang_up,
+            "resets": _reset,
+        }
+        ports = {name: stack.enter_context(answering(way)) for name, way in ways.items()}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            refusing = free.getsockname()[1]
+        lives = {name: f"{index:016x}" for index, name in enumerate(ways)}
+        seats = [_seat(lives[name], ports[name]) for name in ways]
+        seats += [_seat(LIFE, alive.port), _seat(OTHER, alive.port), _seat("c" * 16, refusing)]
+        heard.prober.ask(seats)
+        heard.prober.ask(seats[:1])  # Who keeps silent is being asked still, and is not asked again.
+        found = heard.wait(len(seats))
+        assert found == {
+            **{lives[name]: ["dead" if name == "resets" else "silent"] for name in ways},
+            LIFE: ["alive"],
+            OTHER: ["dead"],
+            "c" * 16: ["dead"],
+        }
+        heard.answers.clear()
+        names = {"d" * 16: "no.such.host.invalid", "e" * 16: "e" * 64}
+        heard.prober.ask(
+            [_seat(LIFE, alive.port, "localhost"), *(_seat(life, 1, name) for life, name in names.items())]
+        )
+        assert heard.wait(3) == {LIFE: ["alive"], "d" * 16: ["silent"], "e" * 16: ["silent"]}
+
+
+def test_an_answer_to_an_earlier_question_counts(heard: Heard) -> None:
+    """L1: an agent on a busy machine answers the first question when the second has come: it lives."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as first:
+                nonce = json.loads(first.recv(512))["nonce"]
+                with listener.accept()[0]:
+                    first.sendall(json.dumps({"nonce": nonce, "incarnation": LIFE}).encode() + b"\n")
+                    first.recv(1)
+
+        late = threading.Thread(target=answer)
+        late.start()
+        heard.prober.ask([_seat(LIFE, listener.getsockname()[1])])
+        assert heard.wait(1) == {LIFE: ["alive"]}
+        late.join(20)
+
+
+def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:
+    """L1: hundreds live and one of them does not; all are told, though only some are connected at a time."""
+    server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    server.start()
+    try:
+        number = 2 * OPEN_AT_ONCE + 10
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            refusing = free.getsockname()[1]
+        seats = [_seat(f"{index:016x}", server.port) for index in range(number)]
+        heard.prober.ask([*seats, _seat("f" * 16, refusing), _seat(LIFE, server.port)])
+        found = heard.wait(number + 2)
+        assert found.pop(LIFE) == ["alive"]
+        assert set(map(tuple, found.values())) == {("dead",)}  # Another life lives there.
+    finally:
+        server.close()
+
+
+def test_a_prober_that_is_closed_leaves_nothing() -> None:
+    """G16: closed while it asks, and unused: its thread ends."""
+    before = {thread.name for thread in threading.enumerate()}
+    with answering(lambda connection: connection.recv(512) and connection.recv(512)) as port:
+        unused, busy = Heard(), Heard()
+        busy.prober.ask([_seat(LIFE, port)])
+        thread = busy.prober._thread
+        assert thread is not None
+        unused.prober.close()
+        busy.prober.close()
+        thread.join(10)
+        assert not thread.is_alive()
+    assert {thread.name for thread in threading.enumerate()} <= before | {"elasticrt-ask"}
+
+
+def _says(about: str, life: str = OTHER) -> Callable[[socket.socket], None]:
+    """A witness that says so at once, and only when it is asked about somebody."""
+
+    def answer(connection: socket.socket) -> None:
+        question = json.loads(connection.recv(512))
+        said = {"nonce": question["nonce"], "incarnation": life}
+        connection.sendall(json.dumps({**said, "about": about} if "about" in question else said).encode() + b"\n")
+
+    return answer
+
+
+def _tries(listener: socket.socket) -> int:
+    """How often somebody has connected to who never answers."""
+    listener.setblocking(False)
+    number = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            number += 1
+    return number
+
+
+def test_two_that_hear_nothing_agree_before_one_is_sure(heard: Heard) -> None:
+    """N11: a second agent that hears nothing either saves the last tries; whatever else it says, all are made."""
+    with contextlib.ExitStack() as stack:
+        witnesses: dict[str, list[Seat]] = {}
+        mute: dict[str, socket.socket] = {}
+
+        def silent(name: str) -> Seat:
+            mute[name] = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            return _seat(f"{len(mute):016x}", mute[name].getsockname()[1])
+
+        def scripted(way: Callable[[socket.socket], None]) -> Seat:
+            return _seat(OTHER, stack.enter_context(answering(way)))
+
+        ways = {word: _says(word) for word in ("silent", "alive", "dead", "unknown")}
+        ways |= {"another life": _says("silent", "d" * 16), "no answer": _hang_up, "reset": _reset}
+        ways |= {"other nonce": _say(json.dumps({"nonce": "", "incarnation": OTHER, "about": "silent"}).encode())}
+        seats = {name: silent(name) for name in ways}
+        witnesses |= {seats[name].incarnation: [scripted(way)] for name, way in ways.items()}
+        seats["alone"] = silent("alone")
+        seats |= {name: silent(name) for name in ("suspect", "its witness")}
+        witnesses[seats["suspect"].incarnation] = [seats["its witness"]]
+        witnesses[seats["its witness"].incarnation] = [seats["suspect"]]
+        seats["real"] = silent("real")
+        real = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3), lambda: (seats["real"],))
+        stack.callback(real.close)
+        real.start()
+        witnesses[seats["real"].incarnation] = [_seat(LIFE, real.port), scripted(_says("alive"))]
+
+        heard.prober.ask(seats.values(), lambda seat: witnesses.get(seat.incarnation, []))
+        assert heard.wait(len(seats)) == {seat.incarnation: ["silent"] for seat in seats.values()}
+        tries = {name: _tries(listener) for name, listener in mute.items()}
+        agreed = {"silent": tries.pop("silent"), "real": tries.pop("real") - 1}  # One was the real witness's.
+        assert max(agreed.values()) < STEPS, agreed
+        assert tries == dict.fromkeys(tries, STEPS)
+
+
+def test_a_late_answer_counts_more_than_a_witness(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N11: a witness has heard nothing, and before two agree for long enough the node answers: it lives."""
+    monkeypatch.setattr("elasticrt.liveness.prober.STEP_S", 2.0)
+    said = threading.Event()
+
+    def witness(connection: socket.socket) -> None:
+        _says("silent")(connection)
+        connection.recv(1)  # Until it has been heard.
+        said.set()
+
+    def late(connection: socket.socket) -> None:
+        nonce = json.loads(connection.recv(512))["nonce"]
+        said.wait(20)
+        connection.sendall(json.dumps({"nonce": nonce, "incarnation": LIFE}).encode() + b"\n")
+
+    with answering(witness) as beside, answering(late) as port:
+        heard.prober.ask([_seat(LIFE, port)], lambda _: [_seat(OTHER, beside)])
+        assert heard.wait(1) == {LIFE: ["alive"]}
+        assert said.is_set()

@@ -1,0 +1,137 @@
+"""Steps that move, stand and hang, as tables: what is seen at which time, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.liveness.hang_monitor import _sight_of_beats
+from elasticrt.liveness.stall_detector import AWAY_S, LOOK_S, Sight, StallDetector, StallLimits
+
+
+def _watched(
+    step_s: float, until: float, *, quiet: tuple[float, float] = (0.0, 0.0), limits: StallLimits | None = None
+) -> StallDetector:
+    """A pace after looks every LOOK_S until `until`: steps take `step_s`, from 100.0 on; none end in `quiet`.
+
+    Steps go on after `quiet` as if it had been one long step.
+    """
+    pace, now, ends, end = StallDetector(limits or StallLimits()), 100.0, [], 100.0
+    while end < until:
+        end += step_s
+        if quiet[0] <= end < quiet[1]:
+            end = quiet[1]
+        ends.append(end)
+    while now < until:
+        done = [at for at in ends if at <= now]
+        pace = pace.looked(Sight(len(done), done[-1] if done else 0.0, bool(done), 100.0), now)
+        now += LOOK_S
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("step_s", "stand_s", "stands"),
+    [
+        pytest.param(0.01, 0.7, False, id="fast steps: less than the least"),
+        pytest.param(0.01, 0.8, True, id="fast steps: more than the least"),
+        pytest.param(0.5, 1.9, False, id="slow steps: less than four"),
+        pytest.param(0.5, 2.1, True, id="slow steps: more than four"),
+        pytest.param(10.0, 39.0, False, id="very slow steps"),
+        pytest.param(10.0, 41.0, True, id="very slow steps that stand"),
+    ],
+)
+def test_standing(step_s: float, stand_s: float, stands: bool) -> None:
+    """N11: steps stand when none has come for 0.75 s and for four usual steps."""
+    pace = _watched(step_s, 100.0 + 12 * max(step_s, LOOK_S))
+    assert (pace.standing_since(pace.since + stand_s) is not None) == stands
+
+
+def test_a_stand_has_one_time() -> None:
+    """L6: as long as steps stand the answer stays the same, so that one question is asked for one stand."""
+    pace = _watched(0.1, 110.0)
+    said = set()
+    for tick in range(40):
+        now = 110.0 + tick * LOOK_S
+        pace = pace.looked(Sight(pace.step, pace.since, expected=True), now)
+        said.add(pace.standing_since(now))
+    assert said == {None, pace.since + 0.75}
+    pace = pace.looked(Sight(pace.step + 1, 120.0, expected=True), 120.1)
+    assert pace.standing_since(120.2) is None
+
+
+def test_what_is_not_expected_does_not_stand() -> None:
+    """L5: a pause is no stand, however long, and what follows it is counted from its end."""
+    pace = _watched(0.1, 110.0, limits=StallLimits(hang_s=5.0, hang_from=2, hang_factor=1.0))
+    step, at = pace.step, pace.since
+    for tick in range(400):
+        now = 110.0 + tick * LOOK_S
+        pace = pace.looked(Sight(step, at, expected=False), now)
+        assert pace.standing_since(now) is None
+        assert pace.stalled_s(now) is None
+    pace = pace.looked(Sight(step, at, expected=True), 211.0)
+    assert pace.standing_since(211.7) is None
+    assert pace.standing_since(211.8) == pytest.approx(211.75)
+    assert pace.longest < 1.0, "the pause is not taken for a step"
+
+
+def test_before_the_first_steps_nothing_is_said() -> None:
+    """L5: a generation that is starting (imports, init, restore, the first step) has no pace yet."""
+    pace = StallDetector(StallLimits(hang_s=1.0, hang_from=1))
+    for tick in range(100):
+        pace = pace.looked(Sight(0, 0.0, expected=False), 100.0 + tick * LOOK_S)
+    assert pace.standing_since(1e6) is pace.stalled_s(1e6) is None
+    pace = pace.looked(Sight(41, 125.0, expected=True, ready_at=123.0), 125.1)
+    assert pace.standing_since(132.9) is None, "so far steps are known to take two seconds"
+    assert pace.standing_since(133.1) == pytest.approx(133.0)
+
+
+def test_a_script_without_a_loop_has_a_pace_from_the_first_look_on() -> None:
+    """N11, L5: a machine may lose its power before the other agents have looked twice; they still see a stand."""
+    fd = StatusPage.create()
+    page = StatusPage(fd)
+    os.close(fd)
+    page.begun_at_ns, page.beat_at_ns, page.beats = int(100e9), int(103e9), 4
+    pace = StallDetector().looked(_sight_of_beats([page], held=False), 103.4)
+    assert pace.standing_since(114.9) is None, "three seconds may have been one step"
+    assert pace.standing_since(115.1) == pytest.approx(115.0)
+
+
+def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
+    """L5: one step that ended some time is no measure of the next."""
+    pace = StallDetector().looked(Sight(3, 100.0, expected=True), 100.1)
+    assert pace.standing_since(1e6) is None
+    pace = pace.looked(Sight(5, 100.4, expected=True), 100.5)
+    assert pace.recent == (pytest.approx(0.2),)
+    assert pace.standing_since(101.1) is None
+    assert pace.standing_since(101.3) == pytest.approx(101.2)
+
+
+@pytest.mark.parametrize(
+    ("limits", "quiet", "age", "stalls"),
+    [
+        pytest.param(StallLimits(), (0, 0), 599.0, False, id="not yet ten minutes"),
+        pytest.param(StallLimits(), (0, 0), 601.0, True, id="ten minutes"),
+        pytest.param(StallLimits(), (105, 145), 601.0, False, id="a step of 40 s was seen before"),
+        pytest.param(StallLimits(), (105, 145), 810.0, True, id="twenty times as long as that"),
+        pytest.param(StallLimits(hang_s=0.0), (0, 0), 1e6, False, id="switched off"),
+        pytest.param(StallLimits(hang_s=1e3), (0, 0), 601.0, False, id="told to wait longer"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1e6, False, id="too early in the generation"),
+    ],
+)
+def test_stalled(limits: StallLimits, quiet: tuple[float, float], age: float, stalls: bool) -> None:
+    """W07, W08, W09, L5: a hang is said after ten minutes and twenty times the longest time between steps."""
+    pace = _watched(0.1, 160.0, quiet=quiet, limits=limits)
+    found = pace.stalled_s(pace.since + age)
+    assert found == (pytest.approx(age) if stalls else None)
+
+
+def test_a_watcher_that_was_away_counts_from_its_return() -> None:
+    """A06: a machine that stood still for an hour finds nothing wrong with its workers, which did so, too."""
+    pace = _watched(0.1, 110.0)
+    back = 110.0 + 3600.0
+    assert back - pace.looked_at > AWAY_S
+    pace = pace.looked(Sight(pace.step, pace.since, expected=True), back)
+    assert pace.standing_since(back) is pace.stalled_s(back) is None
+    assert pace.standing_since(back + 0.8) is not None

@@ -1,0 +1,134 @@
+"""A program that behaves towards a simulation as an agent does: options, events, signals, a worker process.
+
+Its nodes agree through files in the directory that is its last argument: each lives as long as its `alive-` file names
+a live process, the first of them publishes the generations, and rank 0 counts steps until there are STEPS of them.
+
+    fake_agent.py --node node-1 --events-fd 5 ... BEHAVIOUR STEPS DIRECTORY
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STEP_S = 0.005
+
+
+class Agent:
+    """One fake agent."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.node: str = options.node
+        self.run_id: str = options.run_id
+        self.minimum = int(options.min_nodes)
+        self.behaviour, self.steps = options.behaviour, int(options.steps)
+        self.directory = Path(options.directory)
+        self.events = os.fdopen(options.events_fd, "w", buffering=1)
+        self.alive = self.directory / f"alive-{self.node}"
+        self.worker: subprocess.Popen[bytes] | None = None
+
+    def say(self, name: str, **fields: object) -> None:
+        """Send one event."""
+        self.events.write(json.dumps({"event": name, "node": self.node, "at": time.monotonic(), **fields}) + "\n")
+
+    def write(self, name: str, value: object) -> None:
+        """Replace a shared file as a whole."""
+        temporary = self.directory / f".{name}-{self.node}"
+        temporary.write_text(json.dumps(value))
+        temporary.rename(self.directory / name)
+
+    def read(self, name: str, default: object) -> object:
+        """A shared file."""
+        path = self.directory / name
+        return json.loads(path.read_text()) if path.exists() else default
+
+    def members(self) -> list[str]:
+        """The nodes whose process runs."""
+        found = []
+        for path in sorted(self.directory.glob("alive-*")):
+            try:
+                os.kill(int(path.read_text()), 0)
+                found.append(path.name.removeprefix("alive-"))
+            except (ProcessLookupError, FileNotFoundError, ValueError):
+                continue
+        return found
+
+    def run(self) -> int:
+        """Live until the steps are done."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.behaviour == "stubborn" else self.leave)
+        self.alive.write_text(str(os.getpid()))
+        self.say("agent_started", pid=os.getpid(), run_id=self.run_id, etcd="files", run_dir=str(self.directory))
+        print(f"hello from {self.node}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}", flush=True)
+        number = 0
+        while True:
+            members = self.members()
+            published = self.read("generation", [0, []])
+            if members[0] == self.node and len(members) >= self.minimum and published[1] != members:
+                published = [published[0] + 1, members]
+                self.write("generation", published)
+            if published[0] > number and self.node in published[1]:
+                number = published[0]
+                self.begin(number, published[1])
+            step = self.read("step", 0)
+            if step >= self.steps:
+                return self.end()
+            if number and published[1][0] == self.node:
+                self.write("step", step + 1)
+                self.say("step", generation=number, step=step + 1, epoch=0, scalars={"loss": 1 / (step + 1)})
+            time.sleep(STEP_S)
+
+    def begin(self, number: int, nodes: list[str]) -> None:
+        """A new generation: a new worker and a first step."""
+        self.stop_worker()
+        step = self.read("step", 0)
+        self.say("generation", number=number, nodes=nodes, world_size=len(nodes), cause="start",
+                 resume_step=step, restarts=0)  # fmt: skip
+        leash = [sys.executable, "-m", "elasticrt.playground.leash", str(os.getpid()), "--"]
+        self.worker = subprocess.Popen([*leash, "sleep", "100"], close_fds=True)
+        self.say("workers_started", generation=number, pids=[self.worker.pid], ranks=[nodes.index(self.node)])
+        pause = None if number == 1 else 0.25
+        self.say("first_step", generation=number, step=step + 1, resumed_from=step, pause_s=pause, redone=0)
+
+    def end(self) -> int:
+        """The run is over."""
+        self.stop_worker()
+        if self.behaviour == "fails":
+            self.say("failure", text="rank 0 failed\n  ValueError: no")
+            self.say("result", status="failed", code=1, reason="budget spent")
+            return 1
+        self.say("result", status="succeeded", code=0, reason="")
+        sys.stderr.write("an unfinished last line")
+        return 7 if self.behaviour == "bad-end" and self.node == "node-0" else 0
+
+    def leave(self, *_: object) -> None:
+        """SIGTERM: leave the run."""
+        self.alive.unlink()
+        self.stop_worker()
+        sys.exit(143)
+
+    def stop_worker(self) -> None:
+        """End this generation's worker."""
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker.wait()
+
+
+def main() -> int:
+    """Read what `elasticrt run` would be given."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("node", "run-id", "min-nodes", "max-nodes", "nproc-per-node"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--events-fd", type=int, required=True)
+    for name in ("behaviour", "steps", "directory"):
+        parser.add_argument(name)
+    return Agent(parser.parse_args()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The fault grammar: what it takes, what it refuses, and when a fault is due."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrt.errors import ConfigError
+from elasticrt.playground.fault_plan import (
+    AddNode,
+    After,
+    DrainNode,
+    Fault,
+    KillNode,
+    KillWorker,
+    PauseNode,
+    PlannedFault,
+    due,
+    node_name,
+    parse_fault,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "trigger", "action"),
+    [
+        ("step 50: kill node 2", PlannedFault(50), KillNode(2)),
+        ("12s: add node", After(12.0), AddNode()),
+        ("step 80: drain node 1", PlannedFault(80), DrainNode(1)),
+        ("step 30: kill worker 3", PlannedFault(30), KillWorker(3)),
+        ("20s: pause node 2 for 6s", After(20.0), PauseNode(2, 6.0)),
+        ("1.5s:kill node 0", After(1.5), KillNode(0)),
+        ("  step  7 :  add  node  ", PlannedFault(7), AddNode()),
+        ("0s: kill worker 0", After(0.0), KillWorker(0)),
+        ("step 1000000000: add node", PlannedFault(10**9), AddNode()),
+    ],
+)
+def test_a_fault_is_read_as_written(text, trigger, action):
+    """Each form of the grammar gives its trigger and action, and keeps its words."""
+    assert parse_fault(text) == Fault(trigger, action, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        "kill node 2",
+        "step 50 kill node 2",
+        "step 50:",
+        ": kill node 2",
+        "step: kill node 2",
+        "step 0: kill node 2",
+        "step -1: kill node 2",
+        "step five: kill node 2",
+        "step 5.5: kill node 2",
+        "step 1e3: kill node 2",
+        "step 007: kill node 2",
+        "step 1_000: kill node 2",
+        "step ٣: kill node 2",
+        "step 1000000001: add node",
+        "Step 50: kill node 2",
+        "step 50: kill node",
+        "step 50: kill node two",
+        "step 50: kill node -1",
+        "step 50: kill node 10000",
+        "step 50: kill nodes 2",
+        "step 50: kill node 2 now",
+        "step 50: kill node 2; add node",
+        "step 50: kill worker 1,2",
+        "step 50: add node 3",
+        "step 50: pause node 2",
+        "step 50: pause node 2 for 0s",
+        "step 50: pause node 2 for 6",
+        "step 50: pause node 2 for 6 s",
+        "12: add node",
+        "12 s: add node",
+        "-1s: add node",
+        "nans: add node",
+        "infs: add node",
+        "86401s: add node",
+        "12s: add node\n",
+        "12s: explode",
+        "12s: drain worker 1",
+        "12s: add node: kill node 1",
+    ],
+)
+def test_anything_else_is_refused_with_the_grammar(text):
+    """What the grammar does not know is a ConfigError that shows the grammar and the text as written."""
+    with pytest.raises(ConfigError) as caught:
+        parse_fault(text)
+    assert caught.value.exit_code == 2
+    assert "pause node K for Ns" in str(caught.value)
+    shown = text if text.isprintable() else repr(text)
+    assert f"(--fault): got {shown}" in str(caught.value)
+
+
+@given(st.text(max_size=60))
+def test_no_text_does_anything_but_parse_or_be_refused(text):
+    """Any text is either a fault or a ConfigError."""
+    try:
+        fault = parse_fault(text)
+    except ConfigError:
+        return
+    assert fault.text == text
+
+
+KILL = parse_fault("step 50: kill node 2")
+ADD = parse_fault("12s: add node")
+DRAIN = parse_fault("step 80: drain node 1")
+
+
+@pytest.mark.parametrize(
+    ("step", "elapsed_s", "now", "later"),
+    [
+        (0, 0.0, (), (KILL, ADD, DRAIN)),
+        (49, 11.9, (), (KILL, ADD, DRAIN)),
+        (50, 0.0, (KILL,), (ADD, DRAIN)),
+        (0, 12.0, (ADD,), (KILL, DRAIN)),
+        (79, 13.0, (KILL, ADD), (DRAIN,)),
+        (900, 900.0, (KILL, ADD, DRAIN), ()),
+    ],
+)
+def test_a_fault_is_due_when_its_step_or_second_has_come(step, elapsed_s, now, later):
+    """`due` splits without loss, keeps the order, and does not mind that steps were skipped between two looks."""
+    assert due((KILL, ADD, DRAIN), step, elapsed_s) == (now, later)
+
+
+def test_nodes_count_from_zero():
+    """`node 0` of a fault is the node called `node-0`."""
+    assert node_name(0) == "node-0"

@@ -1,0 +1,381 @@
+"""The narration: sequences of events and exactly what is told about them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elasticrt.playground.event_stream import FIELDS, read_event
+from elasticrt.playground.narration import Line, Narration, summary, tell, tick, verdict
+
+START = Narration(started_at=100.0, nodes=3, min_nodes=1)
+
+
+def event(name, node, at, **fields):
+    """An event as an agent would send it."""
+    return {"event": name, "node": node, "at": at, **fields}
+
+
+def started(node, pid, at=100.1):
+    """The agent of `node` runs under `pid`."""
+    return event("agent_started", node, at, pid=pid, run_id="calm-fox", etcd="embedded", run_dir="runs/x")
+
+
+def generation(node, number, nodes, cause, at, *, resume_step=0):
+    """`node` starts this generation."""
+    size = {"nodes": nodes, "world_size": len(nodes)}
+    return event("generation", node, at, number=number, cause=cause, resume_step=resume_step, restarts=0, **size)
+
+
+def first_step(node, number, step, at, *, pause_s=None, redone=0):
+    """`node` has finished its first step of generation `number`."""
+    cost = {"resumed_from": step - 1, "pause_s": pause_s, "redone": redone}
+    return event("first_step", node, at, generation=number, step=step, **cost)
+
+
+def step(number, at, generation=1, epoch=0, **scalars):
+    """Rank 0's node has finished a step."""
+    return event("step", "node-0", at, generation=generation, step=number, epoch=epoch, scalars=scalars)
+
+
+def lost(node, how, at):
+    """The leader says that `node` is gone."""
+    return event("member_lost", "node-0", at, lost=node, how=how)
+
+
+def exited(node, code, at):
+    """The agent of `node` has ended."""
+    return event("agent_exited", node, at, code=code)
+
+
+def result(status, code, at, reason=""):
+    """The run has a result."""
+    return event("result", "node-0", at, status=status, code=code, reason=reason)
+
+
+def passes(at):
+    """Not an event: time passes."""
+    return event("", "", at)
+
+
+THREE = ["node-0", "node-1", "node-2"]
+BEGIN = [
+    *(started(node, 4800 + i) for i, node in enumerate(THREE)),
+    *(generation(node, 1, THREE, "start", 102.0) for node in THREE),
+    *(first_step(node, 1, 1, 102.5) for node in THREE),
+]
+BEGIN_TOLD = [
+    "-- run calm-fox, etcd embedded, logs in runs/x",
+    "-- generation 1: 3 nodes, world size 3. first step 1 after 2.50 s",
+]
+TWO = ["node-0", "node-1"]
+KILLED = [
+    step(412, 103.0),
+    exited("node-2", -9, 103.1),
+    lost("node-2", "probe refused", 103.2),
+    generation("node-0", 2, TWO, "node-2 lost", 103.3, resume_step=406),
+    generation("node-1", 2, TWO, "node-2 lost", 103.3, resume_step=406),
+    first_step("node-0", 2, 407, 103.4, pause_s=0.39, redone=6),
+    first_step("node-1", 2, 407, 103.4, pause_s=0.41, redone=6),
+]
+OFFER = "try: kill -9 4802 (node-2 and its workers)"
+KILLED_TOLD = [
+    OFFER,
+    "-- node-2 lost at step 412 (killed). generation 2: 2 nodes, world size 2. next step 407 after 0.41 s; "
+    "6 steps done again",
+]
+
+
+def told(events, story=START):
+    """Fold all events; the story and what it said, each own line as its text."""
+    said = []
+    for event in events:
+        story, lines = tick(story, event["at"]) if event["event"] == "" else tell(story, checked(event))
+        said += [line.text for line in lines]
+    return story, said
+
+
+def checked(event):
+    """The event as it comes out of a pipe."""
+    read = read_event(json.dumps(event))
+    assert read == event
+    return read
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        pytest.param(BEGIN, BEGIN_TOLD, id="the start is one line, when all members have stepped"),
+        pytest.param([*BEGIN, *KILLED], [*BEGIN_TOLD, *KILLED_TOLD], id="a lost node is one line with its cost"),
+        pytest.param(
+            [*BEGIN, step(29, 103.0), step(31, 103.1), step(80, 103.2)],
+            [*BEGIN_TOLD, OFFER],
+            id="one offer, at step 30",
+        ),
+        pytest.param(
+            [*BEGIN, *KILLED, step(440, 104.0, 2), step(450, 104.1, 2)],
+            [*BEGIN_TOLD, *KILLED_TOLD, "try: kill -9 4801 (node-1 and its workers)"],
+            id="the offer is made again after the membership changed",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                step(20, 103.0),
+                started("node-3", 4803),
+                generation("node-0", 2, [*THREE, "node-3"], "node-3 joined", 103.3, resume_step=20),
+                first_step("node-3", 2, 21, 103.4),
+                first_step("node-0", 2, 21, 103.4, pause_s=0.2),
+                passes(104.5),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- node-3 joined at step 20. generation 2: 4 nodes, world size 4. next step 21 after 0.20 s; "
+                "no step lost",
+            ],
+            id="a join loses nothing, and a member that is slow to report delays the line by a second at most",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                step(20, 103.0),
+                generation("node-0", 2, ["node-0", "node-2"], "node-1 left", 103.3, resume_step=20),
+                first_step("node-0", 2, 21, 103.4, pause_s=0.2),
+                first_step("node-2", 2, 21, 103.4, pause_s=0.2),
+                exited("node-1", 143, 103.5),
+                lost("node-1", "node-1 left", 103.6),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- node-1 left at step 20. generation 2: 2 nodes, world size 2. next step 21 after 0.20 s; "
+                "no step lost",
+            ],
+            id="a drained node has left, not been lost",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                step(20, 103.0),
+                generation("node-0", 2, ["node-0", "node-2"], "rank 1 on node-1: killed by SIGKILL", 103.3),
+                first_step("node-0", 2, 21, 103.4, pause_s=0.2),
+                first_step("node-2", 2, 21, 103.4, pause_s=0.2),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- rank 1 on node-1: killed by SIGKILL at step 20. generation 2: 2 nodes, world size 2. "
+                "next step 21 after 0.20 s; no step lost",
+            ],
+            id="a node whose only worker was killed has not left",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                step(20, 103.0),
+                generation("node-0", 2, THREE, "rank 1 on node-1: killed by SIGKILL", 103.3, resume_step=10),
+                *(first_step(node, 2, 11, 103.4, pause_s=0.15, redone=10) for node in THREE),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- rank 1 on node-1: killed by SIGKILL at step 20. generation 2: 3 nodes, world size 3. "
+                "next step 11 after 0.15 s; 10 steps done again",
+            ],
+            id="with the same members the leader's words tell the cause",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                generation("node-0", 2, ["node-0"], "node-1, node-2 lost", 103.3),
+                lost("node-1", "node-1 is silent", 103.4),
+                lost("node-1", "node-1, node-2 lost", 103.4),
+                lost("node-2", "node-1, node-2 lost", 103.4),
+                lost("node-0", "node-0 does not exist any more", 103.5),
+                first_step("node-0", 2, 2, 103.6, pause_s=2.5),
+                lost("node-2", "node-1, node-2 lost", 103.7),
+                generation("node-3", 3, ["node-3"], "node-0 lost", 103.8),
+                first_step("node-3", 3, 2, 104.0),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- node-1 lost (silent), node-2 lost at step 1. generation 2: 1 node, world size 1. next step 2 after "
+                "2.50 s; no step lost",
+                "-- node-0 lost (does not exist any more), node-3 joined at step 2. generation 3: 1 node, "
+                "world size 1. first step 2 after 0.20 s",
+            ],
+            id="how a node was lost is told once, whenever it is said",
+        ),
+        pytest.param(
+            [*BEGIN[:6], passes(104.9), passes(105.1)],
+            [
+                BEGIN_TOLD[0],
+                "-- generation 1: 3 nodes, world size 3",
+                ".. 5 s: 3 agents, generation 1, no step yet",
+            ],
+            id="a script that reports no steps gets its line after three seconds, without a cost",
+        ),
+        pytest.param(
+            [*BEGIN[:6], passes(105.1), *(first_step(node, 1, 1, 109.0) for node in THREE)],
+            [
+                BEGIN_TOLD[0],
+                "-- generation 1: 3 nodes, world size 3",
+                ".. 5 s: 3 agents, generation 1, no step yet",
+                "-- generation 1. first step 1 after 9.00 s",
+            ],
+            id="a late first step is told late",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                exited("node-2", -9, 103.1),
+                generation("node-0", 2, TWO, "node-2 lost", 103.3),
+                exited("node-1", -9, 103.4),
+                generation("node-0", 3, ["node-0"], "node-1 lost", 103.5),
+                first_step("node-0", 3, 2, 103.6, pause_s=1.1, redone=0),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- node-2 lost at step 1 (killed). generation 2: 2 nodes, world size 2",
+                "-- node-1 lost at step 1 (killed). generation 3: 1 node, world size 1. next step 2 after 1.10 s; "
+                "no step lost",
+            ],
+            id="a generation that never stepped is told before the next",
+        ),
+        pytest.param(
+            [*BEGIN, step(81, 104.5, 1, 3, loss=0.12345), passes(105.1), passes(106.0), passes(110.2)],
+            [
+                *BEGIN_TOLD,
+                OFFER,
+                ".. step 81  epoch 3  loss 0.1235  30.8 steps/s  3 nodes",
+                ".. step 81  epoch 3  loss 0.1235  0.0 steps/s  3 nodes",
+            ],
+            id="a status line every five seconds",
+        ),
+        pytest.param(
+            [*BEGIN, *KILLED, passes(105.0), step(417, 106.0, 2), passes(110.0)],
+            [
+                *BEGIN_TOLD,
+                *KILLED_TOLD,
+                ".. step 407  epoch 0  164.4 steps/s  2 nodes",
+                ".. step 417  epoch 0  2.0 steps/s  2 nodes",
+            ],
+            id="while steps are done again, the status line counts them as they are made",
+        ),
+        pytest.param([passes(104.9), passes(105.0)], [".. 5 s: 0 agents, no generation yet"], id="waiting is told too"),
+        pytest.param(
+            [event("failure", "node-0", 1.0, text="rank 1 failed\n  ValueError: no")],
+            ["rank 1 failed", "  ValueError: no"],
+            id="the failure report is printed as it is",
+        ),
+        pytest.param(
+            [result("succeeded", 0, 1.0), result("succeeded", 0, 1.0)], ["-- the run succeeded"], id="one result, once"
+        ),
+        pytest.param(
+            [result("failed", 3, 1.0, "1 of 2 nodes came")],
+            ["-- the run failed (code 3): 1 of 2 nodes came"],
+            id="a failed run says why",
+        ),
+        pytest.param(
+            [exited("node-0", 2, 1.0), exited("node-1", -11, 1.0)],
+            ["-- the agent of node-0 ended (code 2)", "-- the agent of node-1 ended (SIGSEGV)"],
+            id="an agent that ends before there is a run is told",
+        ),
+        pytest.param(
+            [event("fault", "", 1.0, text="12s: add node", done="pid 5 is node-3")],
+            ["!! 12s: add node  (pid 5 is node-3)"],
+            id="a fault is told with what was done",
+        ),
+        pytest.param(
+            [generation("node-2", 1, THREE, "start", 1.0), *BEGIN, first_step("node-1", 7, 3, 4.0)],
+            ["-- run calm-fox, etcd embedded, logs in runs/x", BEGIN_TOLD[1]],
+            id="repeated and unknown generations are not told twice",
+        ),
+    ],
+)
+def test_events_are_told(events, lines):
+    """A sequence of events gives exactly these lines."""
+    assert told(events)[1] == lines
+
+
+def test_no_kill_is_offered_that_the_run_would_not_survive():
+    """With as many nodes as min-nodes, or the last node's agent gone, nothing is offered."""
+    few = Narration(started_at=100.0, nodes=3, min_nodes=3)
+    assert told([*BEGIN, step(50, 103.0)], few)[1] == BEGIN_TOLD
+    assert told([*BEGIN, exited("node-2", -9, 102.9), step(50, 103.0)])[1] == BEGIN_TOLD
+
+
+ALL_WELL = [*BEGIN, *(exited(node, 0, 110.0) for node in THREE)]
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "words"),
+    [
+        (ALL_WELL, 0, "succeeded"),
+        ([*BEGIN, *KILLED, exited("node-0", 0, 110.0), exited("node-1", 0, 110.0)], 0, "succeeded"),
+        ([*BEGIN, exited("node-1", 143, 104.0), exited("node-0", 0, 110.0), exited("node-2", 0, 110.0)], 0, "succ"),
+        ([*BEGIN, exited("node-0", 0, 110.0), exited("node-1", 7, 110.0)], 7, "node-1 ended with code 7"),
+        ([*BEGIN, result("failed", 5, 109.0, "bad checkpoint"), *(exited(n, 5, 110.0) for n in THREE)], 5, "bad check"),
+        ([*BEGIN, result("failed", 0, 109.0, "odd"), *(exited(n, 0, 110.0) for n in THREE)], 1, "odd"),
+        ([*BEGIN, *(exited(node, -9, 110.0) for node in THREE)], 1, "no agent survived"),
+        ([*BEGIN, *(exited(node, 143, 110.0) for node in THREE)], 143, "no agent survived"),
+        ([], 1, "no agent survived"),
+    ],
+)
+def test_only_a_run_that_succeeded_gives_zero(events, code, words):
+    """The exit code is 0 only when the agents that were left all ended with 0."""
+    verdict_code, sentence = verdict(told(events)[0])
+    assert verdict_code == code
+    assert words in sentence
+
+
+def test_the_summary_lists_each_generation():
+    """One row a generation with its cost, then time, steps and speed."""
+    story, _ = told([*BEGIN, *KILLED, exited("node-0", 0, 110.0), exited("node-1", 0, 110.0)])
+    assert summary(story, 112.5) == tuple(
+        map(
+            Line,
+            [
+                "",
+                "generation  cause                 nodes  world size  from step  pause   steps done again",
+                "----------------------------------------------------------------------------------------",
+                "1           start                 3      3           0          -       0",
+                "2           node-2 lost (killed)  2      2           406        0.41 s  6",
+                "",
+                "wall time 12.5 s, 412 steps, 456.7 steps/s. the run succeeded",
+            ],
+        )
+    )
+
+
+def test_workers_of_an_older_generation_are_not_named():
+    """Only a rank of the newest generation has a pid to kill."""
+    workers = event("workers_started", "node-1", 102.1, generation=1, pids=[11, 12], ranks=[2, 3])
+    story, _ = told([*BEGIN, workers])
+    assert (story.worker(3), story.worker(0)) == (12, None)
+    story, _ = told([generation("node-0", 2, THREE, "x", 104.0)], story)
+    assert story.worker(3) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"event": 1}',
+        b'{"event": "committed", "node": "node-0", "at": 1.0}',
+        b'{"event": "committed", "node": "node-0", "at": 1.0, "step": "3"}',
+        b'{"event": "committed", "node": "node-0", "at": 1.0, "step": true}',
+        b'{"event": "committed", "node": 3, "at": 1.0, "step": 3}',
+        b'{"event": "committed", "node": "node-0", "step": 3}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_line_that_is_no_event_is_refused(line):
+    """A malformed line is a ValueError, never half an event."""
+    with pytest.raises(ValueError, match="event"):
+        read_event(line)
+
+
+def test_unknown_events_are_ignored_and_known_ones_have_fields():
+    """An event this version does not know is None, whatever it holds; the table knows the ones agents send."""
+    assert read_event(b'{"event": "rained", "mm": 3}') is None
+    assert "workers_started" in FIELDS

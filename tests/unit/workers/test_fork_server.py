@@ -1,0 +1,26 @@
+"""What the agent says of its worker parent: one line and one event."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.messages import Warm
+from elasticrt.workers.fork_server import note
+
+
+@pytest.mark.parametrize(("method", "reason"), [("fork", ""), ("exec", "it keeps 1 thread(s) running")])
+def test_what_is_said_of_the_parent(caplog, method, reason):
+    """Method and reason."""
+    reader, writer = os.pipe()
+    with caplog.at_level(logging.INFO, logger="elasticrt.workers.fork_server"):
+        note(Warm(7, method, reason, 2.5), EventLog("n", None, writer))
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        (record,) = [json.loads(line) for line in file]
+    assert caplog.messages == [f"worker parent is warm after 2.50 s ({method}{': ' * bool(reason)}{reason})"]
+    assert (record["event"], record["method"], record["reason"]) == ("parent_warm", method, reason)

@@ -1,0 +1,115 @@
+"""What is heard of a worker: its last words before its end, and no descriptor that nobody asked for."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elasticrt.ipc.channel import Channel
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.messages import Copied, Exited, Message, Started, Step
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.settings import ERR, LogOptions
+from elasticrt.workers.fork_server import WorkerParent
+from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
+from elasticrt.workers.worker_io import (
+    GroupEnded,
+    Running,
+    WorkerEnded,
+    WorkerIO,
+    WorkerSaid,
+    WorkerStarted,
+    WorkerState,
+)
+
+ENV = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 1, "nonce", "node-0", "")
+STEP = Step(7, 0, 1, 0, first=False)
+
+
+class Heard:
+    """A listener with one worker, which this test plays. `busy` keeps the listener from hearing anything."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Any] = queue.Queue()
+        self.busy = threading.Event()
+        self.listener = WorkerIO(self._sink)
+        self.parent = WorkerParent(lambda _: None)
+        channel, theirs = Channel.pair()
+        self.worker = Channel(theirs)
+        page = StatusPage.create()
+        reader, self.errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        output = Output(
+            WorkerLabel("node-0", 0, 0, 1, ""), None, LogOptions(console_ranks=frozenset()), WorkerConsole({})
+        )
+        state = WorkerState(ENV, output, channel, StatusPage(page), {ERR: reader})
+        os.close(page)
+        self.listener.add(Running(1, {0: state}, 0, self.parent))
+        self.listener.put(self.parent, Started(1, 0, 4711, 1))
+        assert isinstance(self.next(), WorkerStarted)
+
+    def _sink(self, event: Any) -> None:
+        self.events.put(event)
+        if isinstance(event, WorkerStarted):
+            self.busy.wait(20)
+
+    def next(self) -> Any:
+        """The next event."""
+        return self.events.get(timeout=20)
+
+    def end(self) -> None:
+        """The worker's process is gone, with exit code 3."""
+        os.close(self.errors)
+        self.worker.close()
+        self.listener.put(self.parent, Exited(1, 0, 4711, 3, 2))
+        self.busy.set()
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """Whose listener is busy."""
+    one = Heard()
+    yield one
+    one.busy.set()
+    one.listener.close(20)
+
+
+def test_last_words_are_heard_although_the_end_is_known(heard: Heard) -> None:
+    """W04: what a worker said and wrote before it died is told first, and is in the report of its death."""
+    heard.worker.send(STEP)
+    os.write(heard.errors, b"Traceback (most recent call last):\nValueError: bad batch\n")
+    heard.end()
+    said, ended, group = heard.next(), heard.next(), heard.next()
+    assert isinstance(said, WorkerSaid)
+    assert said.message == STEP
+    assert isinstance(ended, WorkerEnded)
+    assert ended.failure is not None
+    assert (ended.code, ended.failure.step, ended.failure.message) == (3, 7, "bad batch")
+    assert isinstance(group, GroupEnded)
+
+
+@pytest.mark.parametrize(("message", "passed_on"), [(STEP, 0), (Copied(7, 0, 1, "d"), 1)])
+def test_a_descriptor_that_nobody_asked_for_is_closed(heard: Heard, message: Message, passed_on: int) -> None:
+    """W17: a copy comes with one; all others, of whatever message, would be this agent's for ever."""
+    pipes = [os.pipe() for _ in range(2)]
+    heard.worker.send(message, [writer for _, writer in pipes])
+    heard.busy.set()
+    said = heard.next()
+    assert (said.message, said.fd >= 0) == (message, bool(passed_on))
+    for reader, writer in pipes:
+        os.close(writer)
+        os.set_blocking(reader, False)
+    # Where nobody has the other end any more there is an end to read.
+    for reader, _ in pipes[passed_on:]:
+        assert os.read(reader, 1) == b""
+    if passed_on:
+        with pytest.raises(BlockingIOError):
+            os.read(pipes[0][0], 1)
+        os.close(said.fd)
+    for reader, _ in pipes:
+        os.close(reader)
+    heard.end()
