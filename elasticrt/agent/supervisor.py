@@ -101,7 +101,7 @@ class Supervisor:
         self._holding = self._going = 0
         self._memory = SnapshotCache()
         self.progress = Progress(self._pages, events, say)
-        self.laggards = Laggards(settings.hang_timeout_s, put, say)
+        self.laggards = Laggards(settings.options.hang_timeout_s, put, say)
         self.watch = HangMonitor(self._pages, lambda: self._workers, settings, put, events, say)
 
     def open(self) -> None:
@@ -112,7 +112,7 @@ class Supervisor:
             method=settings.start_method,
             env=self._env,
             directory=Path.cwd(),
-            preload=settings.preload,
+            preload=settings.options.preload,
             kind=command.kind,
             target=command.argv[0],
         )

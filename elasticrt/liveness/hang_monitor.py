@@ -50,7 +50,7 @@ class HangMonitor:
     ) -> None:
         self._look = look
         self._group = group
-        self._limits = StallLimits(hang_s=settings.hang_timeout_s)
+        self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
         self._directory = settings.run_dir
         self._put = put
         self._events = events

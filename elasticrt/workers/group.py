@@ -21,7 +21,8 @@ from elasticrt.ipc.env import WorkerEnv, inherited
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.messages import Dismiss, Message, Release, Reply, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.settings import ERR, OUT, Command, LogOptions
+from elasticrt.option_values import ERR, OUT
+from elasticrt.settings import Command, LogOptions
 from elasticrt.workers.failures import failure_of
 from elasticrt.workers.fork_server import ParentLost, WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel, file_of

@@ -40,7 +40,7 @@ from elasticrt.ipc.messages import (
 )
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.wakeup import Wakeup
-from elasticrt.settings import ERR, OUT
+from elasticrt.option_values import ERR, OUT
 from elasticrt.workers.failures import WorkerFailure, failure_of
 from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
 from elasticrt.workers.logs import Output
