@@ -301,9 +301,9 @@ def test_the_channel_of_a_worker(warm, tmp_path):
         from elasticrt.ipc.channel import Channel
         from elasticrt.ipc.env import WorkerEnv
         from elasticrt.ipc.messages import Claim, Step
-        from elasticrt.ipc.status_page import Page
+        from elasticrt.ipc.status_page import StatusPage
         env = WorkerEnv.from_env(os.environ)
-        channel, page = Channel.adopt(env.channel_fd), Page(env.page_fd)
+        channel, page = Channel.adopt(env.channel_fd), StatusPage(env.page_fd)
         page.finished(11, 2, 12345)
         for step in range(100):
             channel.send(Step(step, 0, 1, 0, step == 0))
