@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "checkpoint": {"data", "distributed", "ipc", "errors"},
     "train": {"checkpoint", "data", "distributed", "ipc", "errors"},
     "audit": {"ipc", "errors"},
-    "multiprocessing": {"playground", "ipc", "errors"},
+    "multiprocessing": {"ipc", "errors"},
     "playground": {"rendezvous", "store", "ipc", "spec", "errors"},
     "cli": {
         "audit",
@@ -274,7 +274,7 @@ LOADS = [
     ("from elasticrt.cli.main import main; main(['--help'])", TORCH, COMMANDS),
     ("from elasticrt.cli.main import main; main(['run', '--help'])", TORCH, COMMANDS),
     ("import elasticrt.agent.agent", TORCH, ("agent/agent.py",)),
-    ("import elasticrt.playground.leash", TORCH | STORE_CLIENT | {"pydantic"}, ()),
+    ("import elasticrt.ipc.leash", TORCH | STORE_CLIENT | {"pydantic"}, ()),
     ("import elasticrt.train.loop", STORE_CLIENT | {"pydantic", "tenacity"}, ("train/loop.py",)),
     (
         "import elasticrt.bootstrap.fork_server_main",

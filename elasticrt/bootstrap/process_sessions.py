@@ -13,30 +13,16 @@ import os
 import signal
 from collections.abc import Collection
 
+from elasticrt.ipc.leash import LIBC
 from elasticrt.ipc.proc import stat
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None, use_errno=True)  # Loaded once, before any fork: a worker should not have to look for it.
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
 
 def adopt_orphans() -> None:
     """Make this process the one that orphaned descendants are handed to. OSError when the kernel refuses."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when `parent_pid`, its parent, ends; OSError when that is so already."""
-    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # The parent may have ended between the fork and the call above: then nobody would ever send that signal.
-    if os.getppid() != parent_pid:
-        raise ProcessLookupError(f"the worker parent {parent_pid} is gone")
+    if LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def members(session_ids: Collection[int]) -> list[int]:
