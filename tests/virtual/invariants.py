@@ -290,7 +290,7 @@ class Invariants:
 
     def _s6_result(self, new: Result) -> None:
         if new.code == EXIT_CHECKPOINT and disks.NOBODY_HAS_IT in new.text:
-            disks.check_end(self.sim, self.heads[-1].commit(), self.roster())
+            disks.check_end(self.sim, self.heads[-1], self.roster())
 
     def _l3_result(self, new: Result) -> None:
         if new.code == 3:
