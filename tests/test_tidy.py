@@ -42,7 +42,7 @@ LAYERS: dict[str, set[str]] = {
     "bootstrap": {"ipc", "errors"},
     "distributed": {"ipc", "errors"},
     "data": {"distributed", "ipc", "errors"},
-    "checkpoint": {"data", "distributed", "ipc", "errors"},
+    "checkpoint": {"data", "distributed", "ipc", "errors", "text"},
     "train": {"checkpoint", "data", "distributed", "ipc", "errors"},
     "audit": {"ipc", "errors"},
     "multiprocessing": {"ipc", "errors"},

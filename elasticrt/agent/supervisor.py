@@ -35,7 +35,7 @@ from elasticrt.workers import status_pages
 from elasticrt.workers.failures import lost_peer, never_met
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted, worker_environment
-from elasticrt.workers.outcomes import WorkerOutcomes, copy_record, network, worker_env
+from elasticrt.workers.outcomes import WorkerOutcomes, network, worker_env
 from elasticrt.workers.snapshot_cache import SnapshotCache
 from elasticrt.workers.store_ports import StorePorts
 
@@ -152,7 +152,7 @@ class Supervisor:
             seated=self._started[0].number if self._started and self._seated_as(record.incarnation) else 0,
             report=report,
             failed_at=self._failed_at,
-            copy=copy_record(self._ends.kept) if generation else None,
+            copy=self._ends.kept if generation else None,
             standing_since=self.watch.standing_since(now) or self._unmet_since(now),
             pause_s=self.progress.pause_s,
             starting=(self._wanted is not None and not status_pages.building(self._pages()))
@@ -330,7 +330,7 @@ class Supervisor:
         self.watch.began()
         self._pids = {}
         self._holding = self._going = 0
-        memory = generation.memory.as_copy() if generation.memory else None
+        memory = generation.memory
         self._memory.renew(memory)
         self._ends = replace(self._ends, kept=self._memory.newest)
         listen = self.ports.take(generation.master_port, shared=self._method == "fork") if seat.index == 0 else None

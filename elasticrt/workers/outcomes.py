@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from elasticrt.errors import DuplicateError, ElasticError, StoreError, explain
 from elasticrt.ipc.env import Copy, WorkerEnv
 from elasticrt.rendezvous.decision import Halt
-from elasticrt.rendezvous.records import ENDED_EARLY, CopyRecord, FailureRecord, Generation, Report, Seat
+from elasticrt.rendezvous.records import ENDED_EARLY, FailureRecord, Generation, Report, Seat
 from elasticrt.rendezvous.view import View
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import HOW_TO_MEND, WorkerFailure, describe, first_cause, how_to_meet, never_met, render
@@ -50,7 +50,7 @@ class WorkerOutcomes:
                 incarnation=incarnation,
                 status="failed",
                 failure=failure_record(self.failures, self.well, unmet=self.unmet),
-                memory=copy_record(self.kept),
+                memory=self.kept,
                 ready=self.ready,
                 has_state=self.has_state,
             )
@@ -61,7 +61,7 @@ class WorkerOutcomes:
                 incarnation=incarnation,
                 status="held",
                 handover=self.handover,
-                memory=copy_record(self.kept),
+                memory=self.kept,
             )
         if self.handover and not self.well:
             return Report(
@@ -80,11 +80,6 @@ class WorkerOutcomes:
             incarnation=incarnation,
             status="ok" if len(self.well) == self.workers else "finishing",
         )
-
-
-def copy_record(copy: Copy | None) -> CopyRecord | None:
-    """A copy as it travels through etcd."""
-    return CopyRecord(**asdict(copy)) if copy is not None else None
 
 
 UNMET_MAX = 2
@@ -193,8 +188,8 @@ def worker_env(
         group_rank=seat.index,
         group_world_size=generation.nodes,
         generation=generation.number,
-        resume=generation.resume.commit() if generation.resume else None,
-        copy=generation.memory.as_copy() if generation.memory else None,
+        resume=generation.resume,
+        copy=generation.memory,
     )
 
 

@@ -32,7 +32,7 @@ def _commit(world: World, step: int) -> None:
         digest="f" * 64,
         size=1,
     )
-    assert member.store.commit(Txn((), (Put(member.keys.checkpoint, head.encode()),))).succeeded
+    assert member.store.commit(Txn((), (Put(member.keys.checkpoint, head.to_json().encode()),))).succeeded
     world.settle()
 
 
