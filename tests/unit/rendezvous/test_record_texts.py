@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elasticrt.errors import StoreError
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import (
     PATH_MAX_BYTES,
     TEXT_MAX_BYTES,
     VALUE_MAX_BYTES,
-    FailureRecord,
     Generation,
     HandoverRecord,
     HeadRecord,
@@ -57,7 +57,7 @@ PIECES = {
 
 
 def _failure(summary: str, text: str) -> Report:
-    failure = FailureRecord(rank=0, code=1, collateral=False, summary=summary, text=text)
+    failure = Failure(rank=0, code=1, collateral=False, summary=summary, text=text)
     return Report(generation=1, status="failed", failure=failure, **LIFE)
 
 

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from elasticrt.settings import Streams
 from elasticrt.workers import logs
 from elasticrt.workers.logs import (
     ERR,
@@ -15,7 +16,6 @@ from elasticrt.workers.logs import (
     TAIL_LINES_MAX,
     LogOptions,
     Output,
-    Streams,
     WorkerConsole,
     WorkerLabel,
 )
