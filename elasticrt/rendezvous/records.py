@@ -27,15 +27,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from elasticrt.errors import StoreError, explain
 from elasticrt.ipc.env import Commit, Copy
+from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut, known
 
 VALUE_MAX_BYTES = 64 * 1024
 """The largest are some seats of a roster, and a head in the longest of directories."""
 
-TEXT_MAX_BYTES = 6000
 VERSION_MAX_BYTES = 128
-ENDED_EARLY = "ended with exit code 0, while others were in a collective"
 SEATS_PER_CHUNK = 16
 """What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `agent.outage`)."""
 
@@ -214,29 +213,6 @@ class Generation(Record):
     roster_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class FailureRecord(BaseModel):
-    """What a report says about the worker that failed first on its node.
-
-    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `unmet`:
-    workers here could not reach other nodes', once more. `early`: a digest of what was raised before the first step.
-    `beats`: the optimizer steps of a script without a Loop in this generation. `loaded`: when the newest snapshot was
-    written that it made them from, in microseconds since the epoch; 0: it began without one, or made none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    rank: Count
-    code: int
-    collateral: bool
-    final_code: Literal[0, 1, 5, 6, 7] = 0
-    summary: Annotated[str, words(400)]
-    text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
-    stalled: bool = False
-    unmet: bool = False
-    early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-    beats: Count = 0
-    loaded: Count = 0
-
-
 class Report(Record):
     """How a node's workers ended in a generation, or how far they are in handing over.
 
@@ -254,7 +230,7 @@ class Report(Record):
     node: Name
     incarnation: Hex16
     status: Literal["holding", "held", "finishing", "ok", "failed", "left"]
-    failure: FailureRecord | None = None
+    failure: Failure | None = None
     handover: Count = 0
     entered: Count = 0
     memory: CopyRecord | None = None

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from elasticrt.errors import StoreError
 from elasticrt.ipc.env import PATH_BYTES_MAX
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import (
     TEXT_MAX_BYTES,
     VALUE_MAX_BYTES,
-    FailureRecord,
     Generation,
     HandoverRecord,
     HeadRecord,
@@ -56,7 +56,7 @@ PIECES = {
 
 
 def _failure(summary: str, text: str) -> Report:
-    failure = FailureRecord(rank=0, code=1, collateral=False, summary=summary, text=text)
+    failure = Failure(rank=0, code=1, collateral=False, summary=summary, text=text)
     return Report(generation=1, status="failed", failure=failure, **LIFE)
 
 
