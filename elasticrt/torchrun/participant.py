@@ -19,10 +19,11 @@ from typing import Any
 from elasticrt.agent.event_loop import LOOK_AGAIN_S, Cycle
 from elasticrt.agent.store_discovery import ride_out
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
+from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
 from elasticrt.rendezvous.member_client import Entered, MemberClient
-from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Result, Seat
+from elasticrt.rendezvous.records import Generation, Keys, Member, Report, Result, Seat
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
 from elasticrt.store.protocol import ETCD_WAIT_S, KeyValue, Lease, LeaseLost, Store
@@ -261,7 +262,7 @@ class Participant(Cycle):
         if self._left or generation == 0 or generation != self.me.started:
             return
         summary = f"workers on {self.me.record.node} ended or could not start"
-        failure = FailureRecord(rank=0, code=1, collateral=False, summary=summary)
+        failure = Failure(rank=0, code=1, collateral=False, summary=summary)
         self.me = replace(self.me, report=self._report("failed", failure=failure), failed_at=time.monotonic())
 
     def _report(self, status: Any, **more: Any) -> Report:

@@ -25,12 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import Answer
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
 from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import FailureRecord, Keys, Member, Report, Seat
+from elasticrt.rendezvous.records import Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.etcd import EtcdStore
@@ -127,7 +128,7 @@ class VirtualAgent:
             case (incarnation, Verdict() as verdict):
                 self.rendezvous.view = with_verdict(self.rendezvous.view, incarnation, verdict)
             case "fail":
-                failure = FailureRecord(rank=0, code=1, collateral=True, summary="the connection was reset")
+                failure = Failure(rank=0, code=1, collateral=True, summary="the connection was reset")
                 record = self.me.record
                 report = Report(
                     generation=self.me.started,

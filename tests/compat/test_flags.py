@@ -24,7 +24,7 @@ from elasticrt.option_values import OUT, streams
 from elasticrt.run_options import RunOptions
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
-from elasticrt.workers.group import worker_environment
+from elasticrt.workers.environment import worker_environment
 from tests.compat import flags as page
 
 

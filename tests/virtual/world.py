@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Adopt,
@@ -36,7 +37,7 @@ from elasticrt.rendezvous.decision import (
     Withdraw,
 )
 from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Keys, Member, Report, Seat
+from elasticrt.rendezvous.records import CopyRecord, Generation, Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import LeaseLost
@@ -86,7 +87,7 @@ class VirtualMember:
         """The worker parent is ready."""
         self.me = replace(self.me, record=self.me.record.model_copy(update={"warm": True}))
 
-    def report(self, status: str, failure: FailureRecord | None = None, **more: object) -> None:
+    def report(self, status: str, failure: Failure | None = None, **more: object) -> None:
         """This node's workers have ended."""
         self.me = replace(
             self.me,
@@ -109,7 +110,7 @@ class VirtualMember:
         rank = self.ran[-1][1].rank_offset
         self.report(
             "failed",
-            FailureRecord(
+            Failure(
                 rank=rank,
                 code=1,
                 collateral=collateral,
