@@ -11,11 +11,10 @@ import functools
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.joining import JoiningWorkers
 from elasticrt.agent.network_interfaces import interface_of
@@ -26,7 +25,7 @@ from elasticrt.ipc.status_page import StatusPage
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.laggards import AtEnd, Laggards
 from elasticrt.liveness.progress import Progress
-from elasticrt.liveness.stacks import Stacks, keep, take
+from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.liveness.stall_detector import STANDING_IN_PLACE_S
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
@@ -37,7 +36,9 @@ from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying,
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted, worker_environment
 from elasticrt.workers.outcomes import WorkerOutcomes, copy_record, network, worker_env
 from elasticrt.workers.snapshot_cache import SnapshotCache
-from elasticrt.workers.store_ports import StorePorts
+
+if TYPE_CHECKING:
+    from elasticrt.agent.edges import Edges
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,16 @@ class Supervisor:
     """The node's side of the agent. Used by the agent's thread only."""
 
     def __init__(
-        self, settings: Settings, put: Callable[[Any], None], events: EventLog, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        put: Callable[[Any], None],
+        events: EventLog,
+        say: Callable[[str], None],
+        edges: Edges,
     ) -> None:
+        self._clock = edges.clock
+        self._take_stacks = edges.take_stacks
+        self._close_file = edges.close_file
         self._settings = settings
         self._put = put
         self._events = events
@@ -75,7 +84,7 @@ class Supervisor:
         self._parent: WorkerParent | None = None
         self._group: WorkerGroup | None = None
         self._parent_deaths = 0
-        self.ports = StorePorts()
+        self.ports = edges.store_ports()
         self._warm = False
         self._method = ""
         self._wanted: tuple[Generation, Seat] | None = None  # To be started as soon as it can be.
@@ -99,10 +108,10 @@ class Supervisor:
         self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._seated_ns = 0
         self._holding = self._going = 0
-        self._memory = SnapshotCache()
-        self.progress = Progress(self._pages, events, say)
+        self._memory = SnapshotCache(edges.close_file)
+        self.progress = Progress(self._pages, events, say, self._clock)
         self.laggards = Laggards(settings.hang_timeout_s, put, say)
-        self.watch = HangMonitor(self._pages, lambda: self._workers, settings, put, events, say)
+        self.watch = HangMonitor(self._pages, lambda: self._workers, settings, put, events, say, edges.take_stacks)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -133,7 +142,7 @@ class Supervisor:
         }
         if any(getattr(record, name) != value for name, value in wanted.items()):
             record = record.model_copy(update=wanted)
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self.progress.look(self._running)
         self._look_after_workers(now)
         ready, has_state = self._ready_seated() + len(self._beside.ready()), self._has_state()
@@ -179,7 +188,7 @@ class Supervisor:
             self.progress.remember()
             if len(self._ends.handed) == self._ends.workers or status_pages.building(self._pages()):
                 # Their exit hooks get a moment; and who builds what the next generation needs as well may finish that.
-                self._kill_late = (self._running, time.monotonic() + EXIT_HOOKS_S)
+                self._kill_late = (self._running, self._clock.monotonic() + EXIT_HOOKS_S)
             else:
                 self._end_workers()
         self._start_if_possible()
@@ -203,7 +212,7 @@ class Supervisor:
         """Make all workers hold at the end of their present step, and note how far one of them has been let in."""
         self.progress.disturbed()
         self._holding, self._going = handover, 0
-        self._ends = replace(self._ends, handover=handover, entered=status_pages.hold(self._pages()))
+        self._ends = replace(self._ends, handover=handover, entered=status_pages.hold(self._pages(), self._clock))
 
     def go(self, step: int, *, save: bool) -> None:
         """Tell the workers the step after which they leave."""
@@ -271,15 +280,15 @@ class Supervisor:
             return
         if self._ends.handed >= self._seated and self._ready_seated():  # They wait for a seat, and get none.
             self._workers.dismiss(self._running)
-            deadline = time.monotonic() + grace_s
-            while self._running and time.monotonic() < deadline and not hurry():
-                time.sleep(0.005)
+            deadline = self._clock.monotonic() + grace_s
+            while self._running and self._clock.monotonic() < deadline and not hurry():
+                self._clock.sleep(0.005)
             if not self._running:
                 return
         status_pages.end(self._pages())
         deadline = self._workers.terminate(grace_s, self._running, number)
-        while self._running and time.monotonic() < deadline and not hurry():
-            time.sleep(0.01)
+        while self._running and self._clock.monotonic() < deadline and not hurry():
+            self._clock.sleep(0.01)
         if self._running:
             self._workers.kill(self._running)
 
@@ -291,12 +300,12 @@ class Supervisor:
             if self._failed_at is not None or (not well and self._settings.restart_grace_s):
                 self._end_workers()
             elif not well:  # They may be failing of the same cause, and be writing about it.
-                self._kill_late = (self._running, time.monotonic() + EXIT_HOOKS_S)
+                self._kill_late = (self._running, self._clock.monotonic() + EXIT_HOOKS_S)
             self._workers.release(self._running)
-            deadline = max(time.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
-            while self._workers.pids(self._running) and (now := time.monotonic()) < deadline:
+            deadline = max(self._clock.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
+            while self._workers.pids(self._running) and (now := self._clock.monotonic()) < deadline:
                 self.kill_late(now)
-                time.sleep(0.005)
+                self._clock.sleep(0.005)
 
     def close(self) -> None:
         """End everything that this node has started."""
@@ -364,8 +373,8 @@ class Supervisor:
         # What has been copied in the generation before is still of this history: its last step may be done again.
         self._ends = WorkerOutcomes(generation.number, seat.workers, kept=self._memory.newest)
         self._pids, self._ranks = {}, {}
-        self._seated_ns = time.monotonic_ns()
-        self._late_at = time.monotonic() + LATE_S
+        self._seated_ns = self._clock.monotonic_ns()
+        self._late_at = self._clock.monotonic() + LATE_S
         self.progress.began()
         told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts", "in_place"})
         step = generation.resume.step if generation.resume else 0
@@ -407,7 +416,7 @@ class Supervisor:
             rank=seat.rank_offset, local_rank=0, node=seat.node, generation=number, step=0, message=message
         )
         self._ends = replace(self._ends, failures=(*self._ends.failures, failure))
-        self._failed_at = self._failed_at or time.monotonic()
+        self._failed_at = self._failed_at or self._clock.monotonic()
 
     def _lost_peer(self, event: WorkerSaid, down: Down) -> None:
         """A worker that lives has lost its group: somebody is gone, here or elsewhere."""
@@ -422,7 +431,7 @@ class Supervisor:
             message=down.error,
         )
         self._ends = replace(self._ends, failures=(*self._ends.failures, failure))
-        self._failed_at = time.monotonic()
+        self._failed_at = self._clock.monotonic()
         self.progress.disturbed()
         self.progress.remember()
 
@@ -467,7 +476,7 @@ class Supervisor:
         pids = group.pids(generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in late if rank in pids}
         blank = Late(generation, 0, age_s, False, {})
-        take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
+        self._take_stacks(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
     def _can_start_beside(self) -> bool:
         return self._wanted is None and self._warm and not self._ends.well
@@ -543,7 +552,7 @@ class Supervisor:
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
         if event.generation == 0:
-            self._beside.ended(event, time.monotonic())
+            self._beside.ended(event, self._clock.monotonic())
             return
         self._beside.ending.discard(event.local_rank)
         if event.generation == self._running:
@@ -558,7 +567,7 @@ class Supervisor:
                 met = not never_met(event.failure) or stepped
                 self._ends = replace(self._ends, unmet=0 if met else self._ends.unmet + 1)
                 # The end of a generation that has been replaced, and was let finish a build, is nobody's news.
-                self._failed_at = time.monotonic() if self._wanted is None else None
+                self._failed_at = self._clock.monotonic() if self._wanted is None else None
                 self.progress.disturbed()
                 self.progress.remember()
                 if not self._ready_seated():
@@ -598,7 +607,7 @@ class Supervisor:
             found = told(event, self._settings.node, self._ranks)  # type: ignore[arg-type]  # Each gets its own.
             if found:
                 self._ends = replace(self._ends, failures=found)
-                self._failed_at = time.monotonic()
+                self._failed_at = self._clock.monotonic()
                 self.progress.disturbed()
 
     def _copied(self, event: WorkerSaid, copied: Copied) -> None:
@@ -606,7 +615,7 @@ class Supervisor:
         if event.fd < 0:
             return
         if event.generation != self._running or self._started is None or self._failed_at is not None:
-            os.close(event.fd)
+            self._close_file(event.fd)
             return
         world_size = self._started[0].world_size
         self._memory.put(

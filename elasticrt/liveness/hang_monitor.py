@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.liveness.stacks import Stacks, keep, take
+from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.liveness.stall_detector import (
     LOOK_IN_PLACE_S,
     LOOK_S,
@@ -47,7 +47,9 @@ class HangMonitor:
         put: Callable[[Any], None],
         events: EventLog,
         say: Callable[[str], None],
+        take: Callable[..., None],
     ) -> None:
+        self._take = take
         self._look = look
         self._group = group
         self._limits = StallLimits(hang_s=settings.hang_timeout_s)
@@ -108,7 +110,7 @@ class HangMonitor:
             group = self._group()
             workers = {rank: (pid, group.page(rank, generation)) for rank, pid in group.pids(generation).items()}
             signal = functools.partial(group.signal, generation=generation)
-            take(workers, signal, self._put, Stacks(generation, self._pace.step, age_s, part == 1.0, {}))
+            self._take(workers, signal, self._put, Stacks(generation, self._pace.step, age_s, part == 1.0, {}))
             return
 
     def told(self, stacks: Stacks, node: str, of: Mapping[int, int]) -> tuple[WorkerFailure, ...]:

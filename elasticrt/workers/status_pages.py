@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from elasticrt.clock import Clock
 from elasticrt.ipc.status_page import StatusPage
 
 HOLD_SEEN_S = 0.002
 """A worker that did not see `stop` had written `entered` before it looked; its store buffer needs microseconds."""
 
 
-def hold(pages: Sequence[StatusPage]) -> int:
+def hold(pages: Sequence[StatusPage], clock: Clock) -> int:
     """Make all workers hold at the end of their present step; how far one of them has been let in.
 
     0 when one of them is in no Loop: such a script cannot hold.
@@ -19,7 +19,7 @@ def hold(pages: Sequence[StatusPage]) -> int:
     for page in pages:
         page.go = 0
         page.stop = 1
-    time.sleep(HOLD_SEEN_S)
+    clock.sleep(HOLD_SEEN_S)
     entered = [page.entered for page in pages]
     return max(entered) if entered and all(entered) else 0
 
