@@ -10,20 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import signal
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
+from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import Cycle
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.store_discovery import own_address
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
@@ -65,11 +63,12 @@ TURN_S = 1.0
 class Agent(Cycle):
     """An agent. `run` is its life."""
 
-    def __init__(self, settings: Settings, spec: RunSpec) -> None:
+    def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
+        edges = edges or Edges()
         self.settings = settings
-        self.voice = Console(settings)
-        super().__init__(settings.run_id, settings.ride_through_s, self.voice.say)
-        self.node = Supervisor(settings, self.queue.put, self.voice.events, self.voice.say)
+        self.voice = Console(settings, edges)
+        super().__init__(settings.run_id, settings.ride_through_s, self.voice.say, edges)
+        self.node: Supervisor = edges.supervisor(settings, self.queue.put, self.voice.events, self.voice.say, edges)
         self.membership: Membership
         self.probes: ProbeServer | None = None
         self.health: HealthServer | None = None
@@ -122,7 +121,7 @@ class Agent(Cycle):
 
     def work(self) -> int:
         """Join, take part, end; the exit code."""
-        self.membership = Membership(self.settings, self.queue)
+        self.membership = Membership(self.settings, self.queue, self.edges)
         try:
             return self._end(self.take_part()) if self._join() else EXIT_OK
         finally:
@@ -220,21 +219,23 @@ class Agent(Cycle):
         from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
 
         limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
-        noted = health_state.HealthState(self.settings.run_id, self.settings.node, "joining", time.monotonic(), limit_s)
+        noted = health_state.HealthState(
+            self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
+        )
         self.health = HealthServer(*self.settings.options.health, noted)
         self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
-        address = self.membership.ride_out(lambda: own_address(settings, endpoints))
-        self.probes = ProbeServer(
+        address = self.membership.ride_out(lambda: self.edges.own_address(settings, endpoints))
+        self.probes = self.edges.probe_server(
             address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started), self._known
         )
         self.node.seating.ports.bind(address)
         member = Member(
             node=settings.node,
-            incarnation=secrets.token_hex(8),
+            incarnation=self.edges.token(),
             address=address,
             pid=os.getpid(),
             workers=settings.workers,
@@ -253,7 +254,7 @@ class Agent(Cycle):
         if self.health is not None:
             self.voice.event("health", url=self.health.url)
         if settings.alone:
-            self.alone_at = time.monotonic() + ALONE_S
+            self.alone_at = self.clock.monotonic() + ALONE_S
         return True
 
     def _known(self) -> Iterable[Seat]:
@@ -268,7 +269,7 @@ class Agent(Cycle):
         """Left out or fenced: the workers go first, then whatever this node was, it is a newcomer."""
         self._kill_workers()
         self.voice.say(f"this node comes back as a new member: {reason}")
-        record = self.me.record.model_copy(update={"incarnation": secrets.token_hex(8), "generation": 0})
+        record = self.me.record.model_copy(update={"incarnation": self.edges.token(), "generation": 0})
         # Another life has another lease: with the last one's goes its claim of a preparation that nobody builds now.
         self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None, lease="lost")
         self.rendezvous.leave(None)
@@ -277,8 +278,8 @@ class Agent(Cycle):
     def _kill_workers(self) -> None:
         """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
         self.node.kill()
-        deadline = time.monotonic() + KILLED_S
-        while not self.node.are_gone() and (left := deadline - time.monotonic()) > 0:
+        deadline = self.clock.monotonic() + KILLED_S
+        while not self.node.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
             try:
                 self._fold(self.queue.get(timeout=left))
             except queue.Empty:
@@ -291,7 +292,7 @@ class Agent(Cycle):
             if self.membership.embedded_died():
                 self._start_over()
         except StoreUnavailable as error:
-            self.outage.begin(error)
+            self.outage.begin(error, now)
             return
         super()._read_again(now)
 
@@ -336,7 +337,7 @@ class Agent(Cycle):
     def _end(self, decision: End | Leave | Halt) -> int:
         if self.health is not None:
             noted, limit_s = self.health.noted, self.settings.stop_timeout_s + health_state.LIVE_S
-            self.health.noted = replace(noted, phase="ending", turned_at=time.monotonic(), limit_s=limit_s)
+            self.health.noted = replace(noted, phase="ending", turned_at=self.clock.monotonic(), limit_s=limit_s)
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S, well=result.status == "succeeded")
@@ -372,7 +373,7 @@ class Agent(Cycle):
             self.me = replace(self.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
-        self.drain_until = time.monotonic() + self.settings.options.drain_timeout_s
+        self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         super()._drain(reason)
 
     def _say_goodbye(self) -> bool:

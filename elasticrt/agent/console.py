@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elasticrt.agent.store_discovery import Meeting, how_to_join
-from elasticrt.event_log import EventLog
+from elasticrt.agent.edges import Edges
+from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Leave, Me, Publish
@@ -21,11 +21,12 @@ from elasticrt.text import plain
 class Console:
     """One agent's. Lines are left out when somebody reads the events instead."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, edges: Edges) -> None:
         self._settings = settings
+        self._how_to_join = edges.how_to_join
         self._unheard = False
         self._said = 0  # The newest generation that people know of.
-        self.events = EventLog(settings.node, settings.run_dir, settings.options.events_fd)
+        self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
 
     @property
     def narrates(self) -> bool:
@@ -54,7 +55,7 @@ class Console:
         self.event("registered", incarnation=me.record.incarnation, attempt=me.attempt)
         self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
         if me.spec.max_nodes > 1:
-            for line in how_to_join(settings, me.spec, meeting):
+            for line in self._how_to_join(settings, me.spec, meeting):
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elasticrt.agent.network_interfaces import interface_of
 from elasticrt.ipc.env import WorkerEnv
@@ -14,7 +15,9 @@ from elasticrt.settings import Settings
 from elasticrt.workers.environment import network, worker_env, worker_environment
 from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.snapshot_cache import SnapshotCache
-from elasticrt.workers.store_ports import StorePorts
+
+if TYPE_CHECKING:
+    from elasticrt.agent.edges import Edges
 
 
 class Seating:
@@ -26,11 +29,11 @@ class Seating:
         memory: the states that workers may resume from.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, edges: Edges) -> None:
         self._settings = settings
         self.env = worker_environment(os.environ, settings.workers)
-        self.ports = StorePorts()
-        self.memory = SnapshotCache()
+        self.ports = edges.store_ports()
+        self.memory = SnapshotCache(edges.close_file)
 
     def start(self, group: WorkerGroup, generation: Generation, seat: Seat, *, shared: bool) -> None:
         """Start new workers for all of a seat. `shared`: they inherit the store's socket; else they bind it anew."""

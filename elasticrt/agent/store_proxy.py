@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ValidationError
+
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
@@ -110,7 +112,7 @@ class StoreRequests:
         except StoreUnavailable as error:
             unsure = "" if isinstance(request, Save) else "unsure: "
             return Reply(request.request, False, f"{unsure}etcd does not answer: {error}")
-        except StoreError as error:
+        except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 
     def _save(self, errand: StoreRequest, request: Save) -> Reply:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.joining import READY, JoiningWorkers
 from elasticrt.agent.seating import Seating
@@ -37,6 +35,9 @@ from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
 from elasticrt.workers.group_state import GroupState
+
+if TYPE_CHECKING:
+    from elasticrt.agent.edges import Edges
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,19 @@ class Supervisor:
         put: takes events that come back to `fold` and `stalled`, from any thread.
         events: the node's event log.
         say: tells people.
+        edges: all that is not the agent's own state: clock, files, sockets.
     """
 
     def __init__(
-        self, settings: Settings, put: Callable[[Any], None], events: EventLog, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        put: Callable[[Any], None],
+        events: EventLog,
+        say: Callable[[str], None],
+        edges: Edges,
     ) -> None:
+        self._clock = edges.clock
+        self._close_file = edges.close_file
         self._settings = settings
         self._put = put
         self._events = events
@@ -86,9 +95,9 @@ class Supervisor:
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed when.
         self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._joining = JoiningWorkers()
-        self.seating = Seating(settings)
-        self.progress = Progress(self._pages, events, say)
-        self.hangs = HangMonitor(settings, put, events, say)
+        self.seating = Seating(settings, edges)
+        self.progress = Progress(self._pages, events, say, edges.clock)
+        self.hangs = HangMonitor(settings, put, events, say, edges.take_stacks)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -302,7 +311,7 @@ class Supervisor:
             self.progress.remember()
             if len(self._state.handed) == len(self._state.ranks) or self._building():
                 # Their exit hooks get a moment; and who builds what the next generation needs as well may finish that.
-                self._kill_late = (self._state.number, time.monotonic() + EXIT_HOOKS_S)
+                self._kill_late = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
             else:
                 self._end_workers()
         self._start_if_possible()
@@ -314,7 +323,7 @@ class Supervisor:
         for page in pages:
             page.go = 0
             page.stop = 1
-        time.sleep(HOLD_SEEN_S)
+        self._clock.sleep(HOLD_SEEN_S)
         entered = [page.entered for page in pages]  # 0 where one is in no Loop: such a script cannot hold.
         furthest = max(entered) if entered and all(entered) else 0
         self._state = replace(self._state, holding=handover, entered=furthest, going=0)
@@ -356,7 +365,7 @@ class Supervisor:
         generation = self._state.number
         if self._state.handed >= self._state.seated and self._able():  # They wait for a seat, and get none.
             self._workers.dismiss(generation)
-            self._wait_for_end(time.monotonic() + grace_s, hurry)
+            self._wait_for_end(self._clock.monotonic() + grace_s, hurry)
         if self._state.running:
             self._announce_end()
             self._wait_for_end(self._workers.terminate(grace_s, generation, number), hurry)
@@ -364,8 +373,8 @@ class Supervisor:
             self._workers.kill(generation)
 
     def _wait_for_end(self, deadline: float, hurry: Callable[[], bool]) -> None:
-        while self._state.running and time.monotonic() < deadline and not hurry():
-            time.sleep(0.005)
+        while self._state.running and self._clock.monotonic() < deadline and not hurry():
+            self._clock.sleep(0.005)
 
     def finish(self, grace_s: float, *, well: bool) -> None:
         """The run has ended, `well` or not: tell workers that still run, and wait for them a little while."""
@@ -377,12 +386,12 @@ class Supervisor:
         if self._state.failed_at is not None or (not well and self._settings.restart_grace_s):
             self._end_workers()
         elif not well:  # They may be failing of the same cause, and be writing about it.
-            self._kill_late = (generation, time.monotonic() + EXIT_HOOKS_S)
+            self._kill_late = (generation, self._clock.monotonic() + EXIT_HOOKS_S)
         self._workers.release(generation)
-        deadline = max(time.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
-        while self._workers.pids(generation) and (now := time.monotonic()) < deadline:
+        deadline = max(self._clock.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
+        while self._workers.pids(generation) and (now := self._clock.monotonic()) < deadline:
             self._kill_those_late_to_end(now)
-            time.sleep(0.005)
+            self._clock.sleep(0.005)
 
     def close(self) -> None:
         """End everything that this node has started."""
@@ -431,8 +440,8 @@ class Supervisor:
         lives = [(rank, number) for rank in sorted(before.seated) if self._word(rank, number, "in_place")]
         chosen = [*lives, *((rank, 0) for rank in self._ready_beside())][: seat.workers]
         pids = {**group.pids(0), **group.pids(number)}
-        now_ns = time.monotonic_ns()
-        self._late_at = time.monotonic() + LATE_S
+        now_ns = self._clock.monotonic_ns()
+        self._late_at = self._clock.monotonic() + LATE_S
         self.progress.began()
         self.hangs.began()
         self._tell_generation(generation, seat, generation.resume.step if generation.resume else 0)
@@ -452,7 +461,7 @@ class Supervisor:
 
     def _fail_in_place(self, seat: Seat, message: str) -> None:
         failure = lost_peer(rank=seat.rank_offset, node=seat.node, message=message)
-        self._state = self._state.failed(failure, time.monotonic())
+        self._state = self._state.failed(failure, self._clock.monotonic())
 
     def _tell_generation(self, generation: Generation, seat: Seat, resume_step: int) -> None:
         told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts"})
@@ -521,7 +530,7 @@ class Supervisor:
             return
         failure = self.hangs.told(event, state.ranks)
         if failure is not None:
-            self._state = replace(state, failures=(failure,), failed_at=time.monotonic())
+            self._state = replace(state, failures=(failure,), failed_at=self._clock.monotonic())
             self.progress.disturbed()
 
     def _parent_lost(self, event: ParentLost) -> None:
@@ -554,7 +563,7 @@ class Supervisor:
         if event.fd < 0:
             return
         if not self._is_current(event) or generation is None or self._state.failed_at is not None:
-            os.close(event.fd)
+            self._close_file(event.fd)
             return
         copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
         self.seating.memory.put(copy, event.fd)
@@ -566,14 +575,14 @@ class Supervisor:
         if not state.running or down.generation != state.number or state.seat is None or state.failed_at is not None:
             return
         failure = lost_peer(rank=event.rank, node=self._settings.node, message=f"lost its group: {down.error}")
-        self._state = state.failed(failure, time.monotonic())
+        self._state = state.failed(failure, self._clock.monotonic())
         self.progress.disturbed()
         self.progress.remember()
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
         if event.generation == 0:
-            wait_s = self._joining.ended(event.local_rank, time.monotonic())
+            wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
             if wait_s is not None:
                 what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
                 again = f"another try in {wait_s:g} s"
@@ -593,7 +602,7 @@ class Supervisor:
             return
         first, failure = self._state.failed_at is None, event.failure
         # The end of a generation that has been replaced, and was let finish a build, is no news.
-        self._state = self._state.failed(failure, time.monotonic() if self._wanted is None else None)
+        self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
         if first:
             unmet = self._state.unmet + 1 if failure.unmet and not stepped else 0
             self._state = replace(self._state, unmet=unmet)

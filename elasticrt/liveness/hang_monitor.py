@@ -21,7 +21,7 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import in_sessions, stat
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.liveness.stacks import Stacks, keep, take
+from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.liveness.stall_detector import (
     LOOK_IN_PLACE_S,
     LOOK_S,
@@ -46,8 +46,14 @@ class HangMonitor:
     """One node's. Used by the agent's thread. What `put` gets comes back to `told`."""
 
     def __init__(
-        self, settings: Settings, put: Callable[[Any], None], events: EventLog, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        put: Callable[[Any], None],
+        events: EventLog,
+        say: Callable[[str], None],
+        take: Callable[..., None],
     ) -> None:
+        self._take = take
         self._settings = settings
         self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
         self._put = put
@@ -126,7 +132,7 @@ class HangMonitor:
         generation = blank.generation
         pids = group.pids(generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
-        take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
+        self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
     def told(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
         """Tell people of stacks that have come; the failure if it was too long. `ranks`: global ones by local rank."""

@@ -8,9 +8,9 @@ mark to the next, so that the phases add up to the pause.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 
+from elasticrt.clock import Clock
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
@@ -52,7 +52,10 @@ class Progress:
         pause_s: how long the last recovery took.
     """
 
-    def __init__(self, look: Callable[[], Sequence[StatusPage]], events: EventLog, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, look: Callable[[], Sequence[StatusPage]], events: EventLog, say: Callable[[str], None], clock: Clock
+    ) -> None:
+        self._clock = clock
         self._look = look
         self._events = events
         self._say = say
@@ -88,7 +91,7 @@ class Progress:
 
     def began(self) -> None:
         """The old workers are gone, the new ones are being started."""
-        self._began_at = time.monotonic()
+        self._began_at = self._clock.monotonic()
         self._mark("stop")
 
     def started(self, generation: int, at_ns: int) -> None:
@@ -174,4 +177,4 @@ class Progress:
         return bool(own) and all(page.entered for page in own)
 
     def _mark(self, name: str, at_ns: int = 0) -> None:
-        self._marks.setdefault(name, at_ns or time.monotonic_ns())
+        self._marks.setdefault(name, at_ns or self._clock.monotonic_ns())

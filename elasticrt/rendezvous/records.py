@@ -356,9 +356,9 @@ class Keys:
         return f"{self.results}{attempt}"
 
 
-def chunk_count(members: int) -> int:
-    """How many roster chunks a generation of so many members has."""
-    return max(1, -(-members // SEATS_PER_CHUNK))
+def chunk_count(members: int, size: int) -> int:
+    """How many roster chunks of `size` a generation of so many members has."""
+    return max(1, -(-members // size))
 
 
 def chunk_of(node: str, chunks: int) -> int:
@@ -366,9 +366,9 @@ def chunk_of(node: str, chunks: int) -> int:
     return zlib.crc32(node.encode()) % chunks
 
 
-def roster_chunks(seats: tuple[Seat, ...]) -> tuple[RosterChunk, ...]:
-    """Distribute seats over chunks by node name."""
-    count = chunk_count(len(seats))
+def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple[RosterChunk, ...]:
+    """Distribute seats over chunks by node name; a chunk has `size` on average."""
+    count = chunk_count(len(seats), size)
     chunks: list[list[Seat]] = [[] for _ in range(count)]
     for seat in seats:
         chunks[chunk_of(seat.node, count)].append(seat)

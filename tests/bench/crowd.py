@@ -99,7 +99,9 @@ class VirtualAgent:
             warm=True,
         )
         self.me = Me(record=record, spec=crowd.spec)
-        self.rendezvous = MemberClient(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
+        put = lambda notice: crowd.queue.put((self, notice))  # noqa: E731
+        draw = lambda: secrets.token_hex(8)  # noqa: E731
+        self.rendezvous = MemberClient(store, crowd.keys, self.node, put, time.monotonic, draw)
         self._prober: Prober | None = None
         self.lease = 0
         self.lost = self.pausing = False

@@ -135,7 +135,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
     "who does not come back from the cut is waited for": (
-        (_A + "supervisor", "Supervisor._go_on", "self._late_at = time.monotonic() + LATE_S", "self._late_at = None"),
+        (_A + "supervisor", "Supervisor._go_on", "self._late_at = self._clock.monotonic() + LATE_S", "self._late_at = None"),
     ),
     "a node none of whose workers came along runs them": ((_W + "group_state", "GroupState.went_on", "bool(ranks)", "True"),),
     "one lost worker ends all of its node": ((_A + "supervisor", "Supervisor._worker_ended", "if not self._able():", "if True:"),),

@@ -63,7 +63,9 @@ class VirtualMember:
         self.notices: deque[Notice] = deque()
         self.store = self.world.connect()
         self.keys = Keys("run")
-        self.rendezvous = MemberClient(self.store, self.keys, self.name, self.notices.append, self.world.clock)
+        self.rendezvous = MemberClient(
+            self.store, self.keys, self.name, self.notices.append, self.world.clock, self.world.token
+        )
         self.me = Me(record=self._record(), spec=self.world.spec)
 
     def _record(self) -> Member:
@@ -218,6 +220,7 @@ class World:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.now = 100.0
+        self.drawn = 0
         self.server = MemoryServer(self.clock)
         self.members: dict[str, VirtualMember] = {}
         self.cuts: list[set[str]] = []  # Pairs that do not hear each other; etcd hears all.
@@ -225,6 +228,11 @@ class World:
     def clock(self) -> float:
         """The only clock."""
         return self.now
+
+    def token(self) -> str:
+        """64 bits that nobody has had."""
+        self.drawn += 1
+        return hashlib.sha256(f"token {self.drawn}".encode()).hexdigest()[:16]
 
     def connect(self) -> MemoryStore:
         """A client for one member."""

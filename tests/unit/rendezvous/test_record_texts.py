@@ -217,11 +217,11 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
     values |= {keys.chunk("c" * 16, 0): chunks[0], **{keys.member(each.node): each for each in members}}
     for name, record in values.items():
         store.commit(Txn((), (Put(name, record.encode()),)))
-    rendezvous = MemberClient(store, keys, "n0", lambda _: None)
+    rendezvous = MemberClient(store, keys, "n0", lambda _: None, lambda: 0.0, lambda: "0" * 16)
     rendezvous.refresh()
     assert rendezvous.view.leads
     store.commit(Txn((), (Put(keys.prefix + key, b"\xff no record"),)))
-    fresh = MemberClient(store, keys, "n0", lambda _: None)
+    fresh = MemberClient(store, keys, "n0", lambda _: None, lambda: 0.0, lambda: "0" * 16)
     fresh.view = replace(rendezvous.view, read_at={})
     if key in OWN:
         with pytest.raises(StoreError, match=rf"has been overwritten \({keys.prefix + key}\)"):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticrt.rendezvous.records import (
+    SEATS_PER_CHUNK,
     VALUE_MAX_BYTES,
     Generation,
     HeadRecord,
@@ -162,7 +163,7 @@ def test_a_node_finds_its_seat_in_its_own_chunk(count: int) -> None:
     """Every seat is in exactly one chunk, the one that its node name gives; a chunk stays within a value's limit."""
     seats = _seats(count)
     chunks = roster_chunks(seats)
-    assert len(chunks) == chunk_count(count)
+    assert len(chunks) == chunk_count(count, SEATS_PER_CHUNK)
     for seat in seats:
         assert [seat in chunk.seats for chunk in chunks].index(True) == chunk_of(seat.node, len(chunks))
     assert sum(len(chunk.seats) for chunk in chunks) == count
