@@ -28,60 +28,58 @@ _UNITS_S = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class Option:
-    """How one option is given and shown. Its default is that of the field that it belongs to.
+    """How one option is given and shown.
 
     Attributes:
-        names: its spellings with dashes; the first is the one in messages and in ELASTICRT_<NAME>.
+        spelled: its names and what stands for its value, if it has one, such as `--run-id, --rdzv-id ID`. The first
+            name is the one in messages and in ELASTICRT_<NAME>.
+        initial: its value where nothing is given.
         text: what it does, for `--help` and docs/commands.md; "" for one that people do not give.
-        value: what stands for its value there; "" for an option without a value.
         parse: words to value.
-        default: the default in words, where the value itself does not say it.
+        default: the default in words, where `initial` does not say it.
         section: where it is shown.
         also: variables besides ELASTICRT_<NAME> and torchrun's.
         own: whether it is this node's own, so that the line that brings another node does not repeat it.
     """
 
-    names: tuple[str, ...]
+    spelled: str
+    initial: Any
     text: str
-    value: str
-    parse: Callable[[str], Any]
-    default: str
-    section: str
-    also: tuple[str, ...]
-    own: bool
+    parse: Callable[[str], Any] = str
+    default: str = ""
+    section: str = ""
+    also: tuple[str, ...] = ()
+    own: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its spellings with dashes."""
+        return tuple(word.partition(" ")[0] for word in self.spelled.split(", "))
+
+    @property
+    def value(self) -> str:
+        """What stands for its value in the help; "" for an option without a value."""
+        return self.spelled.rpartition(", ")[2].partition(" ")[2]
 
     @property
     def shown(self) -> str:
         """The text with the default."""
-        return f"{self.text} (default: {self.default})" if self.default else self.text
+        default, initial = self.default, self.initial
+        if not default and isinstance(initial, float) and self.parse in (seconds, positive_seconds):
+            default = f"{initial / 60:g}m" if initial >= 60 and initial % 60 == 0 else f"{initial:g}s"
+        elif not default and isinstance(initial, str | int) and not isinstance(initial, bool):
+            default = str(initial)
+        return f"{self.text} (default: {default})" if default else self.text
 
 
-def option(
-    initial: Any,
-    *names: str,
-    text: str,
-    value: str = "",
-    parse: Callable[[str], Any] = str,
-    default: str = "",
-    section: str = "",
-    also: tuple[str, ...] = (),
-    own: bool = False,
-) -> Any:
-    """A field of a dataclass of options, which is `initial` where nothing is given; the rest as in `Option`."""
-    parse = parse if value else yes_or_no
-    described = Option(names, text, value, parse, default or _in_words(initial, parse), section, also, own)
-    return field(default=initial, metadata={"option": described})
+def option(spelled: str, initial: Any, text: str, parse: Callable[[str], Any] = str, **how: Any) -> Any:
+    """A field of a dataclass of options; the arguments are those of `Option`."""
+    return field(default=initial, metadata={"option": Option(spelled, initial, text, parse, **how)})
 
 
 def options_of(kind: Any) -> dict[str, Option]:
     """The options of a dataclass, by the names of their fields."""
     return {each.name: each.metadata["option"] for each in dataclasses.fields(kind) if "option" in each.metadata}
-
-
-def _in_words(initial: Any, parse: Callable[[str], Any]) -> str:
-    if isinstance(initial, float) and parse in (seconds, positive_seconds):
-        return f"{initial / 60:g}m" if initial >= 60 and initial % 60 == 0 else f"{initial:g}s"
-    return str(initial) if isinstance(initial, str | int | float) and not isinstance(initial, bool) else ""
 
 
 # Words to values.

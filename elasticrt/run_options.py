@@ -8,36 +8,23 @@ are in cli/torchrun_flags.py, which turns them into these.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 from typing import Literal
 
-from elasticrt.option_values import (
-    NO_STREAMS,
-    Streams,
-    choice,
-    comma_separated,
-    endpoints,
-    health_address,
-    name_for,
-    option,
-    parse_nodes,
-    positive_seconds,
-    ranks,
-    seconds,
-    signals,
-    start_method,
-    whole,
-    workers,
-)
+from elasticrt import option_values as parse
+from elasticrt.option_values import NO_STREAMS, Streams, option
 from elasticrt.store.protocol import ETCD_WAIT_S, Address
-
-NODES, WORKERS, OUTPUT, ETCD = "nodes", "workers", "output", "etcd"
 
 RESTARTS = 3
 """Restarts without new commits that end a run, unless --max-restarts says how many in all."""
 
 STOP_TIMEOUT_S = 10.0
 """From SIGTERM to SIGKILL for the workers of a node that leaves, unless --stop-timeout says otherwise."""
+
+_nodes, _workers = partial(option, section="nodes"), partial(option, section="workers")
+_output, _etcd = partial(option, section="output"), partial(option, section="etcd")
+_run_id = parse.name_for("--run-id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,41 +35,18 @@ class EtcdOptions:
     one whose machine has that address serves an etcd there; `serves` says so where the address does not.
     """
 
-    run_id: str | None = option(
-        None,
-        *("--run-id", "--rdzv-id"),
-        text="the run's name",
-        value="ID",
-        parse=name_for("--run-id"),
-        section=NODES,
-        own=True,
-    )
-    etcd: tuple[Address, ...] = option(
-        (),
-        "--etcd",
-        text="such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one machine share an etcd "
-        "of their own, on a socket that only their user can use; it ends with the run",
-        value="ENDPOINTS",
-        parse=endpoints,
-        section=ETCD,
-        own=True,
-    )
-    insecure_etcd: bool = option(
-        False, "--insecure-etcd", text="accept an etcd on another machine without TLS", section=ETCD, own=True
-    )
-    etcd_ca_file: str | None = option(
-        None, "--etcd-ca-file", text="TLS: the certificate authority of etcd", value="FILE", section=ETCD
-    )
-    etcd_cert_file: str | None = option(
-        None, "--etcd-cert-file", text="TLS: this client's certificate", value="FILE", section=ETCD
-    )
-    etcd_key_file: str | None = option(None, "--etcd-key-file", text="TLS: and its key", value="FILE", section=ETCD)
-    etcd_user: str | None = option(
-        None, "--etcd-user", text="a login, with --etcd-password-file", value="NAME", section=ETCD
-    )
-    etcd_password_file: str | None = option(
-        None, "--etcd-password-file", text="a file that holds its password", value="FILE", section=ETCD
-    )
+    run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
+    etcd: tuple[Address, ...] = _etcd(
+        "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
+        "machine share an etcd of their own, on a socket that only their user can use; it ends with the run",
+        parse.endpoints, own=True,
+    )  # fmt: skip
+    insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)
+    etcd_ca_file: str | None = _etcd("--etcd-ca-file FILE", None, "TLS: the certificate authority of etcd")
+    etcd_cert_file: str | None = _etcd("--etcd-cert-file FILE", None, "TLS: this client's certificate")
+    etcd_key_file: str | None = _etcd("--etcd-key-file FILE", None, "TLS: and its key")
+    etcd_user: str | None = _etcd("--etcd-user NAME", None, "a login, with --etcd-password-file")
+    etcd_password_file: str | None = _etcd("--etcd-password-file FILE", None, "a file that holds its password")
     meet_at: Address | None = None
     serves: bool | None = None
 
@@ -98,206 +62,94 @@ class RunOptions(EtcdOptions):
         notes: what people should know of their options.
     """
 
-    run_id: str | None = option(
-        None,
-        *("--run-id", "--rdzv-id"),
-        text="the run's name; the same id again goes on where the run was. After success it says so and does nothing",
-        value="ID",
-        parse=name_for("--run-id"),
-        default="a new one, which is printed",
-        section=NODES,
-        own=True,
+    run_id: str | None = _nodes(
+        "--run-id, --rdzv-id ID", None, "the run's name; the same id again goes on where the run was. After success it "
+        "says so and does nothing", _run_id, default="a new one, which is printed", own=True,
+    )  # fmt: skip
+    nnodes: tuple[int, int] = _nodes(
+        "--nnodes MIN:MAX", (1, 1), "how many nodes train, one number for both. Below the minimum the rest waits; "
+        "beyond the maximum nodes stand by, warm", parse.parse_nodes, default="1", own=True,
+    )  # fmt: skip
+    again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
+    node: str | None = _nodes(
+        "--node NAME", None, "this node's name", parse.name_for("--node"), default="SLURM's, or the host name", own=True
     )
-    nnodes: tuple[int, int] = option(
-        (1, 1),
-        "--nnodes",
-        text="how many nodes train, one number for both. Below the minimum the rest waits; beyond the maximum nodes "
-        "stand by, warm",
-        value="MIN:MAX",
-        parse=parse_nodes,
-        default="1",
-        section=NODES,
-        own=True,
-    )
-    again: bool = option(
-        False, "--again", text="run once more although this run id has succeeded", section=NODES, own=True
-    )
-    node: str | None = option(
-        None,
-        "--node",
-        text="this node's name",
-        value="NAME",
-        parse=name_for("--node"),
-        default="SLURM's, or the host name",
-        section=NODES,
-        own=True,
-    )
-    node_rank: int | None = option(
-        None,
-        "--node-rank",
-        text="where this node would like to sit; nodes that stay keep their ranks",
-        value="N",
-        parse=whole(0, 100_000),
-        section=NODES,
-        own=True,
-    )
-    local_addr: str | None = option(
-        None,
-        "--local-addr",
-        text="the address at which the other nodes reach this one",
-        value="ADDRESS",
-        default="that of the way to etcd",
-        section=NODES,
-        own=True,
-    )
-    max_restarts: int | None = option(
-        None,
-        "--max-restarts",
-        text="restarts in all; lost and joining nodes cost none",
-        value="N",
-        parse=whole(0, 10**6),
+    node_rank: int | None = _nodes(
+        "--node-rank N", None, "where this node would like to sit; nodes that stay keep their ranks",
+        parse.whole(0, 100_000), own=True,
+    )  # fmt: skip
+    local_addr: str | None = _nodes(
+        "--local-addr ADDRESS", None, "the address at which the other nodes reach this one",
+        default="that of the way to etcd", own=True,
+    )  # fmt: skip
+    max_restarts: int | None = _nodes(
+        "--max-restarts N", None, "restarts in all; lost and joining nodes cost none", parse.whole(0, 10**6),
         default=f"{RESTARTS} without newly committed steps",
-        section=NODES,
+    )  # fmt: skip
+    join: Literal["now", "budget", "failure"] = _nodes(
+        "--join WHEN", "budget", "when newcomers are let in: now, budget (changes cost at most 5 percent of the time), "
+        "or failure (only together with a failure or a leaving node)", parse.choice("now", "budget", "failure"),
+    )  # fmt: skip
+    join_timeout_s: float = _nodes(
+        "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.positive_seconds
     )
-    join: Literal["now", "budget", "failure"] = option(
-        "budget",
-        "--join",
-        text="when newcomers are let in: now, budget (changes cost at most 5 percent of the time), or failure (only "
-        "together with a failure or a leaving node)",
-        value="WHEN",
-        parse=choice("now", "budget", "failure"),
-        section=NODES,
+    lease_ttl_s: float = _nodes(
+        "--lease-ttl T", 5.0, "a node that etcd does not hear is out after so long, at least 1s", parse.positive_seconds
     )
-    join_timeout_s: float = option(
-        600.0,
-        "--join-timeout",
-        text="how long to wait for the minimum of nodes",
-        value="T",
-        parse=positive_seconds,
-        section=NODES,
+    drain_timeout_s: float = _nodes(
+        "--drain-timeout T", 15.0, "from SIGTERM to leaving without a handover", parse.seconds
     )
-    lease_ttl_s: float = option(
-        5.0,
-        "--lease-ttl",
-        text="a node that etcd does not hear is out after so long, at least 1s",
-        value="T",
-        parse=positive_seconds,
-        section=NODES,
-    )
-    drain_timeout_s: float = option(
-        15.0,
-        "--drain-timeout",
-        text="from SIGTERM to leaving without a handover",
-        value="T",
-        parse=seconds,
-        section=NODES,
-    )
-    signals: tuple[Signals, ...] = option(
-        (SIGTERM, SIGINT, SIGHUP, SIGQUIT),
-        "--signals-to-handle",
-        text="which signals make the node leave; a second one waits for nothing",
-        value="NAMES",
-        parse=signals,
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        section=NODES,
-    )
-    health: tuple[str, int] | None = option(
-        None,
-        "--health-port",
-        text="answer GET /live and /ready there, also while etcd is away; 0: at a free port. On loopback without HOST",
-        value="[HOST:]PORT",
-        parse=health_address,
-        section=NODES,
-        own=True,
-    )
+    signals: tuple[Signals, ...] = _nodes(
+        "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "which signals make the node leave; a second "
+        "one waits for nothing", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    )  # fmt: skip
+    health: tuple[str, int] | None = _nodes(
+        "--health-port [HOST:]PORT", None, "answer GET /live and /ready there, also while etcd is away; 0: at a free "
+        "port. On loopback without HOST", parse.health_address, own=True,
+    )  # fmt: skip
 
-    nproc_per_node: int | str | None = option(
-        None,
-        "--nproc-per-node",
-        text="workers on this node: a number, gpu, cpu, or auto (GPUs, else CPUs)",
-        value="K",
-        parse=workers,
-        default="one for each GPU, else one",
-        section=WORKERS,
+    nproc_per_node: int | str | None = _workers(
+        "--nproc-per-node K", None, "workers on this node: a number, gpu, cpu, or auto (GPUs, else CPUs)",
+        parse.workers, default="one for each GPU, else one",
+    )  # fmt: skip
+    start_method: Literal["fork", "spawn"] = _workers(
+        "--start-method HOW", "fork", "fork: from a process that has imported torch already; spawn: a fresh "
+        "interpreter each", parse.start_method,
+    )  # fmt: skip
+    preload: tuple[str, ...] = _workers(
+        "--preload MODULES", (), "modules to import in that process besides torch, with commas", parse.comma_separated
     )
-    start_method: Literal["fork", "spawn"] = option(
-        "fork",
-        "--start-method",
-        text="fork: from a process that has imported torch already; spawn: a fresh interpreter each",
-        value="HOW",
-        parse=start_method,
-        section=WORKERS,
+    module: bool = _workers("--module, -m", False, "SCRIPT is a module, as with python -m")
+    no_python: bool = _workers("--no-python", False, "SCRIPT is a program, not Python")
+    role: str = _workers("--role NAME", "default", "ROLE_NAME of the workers; one for all nodes of a run")
+    as_srun: bool = _workers(
+        "--as-srun", False, "give workers SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS ... as srun gives its tasks"
     )
-    preload: tuple[str, ...] = option(
-        (),
-        "--preload",
-        text="modules to import in that process besides torch, with commas",
-        value="MODULES",
-        parse=comma_separated,
-        section=WORKERS,
+    virtual_local_rank: bool = _workers(
+        "--virtual-local-rank", False, "LOCAL_RANK is 0 and one GPU is visible, for each worker"
     )
-    module: bool = option(False, "--module", "-m", text="SCRIPT is a module, as with python -m", section=WORKERS)
-    no_python: bool = option(False, "--no-python", text="SCRIPT is a program, not Python", section=WORKERS)
-    role: str = option(
-        "default", "--role", text="ROLE_NAME of the workers; one for all nodes of a run", value="NAME", section=WORKERS
-    )
-    as_srun: bool = option(
-        False,
-        "--as-srun",
-        text="give workers SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS ... as srun gives its tasks",
-        section=WORKERS,
-    )
-    virtual_local_rank: bool = option(
-        False,
-        "--virtual-local-rank",
-        text="LOCAL_RANK is 0 and one GPU is visible, for each worker",
-        section=WORKERS,
-    )
-    stop_timeout_s: float | None = option(
-        None,
-        *("--stop-timeout", "--shutdown-timeout"),
-        text="from SIGTERM to SIGKILL, also on restarts",
-        value="T",
-        parse=seconds,
+    stop_timeout_s: float | None = _workers(
+        "--stop-timeout, --shutdown-timeout T", None, "from SIGTERM to SIGKILL, also on restarts", parse.seconds,
         default=f"{STOP_TIMEOUT_S:g}s when the node leaves; workers of a replaced generation are killed at once",
-        section=WORKERS,
         also=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
-    )
-    hang_timeout_s: float = option(
-        600.0,
-        "--hang-timeout",
-        text="no step for so long is a failure; 0: never",
-        value="T",
-        parse=seconds,
-        section=WORKERS,
+    )  # fmt: skip
+    hang_timeout_s: float = _workers(
+        "--hang-timeout T", 600.0, "no step for so long is a failure; 0: never", parse.seconds
     )
 
-    log_dir: str = option(
-        "elasticrt_runs",
-        "--log-dir",
-        text="logs and events go to DIR/<run id>; /dev/null: what workers print is not kept",
-        value="DIR",
-        section=OUTPUT,
+    log_dir: str = _output(
+        "--log-dir DIR", "elasticrt_runs", "logs and events go to DIR/<run id>; /dev/null: what workers print is not "
+        "kept",
+    )  # fmt: skip
+    local_ranks_filter: frozenset[int] | None = _output(
+        "--local-ranks-filter RANKS", None, "the console shows these local ranks only, such as 0,1", parse.ranks
     )
-    local_ranks_filter: frozenset[int] | None = option(
-        None,
-        "--local-ranks-filter",
-        text="the console shows these local ranks only, such as 0,1",
-        value="RANKS",
-        parse=ranks,
-        section=OUTPUT,
-    )
-    events_fd: int = option(-1, "--events-fd", text="", value="FD", parse=whole(3, 1 << 20), section=OUTPUT, own=True)
+    events_fd: int = _output("--events-fd FD", -1, "", parse.whole(3, 1 << 20), own=True)
 
-    etcd_wait_s: float | None = option(
-        None,
-        "--etcd-wait",
-        text="how long to wait for etcd's first answer",
-        value="T",
-        parse=seconds,
+    etcd_wait_s: float | None = _etcd(
+        "--etcd-wait T", None, "how long to wait for etcd's first answer", parse.seconds,
         default=f"{ETCD_WAIT_S:g}s, if something listens there",
-        section=ETCD,
-    )
+    )  # fmt: skip
 
     settle_quiet_s: float = 0.5
     settle_max_s: float = 3.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.cli.slurm import Slurm, placed
 from elasticrt.errors import ConfigError, explain
-from elasticrt.option_values import check_name
+from elasticrt.option_values import check_name, options_of
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.settings import Command, LogOptions, Settings
 from elasticrt.store.address import check_security, is_loopback
@@ -222,15 +222,11 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
 
 def read_credentials(options: EtcdOptions) -> Credentials:
     """How to authenticate to etcd. Raises ConfigError for files that cannot be read."""
-    files = {
-        "--etcd-ca-file": options.etcd_ca_file,
-        "--etcd-cert-file": options.etcd_cert_file,
-        "--etcd-key-file": options.etcd_key_file,
-        "--etcd-password-file": options.etcd_password_file,
-    }
-    for name, path in files.items():
+    for name in ("etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_password_file"):
+        path = getattr(options, name)
         if path is not None and not os.access(path, os.R_OK):
-            raise ConfigError(explain("a file that cannot be read", name, got=path, expected="a readable file"))
+            option = options_of(options)[name].names[0]
+            raise ConfigError(explain("a file that cannot be read", option, got=path, expected="a readable file"))
     user = options.etcd_user
     if user is not None and plain(user) != user:
         raise ConfigError(explain("not a user's name", "--etcd-user", got=user, expected="text in UTF-8"))

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 class DrainOptions(EtcdOptions):
     """Of `elasticrt drain`."""
 
-    timeout_s: float = option(
-        120.0, "--timeout", text="wait so long until it has left", value="T", parse=positive_seconds
-    )
+    timeout_s: float = option("--timeout T", 120.0, "wait so long until it has left", positive_seconds)
 
 
 LOOK_AGAIN_S = 0.1

@@ -27,13 +27,12 @@ LOCAL_RANK = "${local_rank}"
 class LaunchOptions:
     """What `launch` has besides the options of `run`. The script's arguments show what it did."""
 
-    use_env: bool = option(False, "--use-env", text="append nothing: the script reads LOCAL_RANK")
+    use_env: bool = option("--use-env", False, "append nothing: the script reads LOCAL_RANK")
     local_rank_argument: str = option(
+        "--local-rank-argument HOW",
         "auto",
-        "--local-rank-argument",
-        text="--local-rank or --local_rank; auto: whichever the script names",
-        value="HOW",
-        parse=choice("auto", "dash", "underscore"),
+        "--local-rank or --local_rank; auto: whichever the script names",
+        choice("auto", "dash", "underscore"),
     )
 
 

@@ -11,12 +11,11 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elasticrt.cli.torchrun_flags import FLAGS, variable
+from elasticrt.cli.torchrun_flags import FLAGS, SECTION, variable
 from elasticrt.errors import ConfigError, explain
 from elasticrt.option_values import Option, options_of, yes_or_no
-from elasticrt.run_options import ETCD, NODES, OUTPUT, WORKERS
 
-SECTIONS = ("", NODES, WORKERS, OUTPUT, ETCD, "torchrun's flags")
+SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
 
 _WORKER_VARIABLES = frozenset({"ELASTICRT_NODE"})
 """Set by an agent for its workers. An `elasticrt run` inside a worker must not take them for options."""
@@ -69,7 +68,7 @@ def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
 
 def _value(option: Option, text: str, where: str, prog: str) -> Any:
     try:
-        return option.parse(text)
+        return option.parse(text) if option.value else yes_or_no(text)
     except ValueError as error:
         message = explain("not a usable value", where, got=text, expected=str(error), remedy=f"See {prog} --help")
         raise ConfigError(message) from None

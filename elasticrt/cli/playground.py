@@ -32,7 +32,7 @@ STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 class SimulateOptions:
     """What `simulate` has besides the options of `run`."""
 
-    nodes: int = option(2, "--nodes", text="start so many nodes", value="N", parse=whole(1, NODES_MAX))
+    nodes: int = option("--nodes N", 2, "start so many nodes", whole(1, NODES_MAX))
 
 
 _OURS = frozenset({

@@ -31,7 +31,7 @@ class ServeOptions:
     """What is also read from a variable."""
 
     insecure_etcd: bool = option(
-        False, "--insecure-etcd", text="accept that whoever reaches the port can read and change the runs"
+        "--insecure-etcd", False, "accept that whoever reaches the port can read and change the runs"
     )
 
 

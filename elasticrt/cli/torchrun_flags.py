@@ -8,15 +8,18 @@ those. `python -m tests.compat.flags` makes a page of the table (tests/compat/FL
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from elasticrt.errors import ConfigError, explain
-from elasticrt.option_values import NO_STREAMS, Streams, key_values, option, streams, whole
+from elasticrt.option_values import NO_STREAMS, Streams, key_values, option, options_of, streams, whole
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.store.address import is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address
+
+_OURS = {name: each for each in options_of(RunOptions).values() for name in each.names}
+"""Flags of torchrun that are options of ours."""
 
 
 @dataclass(frozen=True)
@@ -25,33 +28,38 @@ class Flag:
 
     Attributes:
         name: its long spelling with dashes.
-        meaning: what it does here; when it is refused, why, and what to use in its place.
+        here: what it does where that is not said by an option of ours; of one that is refused, why, and what to use
+            in its place.
         differs: where that is not what torchrun does; "" where it is.
         env: whether torchrun reads it from PET_<NAME>, too.
         refused: whether it is not taken.
     """
 
     name: str
-    meaning: str
+    here: str = ""
     differs: str = ""
     env: bool = True
     refused: bool = False
 
+    @property
+    def meaning(self) -> str:
+        """What it does here."""
+        return self.here or _OURS[self.name].text
+
 
 FLAGS = (
-    Flag("--nnodes", "how many nodes at least and at most; one number for both"),
+    Flag("--nnodes"),
     Flag(
         "--nproc-per-node",
-        "workers on this node: a number, gpu, cpu, or auto (GPUs, else CPUs)",
-        "without it there is a worker for each GPU, else one; xpu is refused: give the number",
+        differs="without it there is a worker for each GPU, else one; xpu is refused: give the number",
     ),
     Flag(
         "--rdzv-backend",
-        "static and c10d: agents meet at --rdzv-endpoint, where the one that owns the address serves an etcd",
+        "static and c10d: who owns --rdzv-endpoint serves an etcd there; elasticrt and etcd-v3: an etcd runs there",
         "etcd and etcd-v2 are refused: agents meet in etcd v3 (--etcd)",
     ),
     Flag("--rdzv-endpoint", "where the agents meet; the others wait until it is served"),
-    Flag("--rdzv-id", "the run's name", "without it, one is made from the endpoint, or made up and printed"),
+    Flag("--rdzv-id", differs="without it, one is made from the endpoint, or made up and printed"),
     Flag(
         "--rdzv-conf",
         "join_timeout, timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt, is_host, store_type",
@@ -60,39 +68,35 @@ FLAGS = (
     Flag("--standalone", "a run of this node only, with a name of its own"),
     Flag(
         "--max-restarts",
-        "restarts after a failure, counted over the whole run",
-        "without it: three without newly committed steps (torchrun: none); lost and joining nodes cost none",
+        differs="without it: three without newly committed steps (torchrun: none); lost and joining nodes cost none",
     ),
     Flag(
-        "--monitor-interval",
-        "taken, and said to have no effect: the end of a worker is an event, so nothing is polled",
+        "--monitor-interval", "taken, and said to have no effect: the end of a worker is an event, so nothing is polled"
     ),
-    Flag(
-        "--start-method",
-        "fork and forkserver: from a process that has imported torch; spawn: a fresh interpreter each",
-        "it concerns scripts as well; the default is fork",
-    ),
+    Flag("--start-method", differs="it concerns scripts as well; the default is fork, and forkserver means the same"),
     Flag(
         "--event-log-handler",
         "events are always kept, as JSON lines. Use the files events-NODE.jsonl in the run's directory (tail -f)",
         refused=True,
     ),
-    Flag("--role", "ROLE_NAME, and part of the console's prefix with --tee", "one for all nodes of a run"),
-    Flag("--module", "SCRIPT is a module, as with python -m"),
-    Flag("--no-python", "SCRIPT is a program"),
+    Flag("--role", differs="one for all nodes of a run; part of the console's prefix with --tee"),
+    Flag("--module"),
+    Flag("--no-python"),
     Flag(
         "--run-path",
         "SCRIPT is a Python file unless --no-python or --module is given. Use neither, and leave it out",
         refused=True,
     ),
     Flag(
-        "--log-dir",
-        "logs go to DIR/<run id>; /dev/null: workers' output is not kept",
-        "files are logs/generation-G/rank-R.NODE.out and .err; those of earlier generations stay",
+        "--log-dir", differs="files are logs/generation-G/rank-R.NODE.out and .err; those of earlier generations stay"
     ),
-    Flag("--redirects", "these streams are not shown on the console", "files are kept of all streams anyway"),
+    Flag(
+        "--redirects",
+        "the console does not show these streams: 1 stdout, 2 stderr, 3 both; or 0:3,1:1 by local rank",
+        "files are kept of all streams anyway",
+    ),
     Flag("--tee", "these are shown all the same, with torchrun's prefix [role local_rank]:"),
-    Flag("--local-ranks-filter", "the console shows these local ranks only"),
+    Flag("--local-ranks-filter"),
     Flag(
         "--duplicate-stdout-filters",
         "all lines are in files already. Use grep, with logs/generation-*/*.out in the run's directory",
@@ -103,22 +107,14 @@ FLAGS = (
         "all lines are in files already. Use grep, with logs/generation-*/*.err in the run's directory",
         refused=True,
     ),
-    Flag(
-        "--node-rank",
-        "where this node would like to sit among those that come together",
-        "a hint for newcomers: nodes that stay keep their ranks",
-    ),
+    Flag("--node-rank", differs="a hint for newcomers: nodes that stay keep their ranks"),
     Flag(
         "--master-addr",
         "with several nodes, where agents meet if there is no --rdzv-endpoint: its owner serves an etcd there",
         "workers' own MASTER_ADDR is the node with rank 0; for one node, both flags are left to the script",
     ),
-    Flag(
-        "--master-port",
-        "the port for it (29500)",
-        "workers' own MASTER_PORT is another one in each generation",
-    ),
-    Flag("--local-addr", "the address at which the other nodes reach this one"),
+    Flag("--master-port", "the port for it (29500)", "workers' own MASTER_PORT is another one in each generation"),
+    Flag("--local-addr"),
     Flag(
         "--logs-specs",
         "it names a class of torch's, and the agent has no torch. Use --log-dir, --redirects, --tee "
@@ -133,16 +129,12 @@ FLAGS = (
         env=False,
         refused=True,
     ),
-    Flag(
-        "--signals-to-handle",
-        "these signals make the node hand over and leave; those beyond the usual four are passed on to the workers",
-    ),
+    Flag("--signals-to-handle", differs="signals beyond the usual four are passed on to the workers"),
     Flag(
         "--shutdown-timeout",
-        "from SIGTERM to SIGKILL, for each worker, also when workers are restarted",
-        "without it 10 s when the node leaves, and nothing on a restart; also TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        differs="without it 10 s when the node leaves, and nothing on a restart; also TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
     ),
-    Flag("--virtual-local-rank", "LOCAL_RANK is 0 and only one GPU is visible, for each worker"),
+    Flag("--virtual-local-rank"),
 )
 """In the order of torchrun's own help."""
 
@@ -181,21 +173,17 @@ def poll_interval(text: str) -> float:
     return float(text)
 
 
+def _flag(spelled: str, initial: Any, parse: Callable[[str], Any] = str, *, own: bool = False) -> Any:
+    """A flag that is no option of ours, with what the table says of it."""
+    return option(spelled, initial, _BY_NAME[re.split("[, ]", spelled)[0]].meaning, parse, section=SECTION, own=own)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeetingFlags:
     """Where agents meet, in torchrun's words: for every command that talks to a run."""
 
-    rdzv_backend: str = option(
-        "",
-        "--rdzv-backend",
-        text="c10d: etcd is served at --rdzv-endpoint; elasticrt or etcd-v3: it runs there",
-        value="WORD",
-        section=SECTION,
-        own=True,
-    )
-    rdzv_endpoint: str = option(
-        "", "--rdzv-endpoint", text=_BY_NAME["--rdzv-endpoint"].meaning, value="HOST:PORT", section=SECTION, own=True
-    )
+    rdzv_backend: str = _flag("--rdzv-backend WORD", "", own=True)
+    rdzv_endpoint: str = _flag("--rdzv-endpoint HOST:PORT", "", own=True)
 
     def placed(self, options: E) -> E:
         """`options` with the way to etcd that these say, unless they have one. Raises ConfigError."""
@@ -230,47 +218,13 @@ def meeting_place(text: str) -> Address | None:
 class TorchrunFlags(MeetingFlags):
     """The flags of torchrun that say in other words what `RunOptions` say."""
 
-    rdzv_conf: Mapping[str, str] | None = option(
-        None,
-        "--rdzv-conf",
-        text=_BY_NAME["--rdzv-conf"].meaning,
-        value="KEY=VALUE,...",
-        parse=key_values,
-        section=SECTION,
-    )
-    standalone: bool = option(False, "--standalone", text=_BY_NAME["--standalone"].meaning, section=SECTION, own=True)
-    master_addr: str | None = option(
-        None, "--master-addr", text=_BY_NAME["--master-addr"].meaning, value="HOST", section=SECTION, own=True
-    )
-    master_port: int | None = option(
-        None,
-        "--master-port",
-        text=_BY_NAME["--master-port"].meaning,
-        value="PORT",
-        parse=whole(1, 65535),
-        section=SECTION,
-        own=True,
-    )
-    monitor_interval: float | None = option(
-        None,
-        "--monitor-interval",
-        text=_BY_NAME["--monitor-interval"].meaning,
-        value="T",
-        parse=poll_interval,
-        section=SECTION,
-        own=True,
-    )
-    redirects: Streams = option(
-        NO_STREAMS,
-        *("--redirects", "-r"),
-        text="these streams are not shown on the console: 1 stdout, 2 stderr, 3 both; or 0:3,1:1 by local rank",
-        value="S",
-        parse=streams,
-        section=SECTION,
-    )
-    tee: Streams = option(
-        NO_STREAMS, *("--tee", "-t"), text=_BY_NAME["--tee"].meaning, value="S", parse=streams, section=SECTION
-    )
+    rdzv_conf: Mapping[str, str] | None = _flag("--rdzv-conf KEY=VALUE,...", None, key_values)
+    standalone: bool = _flag("--standalone", False, own=True)
+    master_addr: str | None = _flag("--master-addr HOST", None, own=True)
+    master_port: int | None = _flag("--master-port PORT", None, whole(1, 65535), own=True)
+    monitor_interval: float | None = _flag("--monitor-interval T", None, poll_interval, own=True)
+    redirects: Streams = _flag("--redirects, -r S", NO_STREAMS, streams)
+    tee: Streams = _flag("--tee, -t S", NO_STREAMS, streams)
 
     def base(self) -> RunOptions:
         """What --rdzv-conf says, for options of ours that are not given. Raises ConfigError."""
