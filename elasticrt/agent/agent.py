@@ -33,7 +33,8 @@ from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publis
 from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import Generation, HeadRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.seats import seats_for
-from elasticrt.settings import SIGNALS, Settings
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
 from elasticrt.store.protocol import Lease, StoreUnavailable
@@ -81,7 +82,7 @@ class Agent(Cycle):
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
-        for number in self.settings.signals:
+        for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
         self._watch_threads()
@@ -109,7 +110,7 @@ class Agent(Cycle):
         """A signal has come, in the middle of anything. After the second one nothing is waited for, not even etcd."""
         self.queue.put(signal.Signals(number))
         self._signals += 1
-        if self._signals == 2 and signal.SIGALRM not in self.settings.signals:
+        if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
 
@@ -147,7 +148,7 @@ class Agent(Cycle):
         me = self.node.describe(me, now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
-            me = replace(me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
+            me = replace(me, leaving=f"not handed over within {self.settings.options.drain_timeout_s:g} s")
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
             if self.rendezvous.view.leads and len(self.rendezvous.view.members) == 1:
@@ -213,7 +214,7 @@ class Agent(Cycle):
     # Coming.
 
     def _answer_for_health(self) -> None:
-        if self.settings.health_port is None:
+        if self.settings.options.health is None:
             return
         from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
 
@@ -221,7 +222,7 @@ class Agent(Cycle):
         noted = health_state.HealthState(
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
-        self.health = HealthServer(self.settings.health_host, self.settings.health_port, noted)
+        self.health = HealthServer(*self.settings.options.health, noted)
         self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
 
     def _join(self) -> bool:
@@ -240,7 +241,7 @@ class Agent(Cycle):
             workers=settings.workers,
             probe_port=self.probes.port,
             port=self.node.seating.ports.port,
-            node_rank=settings.node_rank,
+            node_rank=settings.options.node_rank,
         )
         self.me = Me(record=member, spec=self.spec)
         self.probes.start()
@@ -347,7 +348,7 @@ class Agent(Cycle):
                 self.voice.say(f"leaving: {decision.reason}")
                 told = self._say_goodbye()
                 # One that was asked for beyond the usual ones means something to the script: it gets that very one.
-                passed_on = self.last_signal if self.last_signal not in SIGNALS else signal.SIGTERM
+                passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 if self.voice.narrates:
                     self.voice.left(decision, self._newest() if told else None)
@@ -372,7 +373,7 @@ class Agent(Cycle):
             self.me = replace(self.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
-        self.drain_until = self.clock.monotonic() + self.settings.drain_timeout_s
+        self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         super()._drain(reason)
 
     def _say_goodbye(self) -> bool:

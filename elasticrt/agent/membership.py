@@ -74,7 +74,7 @@ class Membership:
     def _has_succeeded(self) -> str:
         """How the run ended, if it is told to nobody but by its logs: this machine's etcd has ended with it."""
         alone = len(self.rendezvous.view.members) == 1
-        asked = alone and self.meeting.served is not None and not self._settings.again
+        asked = alone and self.meeting.served is not None and not self._settings.options.again
         return success(self._settings.run_dir) if asked else ""
 
     def ride_out(self, ask: Callable[[], R]) -> R:
@@ -151,7 +151,7 @@ class Membership:
 
     def _enter_once(self, me: Me) -> Entered | Result | KeyValue | None:
         try:
-            return self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.again)
+            return self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.options.again)
         except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
             log.warning("%s; registering with another one", error)
             self.renew()

@@ -47,7 +47,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     served = None
     endpoints = settings.etcd
     if not endpoints:
-        served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
+        served = find_or_start(settings.run_id, listen=settings.serve)
         endpoints = (served.address,)
     elif settings.etcd_runs:
         _check_listening(endpoints)
@@ -165,7 +165,7 @@ def _route(host: str, port: int) -> str:
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
     """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine."""
-    nodes = ("--min-nodes", str(spec.min_nodes), "--max-nodes", str(spec.max_nodes))
+    nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
     if meeting.served is None or settings.serve is not None:
         carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []

@@ -107,7 +107,7 @@ class Supervisor:
             method=settings.start_method,
             env=self.seating.env,
             directory=Path.cwd(),
-            preload=settings.preload,
+            preload=settings.options.preload,
             kind=command.kind,
             target=command.argv[0],
         )

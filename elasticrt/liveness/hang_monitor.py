@@ -55,7 +55,7 @@ class HangMonitor:
     ) -> None:
         self._take = take
         self._settings = settings
-        self._limits = StallLimits(hang_s=settings.hang_timeout_s)
+        self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
         self._put = put
         self._events = events
         self._say = say

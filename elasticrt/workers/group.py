@@ -20,7 +20,8 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.messages import Dismiss, Release, Reply, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.settings import ERR, OUT, Command, LogOptions
+from elasticrt.option_values import ERR, OUT
+from elasticrt.settings import Command, LogOptions
 from elasticrt.workers.failures import failure_of
 from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel, file_of

@@ -45,7 +45,7 @@ from elasticrt.ipc.messages import (
 )
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.wakeup import Wakeup
-from elasticrt.settings import ERR, OUT
+from elasticrt.option_values import ERR, OUT
 from elasticrt.workers.failures import failure_of, raised
 from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
 from elasticrt.workers.logs import Output

@@ -17,6 +17,7 @@ from elasticrt.agent.store_discovery import Meeting, ride_out
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Keys, Member, decode
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Lease, RangeRead, StoreUnavailable, Txn, TxnResult
@@ -76,18 +77,15 @@ def _joined(server: MemoryServer, node: str) -> bool:
 
 def _agent_joins(store: Troubled) -> str:
     settings = Settings(
+        options=RunOptions(node="alpha"),
         run_id="run",
         node="alpha",
-        node_given=True,
         address="127.0.0.1",
         workers=1,
         command=Command(("train.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(),
         credentials=Credentials(),
         serve=None,
-        again=False,
         run_dir=Path("/nowhere"),
     )
     member = Member(
