@@ -308,7 +308,7 @@ class VirtualGroup:
 
     def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
         """See `WorkerGroup`."""
-        after_s = self.process.sim.net.uniform(0.05, grace_s)
+        after_s = self.process.sim.net.uniform(0.05, min(2.0, grace_s))
         self._end(self._of(generation), after_s, signal.SIGTERM)
         self._stop(generation, after_s)
         return self.process.clock() + grace_s
