@@ -86,7 +86,6 @@ PURE = (
     "checkpoint/newest_offer.py",
     "data/sample_order.py",
     "playground/fault_plan.py",
-    "playground/event_stream.py",
     "playground/narration.py",
     "store/protocol.py",
     "store/address.py",

@@ -13,7 +13,7 @@ from typing import Any
 from elasticrt.cli import run
 from elasticrt.cli.options import Options, whole
 from elasticrt.errors import ConfigError, explain
-from elasticrt.playground.fault_plan import GRAMMAR, AddNode, Fault, parse_fault
+from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.playground.local_cluster import Simulation, play
 from elasticrt.playground.screen import Screen
 
@@ -137,4 +137,4 @@ def configure(arguments: argparse.Namespace, values: dict[str, Any], options: Op
 
 
 def _added(faults: Sequence[Fault]) -> int:
-    return sum(isinstance(fault.action, AddNode) for fault in faults)
+    return sum(fault.what == "add node" for fault in faults)
