@@ -58,7 +58,6 @@ class Endpoint:
         self.address = address
         self.kv = proto.KVStub(client.channel)
         self.lease = proto.LeaseStub(client.channel)
-        self.keep_alive = proto.KeepAliveStub(client.channel)
         self.watch = proto.WatchStub(client.channel)
         self._auth = proto.AuthStub(client.channel)
         self._client = client
@@ -100,7 +99,11 @@ class Endpoint:
 
 
 class Connections:
-    """All endpoints of one store. Safe to use from several threads."""
+    """All endpoints of one store, at `addresses`. Safe to use from several threads.
+
+    `dial` makes the client of one endpoint with `credentials`; `timeout_s` bounds every operation, its repetitions
+    included.
+    """
 
     def __init__(self, addresses: tuple[Address, ...], credentials: Credentials, dial: Dial, timeout_s: float) -> None:
         self.names = tuple(str(address) for address in addresses)

@@ -130,7 +130,7 @@ class EtcdStore:
 
         def send(endpoint: Endpoint, timeout_s: float) -> float:
             # etcd offers this only as a stream; one question and one answer is what it is used for here.
-            call = endpoint.keep_alive.LeaseKeepAlive(iter([request]), timeout=timeout_s, metadata=endpoint.metadata)
+            call = endpoint.lease.LeaseKeepAlive(iter([request]), timeout=timeout_s, metadata=endpoint.metadata)
             try:
                 for response in call:
                     return float(response.TTL)

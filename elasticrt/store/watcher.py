@@ -80,7 +80,10 @@ class EtcdWatch:
 
 
 class Watcher:
-    """The watches of one store. The thread lives from the first of them until `close`."""
+    """The watches of one store, at the endpoints of `connections`. The thread lives from the first until `close`.
+
+    `identity` gives the store's id as last read, "" when nothing has been read: another store's answer is noticed.
+    """
 
     def __init__(self, connections: Connections, identity: Callable[[], str]) -> None:
         self._connections = connections

@@ -12,15 +12,17 @@ from typing import Any
 from elasticrt.store.proto import ert_etcd_pb2 as messages
 from elasticrt.store.proto.ert_etcd_pb2 import *  # noqa: F403  The shape of `etcd3.etcdrpc`: all messages, all stubs.
 
+_UNARY, _STREAM = "unary_unary", "stream_stream"
 
-def _stub(service: str, kind: str = "unary_unary", **calls: tuple[str, str]) -> type:
+
+def _stub(service: str, **calls: tuple[str, str, str]) -> type:
     """A class of stubs: made from a gRPC channel, it has a method for each call of one of etcd's services.
 
-    `calls` gives the names of a call's request and response, `kind` how many of these it takes.
+    `calls` gives the names of a call's request and response, and whether it takes one of each or streams of them.
     """
 
     def __init__(self: Any, channel: Any) -> None:  # noqa: N807  It becomes a method.
-        for name, (request, response) in calls.items():
+        for name, (request, response, kind) in calls.items():
             call = getattr(channel, kind)(
                 f"/etcdserverpb.{service}/{name}",
                 request_serializer=getattr(messages, request).SerializeToString,
@@ -33,18 +35,18 @@ def _stub(service: str, kind: str = "unary_unary", **calls: tuple[str, str]) -> 
 
 KVStub = _stub(
     "KV",
-    Range=("RangeRequest", "RangeResponse"),
-    Txn=("TxnRequest", "TxnResponse"),
-    Compact=("CompactionRequest", "CompactionResponse"),
+    Range=("RangeRequest", "RangeResponse", _UNARY),
+    Txn=("TxnRequest", "TxnResponse", _UNARY),
+    Compact=("CompactionRequest", "CompactionResponse", _UNARY),
 )
 LeaseStub = _stub(
     "Lease",
-    LeaseGrant=("LeaseGrantRequest", "LeaseGrantResponse"),
-    LeaseRevoke=("LeaseRevokeRequest", "LeaseRevokeResponse"),
-    LeaseTimeToLive=("LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse"),
+    LeaseGrant=("LeaseGrantRequest", "LeaseGrantResponse", _UNARY),
+    LeaseRevoke=("LeaseRevokeRequest", "LeaseRevokeResponse", _UNARY),
+    LeaseTimeToLive=("LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse", _UNARY),
+    LeaseKeepAlive=("LeaseKeepAliveRequest", "LeaseKeepAliveResponse", _STREAM),
 )
-KeepAliveStub = _stub("Lease", "stream_stream", LeaseKeepAlive=("LeaseKeepAliveRequest", "LeaseKeepAliveResponse"))
-WatchStub = _stub("Watch", "stream_stream", Watch=("WatchRequest", "WatchResponse"))
-AuthStub = _stub("Auth", Authenticate=("AuthenticateRequest", "AuthenticateResponse"))
+WatchStub = _stub("Watch", Watch=("WatchRequest", "WatchResponse", _STREAM))
+AuthStub = _stub("Auth", Authenticate=("AuthenticateRequest", "AuthenticateResponse", _UNARY))
 ClusterStub, MaintenanceStub = _stub("Cluster"), _stub("Maintenance")
 """An etcd3 client makes them as well; nothing of theirs is called."""
