@@ -120,7 +120,6 @@ PURE = (
     "checkpoint/newest_offer.py",
     "data/sample_order.py",
     "playground/fault_plan.py",
-    "playground/event_stream.py",
     "playground/narration.py",
     "store/protocol.py",
     "store/address.py",
