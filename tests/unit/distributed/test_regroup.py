@@ -22,7 +22,7 @@ from torch import nn
 from elasticrt.distributed import agent_client, regroup
 from elasticrt.distributed.regroup import GroupSockets
 from elasticrt.ipc.messages import Dismiss, Reseat
-from elasticrt.train.in_place import Undo
+from elasticrt.train.undo import Undo
 from tests.fake_worker import WORKER, Agent, under
 
 
