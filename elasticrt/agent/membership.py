@@ -19,7 +19,7 @@ from elasticrt.agent.store_discovery import Meeting, meet, ride_out
 from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.event_log import success
-from elasticrt.liveness.probe import ask
+from elasticrt.liveness.prober import ask
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.member_client import Entered, MemberClient
 from elasticrt.rendezvous.records import Keys, Member, Result, decode

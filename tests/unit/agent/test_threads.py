@@ -111,17 +111,15 @@ def test_a_dead_courier_ends_the_agent(agent):
     courier.close(5)
 
 
-def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
-    """A pool of threads keeps errors to itself; ours does not."""
+def test_a_thread_that_asks_and_dies_is_heard_of(agent, monkeypatch):
+    """Whatever the thread that asks other agents dies of, the agent's loop hears of it."""
 
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.liveness.prober.generation_of", broken)
+    monkeypatch.setattr(Prober, "_try", broken)
     prober = Prober(lambda *_: None)
-    named = Seat(
-        node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="a.name.invalid", probe_port=1
-    )
+    named = Seat(node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="127.0.0.1", probe_port=1)
     prober.listen([named], "r", lambda _: None)
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
@@ -141,9 +139,9 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.liveness.prober.generation_of", broken)
+    monkeypatch.setattr(Prober, "_try", broken)
     one.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
-    with pytest.raises(StoreError, match=r"thread elasticrt-ask_0 of this agent has ended: LookupError\('a bug'\)"):
+    with pytest.raises(StoreError, match=r"thread elasticrt-ask of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)
     assert one.has(after=turn.generation.number)
     one.close(run_too=False)
