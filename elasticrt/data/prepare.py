@@ -28,7 +28,7 @@ from elasticrt.distributed import agent_client
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import ConfigError, PreparationError, explain
 from elasticrt.ipc.file_modes import DIRECTORY_MODE, make_directory
-from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.ipc.messages import Built, Claim, Reply
 
 if TYPE_CHECKING:
     from elasticrt.distributed.barrier import Barrier
@@ -295,7 +295,7 @@ class _Claims:
                 workshop = _build(self._target, self._workshop(), build, self._version)
             except PreparationError as error:
                 text = str(error)[:1000]
-                self._ask(lambda number: BuildFailed(number, self._name, self._version, text))
+                self._ask(lambda number: Built(number, self._name, self._version, "", text))
                 raise
             # Asked again just before the rename: a builder that was paused for long has lost its claim to another.
             mine = self._claim(waiting).ok
@@ -307,7 +307,7 @@ class _Claims:
                 _publish(workshop, self._target)
                 self._tidy()
         digest = PreparedRecord.digest(self._target)
-        reply = self._ask(lambda number: Published(number, self._name, self._version, digest))
+        reply = self._ask(lambda number: Built(number, self._name, self._version, digest))
         return reply.ok
 
     def _workshop(self) -> Path:
@@ -320,7 +320,7 @@ class _Claims:
             if generation.isdigit() and int(generation) < self._generation:
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _ask(self, make: Callable[[int], Claim | Published | BuildFailed]) -> Reply:
+    def _ask(self, make: Callable[[int], Claim | Built]) -> Reply:
         reply = self._agent.request(make).wait(_ANSWER_S)
         if reply is None:
             text = explain("no answer from the agent", str(self._target), got=f"nothing in {_ANSWER_S:.0f} s")

@@ -21,7 +21,7 @@ from pathlib import Path
 from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.channel import Channel, ChannelClosed
-from elasticrt.ipc.messages import Exited, Message, Started, Warm
+from elasticrt.ipc.messages import Exited, FromParent, Message, Started, Warm
 from elasticrt.ipc.proc import in_sessions, start_of
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class ParentLost:
     asked: bool = False
 
 
-ParentEvent = Warm | Started | Exited | ParentLost
+ParentEvent = FromParent | ParentLost
 
 
 def note(event: Warm, events: EventLog) -> None:
@@ -127,7 +127,7 @@ class WorkerParent:
                     self._sessions[message.pid] = start_of(message.pid)
                 elif isinstance(message, Exited):
                     self._sessions.pop(message.pid, None)
-                assert isinstance(message, Warm | Started | Exited), message
+                assert isinstance(message, FromParent), message
                 found.append(message)
         except (ChannelClosed, OSError, ValueError) as error:
             found.append(self._lost(str(error)))

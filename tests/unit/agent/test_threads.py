@@ -15,7 +15,7 @@ from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.errors import StoreError
-from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.ipc.messages import Built, Claim, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
 from elasticrt.settings import Command, Settings
@@ -84,14 +84,14 @@ def test_a_courier_answers_whatever_is_asked(text):
 
     assert ask(Claim(1, f"name-{text}", text)).ok
     assert ask(Claim(2, f"name-{text}", text)).ok  # It is its own.
-    assert ask(Published(3, f"name-{text}", text, "d" * 64)).ok
+    assert ask(Built(3, f"name-{text}", text, "d" * 64)).ok
     assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, "done", {"digest": "d" * 64})
     assert ask(Claim(5, f"name-{text}", text + "2")).ok
-    assert ask(BuildFailed(6, f"name-{text}", text + "2", text)).ok
+    assert ask(Built(6, f"name-{text}", text + "2", "", text or "x")).ok
     assert ask(Claim(7, f"name-{text}", text + "2")).reason.startswith("failed: ")
-    assert not ask(Published(8, "x", text, text)).ok
+    assert not ask(Built(8, "x", text, text)).ok
     assert ask(Claim(9, "y", text)).ok
-    assert not ask(Published(10, "y", text, "d" * 65)).ok
+    assert not ask(Built(10, "y", text, "d" * 65)).ok
     assert not ask(Save(11, {"step": text}, "")).ok
     courier.close(5)
 
