@@ -25,10 +25,10 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
 from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX, STANDING_IN_PLACE_S
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.liveness.stall_detector import STANDING_IN_PLACE_S
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
@@ -40,20 +40,6 @@ from elasticrt.workers.group_state import GroupState, copy_record
 
 log = logging.getLogger(__name__)
 
-HOLD_SEEN_S = 0.002
-"""A worker that did not see `stop` had written `entered` before it looked; its store buffer needs microseconds."""
-
-EXIT_HOOKS_S = 0.1
-"""What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
-
-LATE_S = 2.0
-"""Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
-expected of it or it was meeting others, the stacks are kept ..."""
-
-SEATED_S_MAX = 10.0
-"""... and so long after it, it is ended: the others do not wait for it any longer."""
-
-PARENT_END_S = 5.0
 PARENT_TRIES = 3
 """A worker parent that dies so often before it is warm will not come: what it imports is broken."""
 

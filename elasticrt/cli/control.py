@@ -17,6 +17,7 @@ from elasticrt.cli.etcd_options import declare_etcd, read_credentials, where_etc
 from elasticrt.cli.options import Options, positive_seconds
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.store.address import check_security
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from elasticrt.rendezvous.records import Generation, HeadRecord, Keys, Member, Result, SpecRecord
     from elasticrt.store.protocol import KeyValue, Store
 
-LOOK_AGAIN_S = 0.1
 TRIES = 20
 """A member's key changes a few times in a recovery; more changes in a row than this mean that something is wrong."""
 

@@ -15,14 +15,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from elasticrt.ipc.time_bounds import PROBE_STEP_S, PROBE_STEPS
 from elasticrt.ipc.wakeup import Wakeup
-from elasticrt.liveness.prober import LINE_MAX_BYTES, STEP_S, STEPS, Answer, Prober, fields_in
+from elasticrt.liveness.prober import LINE_MAX_BYTES, Answer, Prober, fields_in
 from elasticrt.rendezvous.records import Seat
 from elasticrt.workers.store_ports import listen
 
 log = logging.getLogger(__name__)
 
-QUESTION_S = STEPS * STEP_S
+QUESTION_S = PROBE_STEPS * PROBE_STEP_S
 """After that an answer is not waited for any more."""
 
 CHECKS_MAX = 4

@@ -36,24 +36,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS
 from elasticrt.ipc.wakeup import Wakeup
 from elasticrt.rendezvous.records import Seat
 
 OPEN_AT_ONCE = 256
 """Connections. An agent's usual limit of open files is 1,024."""
 
-STEPS = 5
-STEP_S = 0.3
-"""Between two tries of a question; after the last of them it is given up."""
-
-LISTEN_STEPS = 2
-"""Tries of a question for the generation, which is asked again every second."""
-
 WITNESSES = 2
 """So many others are asked about a seat that has not answered within a step."""
-
-AGREED_STEPS = 2
-"""After so many steps a seat is silent if a witness says so, too."""
 
 LINE_MAX_BYTES = 512
 GENERATION_MAX = 2**53
@@ -94,7 +85,7 @@ def ask(address: str, port: int, incarnation: str) -> Answer:
     )
     try:
         prober.ask([seat])
-        return answers.get(timeout=2 * STEPS * STEP_S)
+        return answers.get(timeout=2 * PROBE_STEPS * PROBE_STEP_S)
     except queue.Empty:  # A name that is not resolved for so long.
         return "silent"
     finally:
@@ -134,7 +125,7 @@ class Gathering:
 
 @dataclass(eq=False)
 class _Question:
-    """One seat's: every STEP_S a try, `made` so far of `steps`. Those under way are `open` until one is answered.
+    """One seat's: every PROBE_STEP_S a try, `made` so far of `steps`. Those under way are `open` until one is answered.
 
     `done` gets the answer, and its fields. `agreed`: a witness has heard nothing either.
     """
@@ -178,7 +169,7 @@ class Prober:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody, *, steps: int = STEPS) -> None:
+    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody, *, steps: int = PROBE_STEPS) -> None:
         """Start asking those that are not being asked already.
 
         An agent that says nothing is silent after `steps` tries, 0.3 s each; after 0.6 s if one of its `witnesses`
@@ -247,7 +238,7 @@ class Prober:
                 self._new.append(question)
                 self._wakeup.ring()
                 return
-            time.sleep(STEP_S)
+            time.sleep(PROBE_STEP_S)
         question.done("silent", {})
 
     # On the thread
@@ -280,7 +271,7 @@ class Prober:
             self._answered(question, "silent", {})
             return
         question.made += 1
-        self._due.append((time.monotonic() + STEP_S, question))
+        self._due.append((time.monotonic() + PROBE_STEP_S, question))
         assert question.to is not None
         self._connect(question, question.seat, question.to)
         if question.made == 2:

@@ -17,14 +17,11 @@ from typing import Literal
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.ipc.proc import stat
 from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
+from elasticrt.ipc.time_bounds import STACKS_LOOK_S, STACKS_S_MAX
 from elasticrt.workers.logs import file_of
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0
-"""A signal handler writes its stacks in less than a millisecond, on an idle machine."""
-
-POLL_S = 0.02
 LINES_MAX = 120
 
 
@@ -84,15 +81,15 @@ def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, direct
 
 def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
     """What the worker has written on its page since `before`, when it has stopped writing."""
-    deadline, length = time.monotonic() + ANSWER_S, before
+    deadline, length = time.monotonic() + STACKS_S_MAX, before
     while time.monotonic() < deadline:
         now = len(page.text())
         if now == length > before:
             break
         length = now
-        time.sleep(POLL_S)
+        time.sleep(STACKS_LOOK_S)
     if length == before:
-        return [f"it has not answered within {ANSWER_S:g} s: {_state(pid)}"]
+        return [f"it has not answered within {STACKS_S_MAX:g} s: {_state(pid)}"]
     # A process lists its newest thread first; the oldest, the main one, is what matters most.
     threads = page.text()[before:].decode(errors="replace").strip().split("\n\n")
     return "\n".join(reversed(threads)).splitlines()

@@ -16,10 +16,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elasticrt.agent.event_loop import LOOK_AGAIN_S, Cycle
+from elasticrt.agent.event_loop import Cycle
 from elasticrt.agent.store_discovery import ride_out
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
 from elasticrt.rendezvous.member_client import Entered, MemberClient

@@ -269,7 +269,7 @@ def _plain(port: int) -> dict[str, Any]:
 
 def test_a_flood_of_questions_about_others(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
     """N11: many ask about one silent node, and it is asked once; only a few are at a time; others get answers."""
-    monkeypatch.setattr("elasticrt.liveness.prober.STEP_S", 30.0)  # Until the silent ones are gone.
+    monkeypatch.setattr("elasticrt.liveness.prober.PROBE_STEP_S", 30.0)  # Until the silent ones are gone.
     with contextlib.ExitStack() as stack:
         mute = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(CHECKS_MAX + 2)]
         lives = [f"{index:016x}" for index in range(len(mute))]
