@@ -22,7 +22,7 @@ from elasticrt.distributed import agent_client
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import PreparationError, explain
 from elasticrt.ipc.file_modes import FILE_MODE
-from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.ipc.messages import Built, Claim, Reply
 
 _POLL_S = 0.1
 _CLAIM_POLL_S = 0.5
@@ -235,11 +235,11 @@ class ClaimRight(Right):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def failed(self, error: str) -> None:  # noqa: D102  As in Right.
-        self._request(lambda number: BuildFailed(number, self._name, self._version, error[:_ERROR_CHARS]))
+        self._request(lambda number: Built(number, self._name, self._version, "", error[:_ERROR_CHARS]))
 
     def published(self) -> bool:  # noqa: D102  As in Right.
         digest = prepared_dir.digest_of(self._target)
-        return self._request(lambda number: Published(number, self._name, self._version, digest)).ok
+        return self._request(lambda number: Built(number, self._name, self._version, digest)).ok
 
     def _claim(self) -> Reply:
         """Ask to build, until the answer is known: a claim whose answer was lost may stand."""
@@ -249,7 +249,7 @@ class ClaimRight(Right):
                 return reply
             self._waiting.pause(lambda: "an unknown process", self.poll_s)
 
-    def _request(self, make: Callable[[int], Claim | Published | BuildFailed]) -> Reply:
+    def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
         reply = self._agent.request(make).wait(_ANSWER_S)
         if reply is None:
             text = explain("no answer from the agent", str(self._target), got=f"nothing in {_ANSWER_S:.0f} s")

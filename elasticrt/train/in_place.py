@@ -28,7 +28,7 @@ from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.distributed import agent_client, barrier, context, regroup
 from elasticrt.distributed.context import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
-from elasticrt.ipc.messages import Down, Ready
+from elasticrt.ipc.messages import Left
 from elasticrt.train.undo import LARGE
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class InPlace:
         if not is_collateral(name, text, callstack):
             return False
         if not self._link.overtaken:
-            self._link.say(Down(self.worker.generation, step, f"{name}: {text}"[:400]))
+            self._link.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
 
     def wait_for_seat(self) -> bool:
@@ -147,7 +147,7 @@ class InPlace:
         self._link.follow(regroup.SOCKETS.cut)
         self.possible = True
         self._page.in_place = READY
-        self._link.say(Ready())
+        self._link.say(Left(0))
 
     def meet(self, step: int) -> bool:
         """Leave the old group and meet in the seat's generation. False: somebody did not come."""

@@ -17,7 +17,7 @@ import pytest
 from elasticrt import ConfigError, PreparationError, prepare
 from elasticrt.data.build_rights import LockRight
 from elasticrt.data.prepared_dir import RECORD
-from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.ipc.messages import Built, Claim, Reply
 from elasticrt.ipc.status_page import StatusPage
 from tests.fake_worker import Agent, under
 
@@ -316,7 +316,7 @@ def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     build = Builder()
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", build, scope="shared")
-        (published,) = agent.of(Published)
+        (published,) = agent.of(Built)
         assert len(agent.of(Claim)) == 3
         assert published.name.startswith("data-")
         assert len(published.digest) == 64
@@ -394,7 +394,7 @@ def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
     with under(agent, monkeypatch):
         with pytest.raises(PreparationError, match="no such corpus"):
             prepare(tmp_path / "data", raising, scope="shared")
-        (failed,) = agent.of(BuildFailed)
+        (failed,) = agent.of(Built)
         assert "no such corpus" in failed.error
     assert names(tmp_path) == []
 
@@ -412,7 +412,7 @@ def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
     agent = Agent(answer=answers((True, ""), (False, "done"), (False, "done")))
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", slow, scope="shared")
-        assert agent.of(Published) == []
+        assert agent.of(Built) == []
     assert not (path / "whose").exists()
     assert names(tmp_path) == [".data.lock", "data"], "its workshop is gone as well"
 
