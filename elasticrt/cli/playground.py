@@ -18,7 +18,7 @@ from elasticrt.cli.configure import count_workers
 from elasticrt.cli.options import read
 from elasticrt.errors import ConfigError, explain
 from elasticrt.option_values import option, whole
-from elasticrt.playground.fault_plan import GRAMMAR, AddNode, Fault, parse_fault
+from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.playground.local_cluster import Simulation, play
 from elasticrt.playground.screen import Screen
 from elasticrt.run_options import RunOptions
@@ -136,4 +136,4 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
 
 
 def _added(faults: Sequence[Fault]) -> int:
-    return sum(isinstance(fault.action, AddNode) for fault in faults)
+    return sum(fault.what == "add node" for fault in faults)

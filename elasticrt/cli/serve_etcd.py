@@ -22,6 +22,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import option
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
+from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address
 from elasticrt.text import shell
 
@@ -144,10 +145,6 @@ def check_tls(arguments: argparse.Namespace) -> bool:
         raise ConfigError(
             explain("no certificate to serve with", "--client-ca-file", expected="--cert-file, --key-file")
         )
-    for name in _TLS_OPTIONS:
-        path = getattr(arguments, name)
-        if path is not None and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            raise ConfigError(explain("an unreadable file", "--" + name.replace("_", "-"), got=path))
     if arguments.cert_file is None:
         return False
     import ssl  # It takes a while to load, and few need it.
@@ -174,34 +171,32 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, argume
     options += ["--client-cert-auth"] if arguments.client_ca_file is not None else []
     # With a directory of its own the identity lasts as long as the data; without one every server is another.
     token = "elasticrt" if arguments.data_dir is not None else uuid4().hex
-    command = etcd_server.command(binary, listen, token, tuple(options))
-    try:
-        etcd = etcd_server.launch(command, directory)
-    except OSError as error:
-        got, remedy = etcd_server.in_our_words(str(error))
-        raise StoreError(explain("etcd did not start", str(binary), got=got, remedy=remedy)) from error
+    etcd = EtcdProcess(binary, directory, listen, token, tuple(options))
     received: list[int] = []
 
     def end(number: int, _: object) -> None:
-        # The first signal asks etcd to end, which ends the wait below; the second insists.
+        # The first signal asks etcd to end, which ends the waits below; the second insists.
         received.append(number)
-        etcd.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        if etcd.process is not None:
+            etcd.process.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ready = etcd_server.await_ready(etcd, etcd_server.reached_from_here(listen))
-        if ready:
+        etcd.start()
+        if etcd.process is not None and not received:
             write(sys.stdout, "\n".join(how_to_join(given, arguments, etcd_server.version_of(binary))) + "\n")
-            etcd.wait()
+            etcd.process.wait()
+    except StoreError:
+        if not received:
+            raise
     finally:
-        etcd_server.stop(etcd)
+        etcd.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
     if received:
         return EXIT_OK if received[0] == signal.SIGINT else EXIT_TERMINATED
-    what = "etcd ended by itself" if ready else "etcd did not start"
-    got, remedy = etcd_server.why_it_ended(directory)
-    raise StoreError(explain(what, str(binary), got=got or "no sign of life", remedy=remedy))
+    got, remedy = etcd.why_it_ended()
+    raise StoreError(explain("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy))
 
 
 def how_to_join(address: Address, arguments: argparse.Namespace, version: tuple[int, ...]) -> list[str]:

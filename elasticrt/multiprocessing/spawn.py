@@ -19,17 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from elasticrt.errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateError,
-    ElasticError,
-    PreparationError,
-    RendezvousTimeoutError,
-    StoreError,
-    WorkersFailedError,
-    explain,
-)
+from elasticrt.errors import ConfigError, ElasticError, explain
 from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPayload
 
@@ -41,18 +31,7 @@ FLUSH_S = 5.0
 _LAST_CHARACTERS = 8000
 _COMPLAINT = "elasticrt: error: "
 
-_ERRORS: dict[int, type[ElasticError]] = {
-    kind.exit_code: kind
-    for kind in (
-        CheckpointError,
-        ConfigError,
-        DuplicateError,
-        PreparationError,
-        RendezvousTimeoutError,
-        StoreError,
-        WorkersFailedError,
-    )
-}
+_ERRORS = {kind.exit_code: kind for kind in ElasticError.__subclasses__()}
 
 
 def spawn(
