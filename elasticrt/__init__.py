@@ -9,10 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elasticrt.checkpoint.checkpointer import Checkpointer, State
+    from elasticrt.checkpoint.checkpointer import Checkpointer
+    from elasticrt.checkpoint.restoring import State
     from elasticrt.data.prepare import prepare
     from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
-    from elasticrt.distributed.context import Context, barrier, global_first, init, is_parallel, local_first, unwrap
+    from elasticrt.distributed.context import Context, init
+    from elasticrt.distributed.turns import barrier, global_first, local_first
+    from elasticrt.distributed.wrapping import is_parallel, unwrap
     from elasticrt.errors import (
         CheckpointError,
         ConfigError,
@@ -51,8 +54,11 @@ __all__ = [
 
 _HOME = {
     "multiprocessing.spawn": ("spawn",),
-    "checkpoint.checkpointer": ("Checkpointer", "State"),
-    "distributed.context": ("Context", "barrier", "global_first", "init", "is_parallel", "local_first", "unwrap"),
+    "checkpoint.checkpointer": ("Checkpointer",),
+    "checkpoint.restoring": ("State",),
+    "distributed.context": ("Context", "init"),
+    "distributed.turns": ("barrier", "global_first", "local_first"),
+    "distributed.wrapping": ("is_parallel", "unwrap"),
     "train.loop": ("Loop",),
     "data.prepare": ("prepare",),
     "data.sampler": ("ElasticBatchSampler", "ElasticDistributedSampler"),

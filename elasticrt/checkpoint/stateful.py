@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from elasticrt.checkpoint.state_copy import is_sharded
-from elasticrt.distributed.context import unwrap
+from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
 OURS = "elasticrt"

@@ -7,25 +7,22 @@ WORLD_SIZE ...), never what a scheduler says (SLURM_* describes the allocation, 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager
+from collections.abc import Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import Dataset, Subset
 
 from elasticrt.distributed import agent_client, collectives, regroup
-from elasticrt.distributed.barrier import Barrier, one_after_the_other
+from elasticrt.distributed.barrier import Barrier
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
 
@@ -194,7 +191,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
-        local_rank=_local_rank(rank),
+        local_rank=own_local_rank(rank),
         world_size=world_size,
         local_world_size=local_world_size,
         group_rank=_variable("GROUP_RANK", 0),
@@ -217,7 +214,7 @@ def _variable(name: str, default: int) -> int:
     return value
 
 
-def _local_rank(rank: int) -> int:
+def own_local_rank(rank: int) -> int:
     """This process's number on its node, also where each worker sees one GPU only, and LOCAL_RANK is 0 for all."""
     worker = agent_client.worker_env()
     return worker.local_rank if worker is not None and worker.gpu else _variable("LOCAL_RANK", rank)
@@ -289,92 +286,3 @@ def _hash_store() -> Any:
 
 def _is_loopback(address: str) -> bool:
     return address in ("localhost", "::1", "ip6-localhost") or address.startswith("127.")
-
-
-def barrier() -> None:
-    """Wait until every rank is here, and say for whom if that takes long. Collective; alone it does nothing.
-
-    Under an agent (`elasticrt run`, torchrun) there is no limit: it ends this process when somebody can't come.
-    Without one TimeoutError is raised after half an hour.
-    """
-    collectives.require_group("barrier")
-    if not collectives.alone():
-        everybody = Barrier("barrier()")
-        everybody.through()
-        everybody.wait()
-
-
-def local_first() -> AbstractContextManager[bool]:
-    """Let local rank 0 of each node run the block first, then the others of its node: `with local_first() as first:`.
-
-    Gives True to who goes first. When it raises, the others raise RuntimeError with its error instead of running the
-    block. They wait as in `barrier`. For data, `prepare` does more: it leaves nothing half done. Collective.
-    """
-    collectives.require_group("local_first")
-    rank, _ = collectives.rank_and_world()
-    return _first(rank - _local_rank(rank), "local_first()")
-
-
-def global_first() -> AbstractContextManager[bool]:
-    """As `local_first`, for rank 0 of the whole world alone."""
-    collectives.require_group("global_first")
-    return _first(0, "global_first()")
-
-
-@contextlib.contextmanager
-def _first(leader: int, name: str) -> Iterator[bool]:
-    if collectives.alone():
-        yield True
-        return
-    rank, _ = collectives.rank_and_world()
-    turns = Barrier(name)
-    if rank != leader:
-        error = turns.wait_for(leader)
-        if error:
-            raise RuntimeError(explain("who went first failed", name, got=error))
-        with one_after_the_other():
-            yield False
-        return
-    try:
-        with one_after_the_other():
-            yield True
-    except BaseException as error:
-        text = f"rank {rank}: {type(error).__name__}: {error}"
-        # If the store is gone already, what the user must see is this error, not that nobody could be told.
-        with contextlib.suppress(RuntimeError):
-            turns.through(text)
-        raise
-    turns.through()
-
-
-def is_parallel(model: torch.nn.Module) -> bool:
-    """Whether `model` is wrapped in DataParallel or DistributedDataParallel, compiled or not.
-
-    Raises TypeError for what is no module.
-    """
-    return any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in wrappers(model))
-
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside all of DataParallel, DistributedDataParallel and torch.compile; a bare one as it is.
-
-    Raises TypeError for what is no module.
-    """
-    *_, innermost = wrappers(model)
-    return innermost
-
-
-def wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """From the outermost wrapper to the bare module, both included."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(explain("not a module", "unwrap", got=type(model).__name__, expected="torch.nn.Module"))
-    while True:
-        yield model
-        inner: Any = None
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            inner = model.module
-        elif type(model).__name__ == "OptimizedModule":  # torch.compile's wrapper; importing its class loads dynamo.
-            inner = model._orig_mod
-        if inner is None:
-            return
-        model = inner

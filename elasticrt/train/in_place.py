@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.distributed import agent_client, barrier, context, regroup
-from elasticrt.distributed.context import wrappers
+from elasticrt.distributed.wrapping import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
 from elasticrt.ipc.messages import Left
 from elasticrt.train.undo import LARGE

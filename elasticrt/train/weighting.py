@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
-from elasticrt.distributed.context import wrappers
+from elasticrt.distributed.wrapping import wrappers
 
 
 class _Divided(torch.autograd.Function):

@@ -1,0 +1,44 @@
+"""Modules inside DDP, DataParallel and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from elasticrt.errors import explain
+
+
+def is_parallel(model: torch.nn.Module) -> bool:
+    """Whether `model` is wrapped in DataParallel or DistributedDataParallel, compiled or not.
+
+    Raises TypeError for what is no module.
+    """
+    return any(isinstance(layer, (DataParallel, DistributedDataParallel)) for layer in wrappers(model))
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside all of DataParallel, DistributedDataParallel and torch.compile; a bare one as it is.
+
+    Raises TypeError for what is no module.
+    """
+    *_, innermost = wrappers(model)
+    return innermost
+
+
+def wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """From the outermost wrapper to the bare module, both included."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(explain("not a module", "unwrap", got=type(model).__name__, expected="torch.nn.Module"))
+    while True:
+        yield model
+        inner: Any = None
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            inner = model.module
+        elif type(model).__name__ == "OptimizedModule":  # torch.compile's wrapper; importing its class loads dynamo.
+            inner = model._orig_mod
+        if inner is None:
+            return
+        model = inner
