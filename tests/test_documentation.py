@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
 ALONE = [sys.executable]
-TWO_WORKERS = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", "--etcd-linger", "1s"]
+TWO_WORKERS = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2"]
 
 
 def example() -> str:

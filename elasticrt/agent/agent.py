@@ -10,22 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import signal
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
+from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import Cycle
 from elasticrt.agent.file_limits import allow_files
+from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.store_discovery import own_address
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
-from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
+from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
 from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Save, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
@@ -34,13 +33,13 @@ from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publis
 from elasticrt.rendezvous.member_client import MemberClient
 from elasticrt.rendezvous.records import Generation, HeadRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.seats import seats_for
-from elasticrt.settings import SIGNALS, Settings
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
 from elasticrt.store.protocol import Lease, StoreUnavailable
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-from elasticrt.workers.outcomes import halted, others_go_on
 
 if TYPE_CHECKING:
     from elasticrt.agent.health_server import HealthServer
@@ -64,11 +63,12 @@ TURN_S = 1.0
 class Agent(Cycle):
     """An agent. `run` is its life."""
 
-    def __init__(self, settings: Settings, spec: RunSpec) -> None:
+    def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
+        edges = edges or Edges()
         self.settings = settings
-        self.voice = Console(settings)
-        super().__init__(settings.run_id, settings.ride_through_s, self.voice.say)
-        self.node = Supervisor(settings, self.queue.put, self.voice.events, self.voice.say)
+        self.voice = Console(settings, edges)
+        super().__init__(settings.run_id, settings.ride_through_s, self.voice.say, edges)
+        self.node: Supervisor = edges.supervisor(settings, self.queue.put, self.voice.events, self.voice.say, edges)
         self.membership: Membership
         self.probes: ProbeServer | None = None
         self.health: HealthServer | None = None
@@ -82,7 +82,7 @@ class Agent(Cycle):
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
-        for number in self.settings.signals:
+        for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
         self._watch_threads()
@@ -110,7 +110,7 @@ class Agent(Cycle):
         """A signal has come, in the middle of anything. After the second one nothing is waited for, not even etcd."""
         self.queue.put(signal.Signals(number))
         self._signals += 1
-        if self._signals == 2 and signal.SIGALRM not in self.settings.signals:
+        if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
 
@@ -121,7 +121,7 @@ class Agent(Cycle):
 
     def work(self) -> int:
         """Join, take part, end; the exit code."""
-        self.membership = Membership(self.settings, self.queue)
+        self.membership = Membership(self.settings, self.queue, self.edges)
         try:
             return self._end(self.take_part()) if self._join() else EXIT_OK
         finally:
@@ -142,13 +142,13 @@ class Agent(Cycle):
             seat = view.seat_of(me.record.node, me.record.incarnation)
             if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
                 self.node.attend(generation, generation.nodes if seat is None else seat.index)
-        me = self.node.describe(me)
         reports = self.rendezvous.view.reports.values()
         ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
-        self.node.look_for_laggards(now, [node for node in ended if node != me.record.node])
+        self.node.do_what_is_due(now, [node for node in ended if node != me.record.node])
+        me = self.node.describe(me, now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
-            me = replace(me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
+            me = replace(me, leaving=f"not handed over within {self.settings.options.drain_timeout_s:g} s")
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
             if self.rendezvous.view.leads and len(self.rendezvous.view.members) == 1:
@@ -161,8 +161,7 @@ class Agent(Cycle):
         return me
 
     def _alarms(self) -> Iterable[float]:
-        alarms = [self.node.kill_late(time.monotonic()), self.node.watch.wake_at, self.node.laggards.at]
-        alarms += [self.drain_until, self.alone_at, *self.node.alarms()]
+        alarms = [self.drain_until, self.alone_at, *self.node.alarms()]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
@@ -215,32 +214,34 @@ class Agent(Cycle):
     # Coming.
 
     def _answer_for_health(self) -> None:
-        if self.settings.health_port is None:
+        if self.settings.options.health is None:
             return
         from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
 
         limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
-        noted = health_state.HealthState(self.settings.run_id, self.settings.node, "joining", time.monotonic(), limit_s)
-        self.health = HealthServer(self.settings.health_host, self.settings.health_port, noted)
+        noted = health_state.HealthState(
+            self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
+        )
+        self.health = HealthServer(*self.settings.options.health, noted)
         self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
-        address = self.membership.ride_out(lambda: own_address(settings, endpoints))
-        self.probes = ProbeServer(
+        address = self.membership.ride_out(lambda: self.edges.own_address(settings, endpoints))
+        self.probes = self.edges.probe_server(
             address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started), self._known
         )
-        self.node.ports.bind(address)
+        self.node.seating.ports.bind(address)
         member = Member(
             node=settings.node,
-            incarnation=secrets.token_hex(8),
+            incarnation=self.edges.token(),
             address=address,
             pid=os.getpid(),
             workers=settings.workers,
             probe_port=self.probes.port,
-            port=self.node.ports.port,
-            node_rank=settings.node_rank,
+            port=self.node.seating.ports.port,
+            node_rank=settings.options.node_rank,
         )
         self.me = Me(record=member, spec=self.spec)
         self.probes.start()
@@ -253,7 +254,7 @@ class Agent(Cycle):
         if self.health is not None:
             self.voice.event("health", url=self.health.url)
         if settings.alone:
-            self.alone_at = time.monotonic() + ALONE_S
+            self.alone_at = self.clock.monotonic() + ALONE_S
         return True
 
     def _known(self) -> Iterable[Seat]:
@@ -268,7 +269,7 @@ class Agent(Cycle):
         """Left out or fenced: the workers go first, then whatever this node was, it is a newcomer."""
         self._kill_workers()
         self.voice.say(f"this node comes back as a new member: {reason}")
-        record = self.me.record.model_copy(update={"incarnation": secrets.token_hex(8), "generation": 0})
+        record = self.me.record.model_copy(update={"incarnation": self.edges.token(), "generation": 0})
         # Another life has another lease: with the last one's goes its claim of a preparation that nobody builds now.
         self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None, lease="lost")
         self.rendezvous.leave(None)
@@ -277,8 +278,8 @@ class Agent(Cycle):
     def _kill_workers(self) -> None:
         """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
         self.node.kill()
-        deadline = time.monotonic() + KILLED_S
-        while not self.node.are_gone() and (left := deadline - time.monotonic()) > 0:
+        deadline = self.clock.monotonic() + KILLED_S
+        while not self.node.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
             try:
                 self._fold(self.queue.get(timeout=left))
             except queue.Empty:
@@ -291,7 +292,7 @@ class Agent(Cycle):
             if self.membership.embedded_died():
                 self._start_over()
         except StoreUnavailable as error:
-            self.outage.begin(error)
+            self.outage.begin(error, now)
             return
         super()._read_again(now)
 
@@ -336,7 +337,7 @@ class Agent(Cycle):
     def _end(self, decision: End | Leave | Halt) -> int:
         if self.health is not None:
             noted, limit_s = self.health.noted, self.settings.stop_timeout_s + health_state.LIVE_S
-            self.health.noted = replace(noted, phase="ending", turned_at=time.monotonic(), limit_s=limit_s)
+            self.health.noted = replace(noted, phase="ending", turned_at=self.clock.monotonic(), limit_s=limit_s)
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S, well=result.status == "succeeded")
@@ -347,7 +348,7 @@ class Agent(Cycle):
                 self.voice.say(f"leaving: {decision.reason}")
                 told = self._say_goodbye()
                 # One that was asked for beyond the usual ones means something to the script: it gets that very one.
-                passed_on = self.last_signal if self.last_signal not in SIGNALS else signal.SIGTERM
+                passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 if self.voice.narrates:
                     self.voice.left(decision, self._newest() if told else None)
@@ -372,7 +373,7 @@ class Agent(Cycle):
             self.me = replace(self.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
-        self.drain_until = time.monotonic() + self.settings.drain_timeout_s
+        self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         super()._drain(reason)
 
     def _say_goodbye(self) -> bool:
@@ -404,3 +405,14 @@ class Agent(Cycle):
             if isinstance(event, WorkerEnded | GroupEnded):
                 self.node.fold(event)
         return self.hurry
+
+
+def halted(decision: Halt, run_id: str) -> ElasticError:
+    """The error that an agent ends with when going on would not be safe."""
+    if decision.code == DuplicateError.exit_code:
+        kind: type[ElasticError] = DuplicateError
+        remedy = "Start this node again with the run's options"
+    else:
+        kind = StoreError
+        remedy = "The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
+    return kind(explain("this node cannot go on", f"run {run_id}", got=decision.reason, remedy=remedy))

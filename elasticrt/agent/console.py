@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elasticrt.agent.store_discovery import Meeting, how_to_join
-from elasticrt.event_log import EventLog
+from elasticrt.agent.edges import Edges
+from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Leave, Me, Publish
@@ -21,16 +21,17 @@ from elasticrt.text import plain
 class Console:
     """One agent's. Lines are left out when somebody reads the events instead."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, edges: Edges) -> None:
         self._settings = settings
+        self._how_to_join = edges.how_to_join
         self._unheard = False
         self._said = 0  # The newest generation that people know of.
-        self.events = EventLog(settings.node, settings.run_dir, settings.events_fd)
+        self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
 
     @property
     def narrates(self) -> bool:
         """Whether people are told anything: not where somebody reads the events instead, or nobody reads our lines."""
-        return self._settings.events_fd < 0 and not self._unheard
+        return self._settings.options.events_fd < 0 and not self._unheard
 
     def say(self, text: str) -> None:
         """Tell people."""
@@ -54,12 +55,12 @@ class Console:
         self.event("registered", incarnation=me.record.incarnation, attempt=me.attempt)
         self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
         if me.spec.max_nodes > 1:
-            for line in how_to_join(settings, me.spec, meeting):
+            for line in self._how_to_join(settings, me.spec, meeting):
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """`--fresh` is for runs that nobody knows yet; a node that starts again must not throw away what others do."""
-        self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
+        """ELASTICRT_FRESH is for a run that is new; a node that starts again must not throw away what others do."""
+        self.say(f"run {self._settings.run_id} goes on from step {step:,}: ELASTICRT_FRESH is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 
     def nothing_to_do(self, result: Result) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elasticrt.agent.edges import Edges
 from elasticrt.agent.outage import Heard, Outage
 from elasticrt.errors import EXIT_STORE
-from elasticrt.liveness.prober import Prober, nobody
+from elasticrt.liveness.prober import nobody
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Adopt,
@@ -72,9 +72,11 @@ class Cycle(ABC):
 
     me: Me
 
-    def __init__(self, run_id: str, ride_through_s: float, say: Callable[[str], None]) -> None:
-        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.prober = Prober(lambda seat, answer, at: self.queue.put((seat, Verdict(answer, at))))
+    def __init__(self, run_id: str, ride_through_s: float, say: Callable[[str], None], edges: Edges) -> None:
+        self.edges = edges
+        self.clock = edges.clock
+        self.queue = edges.queue()
+        self.prober = edges.prober(lambda seat, answer, at: self.queue.put((seat, Verdict(answer, at))))
         self.outage = Outage(ride_through_s, say)
         self._run_id = run_id
         self._ride_through_s = ride_through_s
@@ -107,7 +109,7 @@ class Cycle(ABC):
             self._absorb(self._do(decision))
 
     def _decide(self) -> Decision:
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if self.outage.since is not None and now >= self.outage.retry_at:
             self._read_again(now)
         # Also a generation that this member has no part in: another store must not publish it a second time.
@@ -116,7 +118,7 @@ class Cycle(ABC):
         self.me = self._describe(self.me, now)
         if self.outage.since is not None and self.me.running:
             others = [seat for seat in self.rendezvous.view.order() if seat.node != self.me.record.node]
-            self.outage.listen(self.prober, others, self._run_id, self.queue.put)
+            self.outage.listen(self.prober, others, self._run_id, self.queue.put, now)
         if self.outage.since is None:
             decision = decide(self.me, self.rendezvous.view, now)
         elif self.outage.too_long(now):
@@ -134,14 +136,14 @@ class Cycle(ABC):
         try:
             until = self._carry_out(decision)
         except StoreUnavailable as error:
-            self.outage.begin(error)
+            self.outage.begin(error, self.clock.monotonic())
             return self.outage.retry_at
         except LeaseLost as error:
             log.warning("etcd has given this node's lease up: %s", error)
             self.me = replace(self.me, lease="lost")
             return 0.0
         except StoreFull as error:
-            return self.outage.full(error)
+            return self.outage.full(error, self.clock.monotonic())
         self.outage.not_full()
         return until
 
@@ -158,7 +160,7 @@ class Cycle(ABC):
                     self._new_lease()
                 self.me = replace(self.me, lease="connected")
                 if not self.rendezvous.register_again(self.me.record, self.lease.lease_id):
-                    return time.monotonic() + LOOK_AGAIN_S
+                    return self.clock.monotonic() + LOOK_AGAIN_S
             case Announce():
                 self.rendezvous.announce(decision, self.me, self.lease.lease_id)
             case Adopt(spec=spec):
@@ -172,7 +174,7 @@ class Cycle(ABC):
                 # A wrong word about a node costs little where workers go on in place: there, two agree sooner.
                 witnesses = self.rendezvous.view.witnesses if self.me.record.has_state else nobody
                 self.prober.ask(decision.seats, witnesses)
-                return time.monotonic() + PROBE_S
+                return self.clock.monotonic() + PROBE_S
             case Fence():
                 self.rendezvous.evict(decision)
             case Publish():
@@ -191,7 +193,7 @@ class Cycle(ABC):
     def _absorb(self, until: float | None) -> None:
         """Wait for an event (or until a time), fold all that have come, and complete the view."""
         until = min([*self._alarms(), *([until] if until is not None else [])], default=None)
-        timeout = None if until is None else max(0.0, until - time.monotonic())
+        timeout = None if until is None else max(0.0, until - self.clock.monotonic())
         try:
             event = self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait()
             # After a pause of this process nothing may be decided before its lease has been judged anew.
@@ -205,7 +207,7 @@ class Cycle(ABC):
             try:
                 self.rendezvous.complete()
             except StoreUnavailable as error:
-                self.outage.begin(error)
+                self.outage.begin(error, self.clock.monotonic())
 
     def _fold(self, event: Any) -> None:
         match event:
@@ -227,7 +229,7 @@ class Cycle(ABC):
         try:
             self.rendezvous.refresh()
         except StoreUnavailable as error:
-            self.outage.begin(error)
+            self.outage.begin(error, self.clock.monotonic())
             return
         self.outage.end(now)
 
@@ -237,7 +239,7 @@ class Cycle(ABC):
         self.me = replace(self.me, lease=state.word)
         if state.word != "connected":
             log.warning("lease %s: %s", state.word, state.reason)
-            self.outage.doubt()
+            self.outage.doubt(self.clock.monotonic())
 
     # How the store is reached.
 

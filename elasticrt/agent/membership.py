@@ -8,18 +8,16 @@ from __future__ import annotations
 import functools
 import logging
 import queue
-import secrets
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elasticrt.agent.store_discovery import Meeting, meet, ride_out
+from elasticrt.agent.edges import Edges
+from elasticrt.agent.store_discovery import Meeting, ride_out
 from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.event_log import success
-from elasticrt.liveness.probe import ask
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.member_client import Entered, MemberClient
 from elasticrt.rendezvous.records import Keys, Member, Result, decode
@@ -39,11 +37,13 @@ R = TypeVar("R")
 class Membership:
     """Store, lease and rendezvous of one agent. Used by the agent's thread only."""
 
-    def __init__(self, settings: Settings, events: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, settings: Settings, events: queue.SimpleQueue[Any], edges: Edges) -> None:
+        self._edges = edges
+        self._clock = edges.clock
         self._settings = settings
         self._queue = events
         self._keys = Keys(settings.run_id)
-        self.meeting: Meeting = meet(settings, self._told_to_leave)
+        self.meeting: Meeting = self._edges.meet(settings, self._told_to_leave)
         self.session: LeaseSession
         self.lease: Lease
         self.rendezvous: MemberClient
@@ -54,10 +54,10 @@ class Membership:
 
         The member's name can be another one afterwards. Raises DuplicateError, StoreError.
         """
-        self.session = LeaseSession(self.meeting.store, me.spec.lease_ttl_s, self._queue.put)
+        self.session = self._edges.lease_session(self.meeting.store, me.spec.lease_ttl_s, self._queue.put)
         self.lease = self.ride_out(self.session.open)
-        self.rendezvous = MemberClient(self.meeting.store, self._keys, me.record.node, self._queue.put)
-        self.courier = StoreProxy(self.meeting.store, self._keys, self._queue.put)
+        self.rendezvous = self._client(me.record.node)
+        self.courier = self._edges.store_proxy(self.meeting.store, self._keys, self._queue.put)
         me, answer = self._enter(me)
         if isinstance(answer, Result):
             return answer
@@ -74,12 +74,17 @@ class Membership:
     def _has_succeeded(self) -> str:
         """How the run ended, if it is told to nobody but by its logs: this machine's etcd has ended with it."""
         alone = len(self.rendezvous.view.members) == 1
-        asked = alone and self.meeting.served is not None and not self._settings.again
+        asked = alone and self.meeting.served is not None and not self._settings.options.again
         return success(self._settings.run_dir) if asked else ""
 
     def ride_out(self, ask: Callable[[], R]) -> R:
         """See `meeting.ride_out`: for all that is asked before this agent is a member."""
-        return ride_out(ask, self._settings.etcd_wait_s, told_to_leave=self._told_to_leave)
+        return ride_out(ask, self._settings.etcd_wait_s, self._clock, told_to_leave=self._told_to_leave)
+
+    def _client(self, node: str) -> MemberClient:
+        edges = self._edges
+        how = (edges.clock.monotonic, edges.token, edges.seats_per_chunk)
+        return MemberClient(self.meeting.store, self._keys, node, self._queue.put, *how)
 
     def renew(self) -> None:
         """Get a new lease in place of a lost one. Raises StoreUnavailable."""
@@ -93,8 +98,8 @@ class Membership:
     def open_fresh(self, me: Me) -> Me | Result:
         """Begin again with a fresh embedded etcd, in a new life. Raises as `open` does."""
         self.close()
-        self.meeting = meet(self._settings, self._told_to_leave)
-        update = {"incarnation": secrets.token_hex(8), "generation": 0, "seen": max(me.record.seen, me.known)}
+        self.meeting = self._edges.meet(self._settings, self._told_to_leave)
+        update = {"incarnation": self._edges.token(), "generation": 0, "seen": max(me.record.seen, me.known)}
         record = me.record.model_copy(update=update)
         return self.open(Me(record=record, spec=me.spec, started=me.started, running=me.running, pause_s=me.pause_s))
 
@@ -116,15 +121,15 @@ class Membership:
 
     def _enter(self, me: Me) -> tuple[Me, Entered | Result]:
         """Register, whatever it takes: other newcomers, an old life's key, another agent of the same name."""
-        deadline = time.monotonic() + me.spec.join_timeout_s
+        deadline = self._clock.monotonic() + me.spec.join_timeout_s
         name, tries = me.record.node, 1
-        while time.monotonic() < deadline:
+        while self._clock.monotonic() < deadline:
             answer = self.ride_out(functools.partial(self._enter_once, me))
             if isinstance(answer, Entered | Result):
                 return me, answer
             if isinstance(answer, KeyValue):
                 other = decode(Member, answer.key, answer.value)
-                if ask(other.address, other.probe_port, other.incarnation) == "dead":
+                if self._edges.probe(other.address, other.probe_port, other.incarnation) == "dead":
                     self.ride_out(functools.partial(self.rendezvous.evict_stale, answer))
                 elif self._settings.node_given:
                     raise DuplicateError(_same_name(other))
@@ -134,7 +139,7 @@ class Membership:
             elif self._told_to_leave():
                 raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
             else:
-                time.sleep(LOOK_AGAIN_S)
+                self._clock.sleep(LOOK_AGAIN_S)
         raise StoreError(
             explain(
                 "the run could not be joined",
@@ -146,7 +151,7 @@ class Membership:
 
     def _enter_once(self, me: Me) -> Entered | Result | KeyValue | None:
         try:
-            return self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.again)
+            return self.rendezvous.enter(me.spec, me.record, self.lease.lease_id, again=self._settings.options.again)
         except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
             log.warning("%s; registering with another one", error)
             self.renew()
@@ -154,7 +159,7 @@ class Membership:
 
     def _rename(self, me: Me, name: str) -> Me:
         self.rendezvous.close()
-        self.rendezvous = MemberClient(self.meeting.store, self._keys, name, self._queue.put)
+        self.rendezvous = self._client(name)
         return replace(me, record=me.record.model_copy(update={"node": name}))
 
     def _told_to_leave(self) -> bool:

@@ -7,7 +7,6 @@ workers). When etcd is full, what has to be written is tried again until somebod
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -44,17 +43,16 @@ class Outage:
         self.alone_since: float | None = None
         self.retry_at = 0.0
 
-    def begin(self, error: StoreUnavailable) -> None:
+    def begin(self, error: StoreUnavailable, now: float) -> None:
         """A call has not been answered."""
-        now = time.monotonic()
         if self.since is None:
             self.since = now
             self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")
         self.retry_at = now + RETRY_S
 
-    def doubt(self) -> None:
+    def doubt(self, now: float) -> None:
         """Somebody may have decided without us: nothing is written before everything has been read again, now."""
-        self.retry_at = time.monotonic()
+        self.retry_at = now
         self.since = self.since if self.since is not None else self.retry_at
 
     def end(self, now: float) -> None:
@@ -67,9 +65,10 @@ class Outage:
         """Whether it lasts longer than a run should go on without agreement."""
         return self.since is not None and now - self.since > self._ride_through_s
 
-    def listen(self, prober: Prober, seats: Iterable[Seat], run_id: str, heard: Callable[[Heard], None]) -> None:
+    def listen(
+        self, prober: Prober, seats: Iterable[Seat], run_id: str, heard: Callable[[Heard], None], now: float
+    ) -> None:
         """Ask the generation's other agents which generation they are in, at most once a second."""
-        now = time.monotonic()
         if now < self._listen_at:
             return
         self._listen_at = now + LISTEN_S
@@ -83,9 +82,8 @@ class Outage:
         if heard.generation:
             self.alone_since = None
 
-    def full(self, error: StoreFull) -> float:
+    def full(self, error: StoreFull, now: float) -> float:
         """A write was refused for lack of space. Returns when to try again; raises `error` after too long a time."""
-        now = time.monotonic()
         if self._full_since is None:
             self._full_since = now
             self._say(f"{error}; workers run on, nothing can be agreed until then")

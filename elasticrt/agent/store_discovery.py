@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from elasticrt.clock import Clock
 from elasticrt.errors import StoreError, explain
 from elasticrt.rendezvous.records import Keys
 from elasticrt.settings import Settings
@@ -46,7 +47,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     served = None
     endpoints = settings.etcd
     if not endpoints:
-        served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
+        served = find_or_start(settings.run_id, listen=settings.serve)
         endpoints = (served.address,)
     elif settings.etcd_runs:
         _check_listening(endpoints)
@@ -58,6 +59,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
         ride_out(
             lambda: store.read(Keys(settings.run_id).spec, exact=True),
             settings.etcd_wait_s,
+            time,
             told_to_leave=told_to_leave,
         )
     except BaseException:
@@ -66,13 +68,15 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     return Meeting(store, endpoints, served)
 
 
-def ride_out(ask: Callable[[], R], wait_s: float, *, told_to_leave: Callable[[], bool] = lambda: False) -> R:
+def ride_out(
+    ask: Callable[[], R], wait_s: float, clock: Clock, *, told_to_leave: Callable[[], bool] = lambda: False
+) -> R:
     """Ask etcd again until it answers: who joins waits for it as members do, for up to `wait_s`.
 
     `ask` must bear being repeated when its effect is unknown. Raises StoreError after `wait_s` without an answer and
     when told to leave, and at once whatever else `ask` raises.
     """
-    since, said = time.monotonic(), False
+    since, said = clock.monotonic(), False
     while True:
         try:
             return ask()
@@ -80,7 +84,7 @@ def ride_out(ask: Callable[[], R], wait_s: float, *, told_to_leave: Callable[[],
             if told_to_leave():
                 message = "told to leave before the run was joined (signal). Nothing has been started"
                 raise StoreError(message) from error
-            if time.monotonic() - since >= wait_s:
+            if clock.monotonic() - since >= wait_s:
                 message = explain(
                     f"etcd has not answered for {wait_s:g} s",
                     "--etcd",
@@ -92,7 +96,7 @@ def ride_out(ask: Callable[[], R], wait_s: float, *, told_to_leave: Callable[[],
             if not said:
                 log.warning("etcd does not answer: %s; waiting for up to %g s", error, wait_s)
                 said = True
-        time.sleep(LOOK_AGAIN_S)
+        clock.sleep(LOOK_AGAIN_S)
 
 
 def _check_listening(endpoints: tuple[Address, ...]) -> None:
@@ -161,7 +165,7 @@ def _route(host: str, port: int) -> str:
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
     """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine."""
-    nodes = ("--min-nodes", str(spec.min_nodes), "--max-nodes", str(spec.max_nodes))
+    nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
     if meeting.served is None or settings.serve is not None:
         carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []

@@ -10,20 +10,31 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from elasticrt.cli.options import Options
+from elasticrt.cli.options import declare, read
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.std_streams import write
+from elasticrt.option_values import option
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
 from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address
 from elasticrt.text import shell
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What is also read from a variable."""
+
+    insecure_etcd: bool = option(
+        False, "--insecure-etcd", text="accept that whoever reaches the port can read and change the runs"
+    )
+
 
 _TLS_OPTIONS = ("cert_file", "key_file", "client_ca_file")
 
@@ -47,20 +58,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--cert-file", metavar="FILE", help="serve with TLS: the certificate")
     parser.add_argument("--key-file", metavar="FILE", help="its private key")
     parser.add_argument("--client-ca-file", metavar="FILE", help="demand certificates of this authority from clients")
-    options = Options(parser)
-    options.flag("--insecure-etcd", text="accept that whoever reaches the port can read and change the runs")
-    parser.set_defaults(func=lambda arguments: main(arguments, options))
+    declare(parser, ServeOptions)
+    parser.set_defaults(func=main)
 
 
-def main(arguments: argparse.Namespace, options: Options) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Serve. Exit code 0 after SIGINT, 143 after SIGTERM. Raises ConfigError, StoreError."""
     tls = check_tls(arguments)
     given = None if arguments.listen is None else parse_listen(arguments.listen, tls=tls)
-    if (
-        given is not None
-        and arguments.client_ca_file is None
-        and not options.read(arguments, os.environ)["insecure_etcd"]
-    ):
+    insecure = read(ServeOptions(), arguments, os.environ).insecure_etcd
+    if given is not None and arguments.client_ca_file is None and not insecure:
         raise ConfigError(
             explain(
                 "an etcd that authenticates nobody",

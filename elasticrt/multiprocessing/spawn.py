@@ -69,7 +69,7 @@ def spawn(
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or not 1 <= nprocs <= 4096:
         raise ConfigError(explain("not a number of workers", "spawn", got=nprocs, expected="nprocs from 1 to 4096"))
     call = _pickled(fn, tuple(args))
-    command = ["--nproc-per-node", str(nprocs), "--min-nodes", str(min_nodes), "--max-nodes", str(max_nodes)]
+    command = ["--nproc-per-node", str(nprocs), "--nnodes", f"{min_nodes}:{max_nodes}"]
     command += ["--module", WORKER_MODULE, f"{fn.__module__}:{fn.__qualname__}"]
     with _memory() as ours, contextlib.ExitStack() as closing:
         Path(ours).write_bytes(call)

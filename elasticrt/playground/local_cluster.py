@@ -47,16 +47,13 @@ class Simulation:
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
     faults: tuple[fault_plan.Fault, ...] = ()
-    run_dir: str | None = None
     agent: tuple[str, ...] = (sys.executable, "-m", "elasticrt", "run")
 
     def agent_command(self, node: str, events_fd: int) -> list[str]:
         """The command line of one node's agent."""
         mine = ["--node", node, "--run-id", self.run_id, "--events-fd", str(events_fd)]
-        size = ["--min-nodes", str(self.min_nodes), "--max-nodes", str(self.max_nodes)]
-        where = ["--run-dir", self.run_dir] if self.run_dir is not None else []
-        workers = ["--nproc-per-node", str(self.workers_per_node)]
-        return [*self.agent, *mine, *size, *workers, *where, *self.options, *self.command]
+        size = ["--nnodes", f"{self.min_nodes}:{self.max_nodes}", "--nproc-per-node", str(self.workers_per_node)]
+        return [*self.agent, *mine, *size, *self.options, *self.command]
 
 
 def play(simulation: Simulation, screen: Screen) -> int:

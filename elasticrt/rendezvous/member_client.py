@@ -10,8 +10,6 @@ decides again. That is the whole treatment of unknown outcomes: what happened is
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -19,7 +17,17 @@ from typing import TypeVar
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
-from elasticrt.rendezvous.records import HeadRecord, Keys, Member, Record, Report, Result, SpecRecord, decode
+from elasticrt.rendezvous.records import (
+    SEATS_PER_CHUNK,
+    HeadRecord,
+    Keys,
+    Member,
+    Record,
+    Report,
+    Result,
+    SpecRecord,
+    decode,
+)
 from elasticrt.rendezvous.view import (
     View,
     apply,
@@ -72,13 +80,15 @@ class Entered:
 class MemberClient:
     """A member's side of the store. Used by one thread; only `emit` is called from others."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  What one member of one run works with.
         self,
         store: Store,
         keys: Keys,
         node: str,
         emit: Callable[[Notice], None],
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float],
+        token: Callable[[], str],
+        seats_per_chunk: int = SEATS_PER_CHUNK,
     ) -> None:
         self.store = store
         self.keys = keys
@@ -86,6 +96,8 @@ class MemberClient:
         self.store_id, self._revision = "", 0
         self._emit = emit
         self._now = now
+        self._token = token
+        self._seats_per_chunk = seats_per_chunk
         self._watches: dict[str, tuple[int, Watch]] = {}
         self._next_watch = 1
         self._warned: set[str] = set()
@@ -233,7 +245,7 @@ class MemberClient:
 
     def publish(self, decision: Publish) -> bool:
         """Write the roster, then swap the generation; take the roster back if somebody else was faster."""
-        generation, chunks = decision.draft.seal(secrets.token_hex(8))
+        generation, chunks = decision.draft.seal(self._token(), self._seats_per_chunk)
         for txn in transactions.roster(self.keys, generation.nonce, chunks):
             self._commit(txn)
         txn = transactions.publish(self.keys, self._guard(), self.view.node, generation, self.view.generation)

@@ -58,9 +58,9 @@ class Draft:
     memory: CopyRecord | None = None
     in_place: bool = False
 
-    def seal(self, nonce: str) -> tuple[Generation, tuple[RosterChunk, ...]]:
-        """The record to publish and its roster."""
-        chunks = roster_chunks(self.seats)
+    def seal(self, nonce: str, chunk_size: int) -> tuple[Generation, tuple[RosterChunk, ...]]:
+        """The record to publish and its roster, in chunks of `chunk_size` seats on average."""
+        chunks = roster_chunks(self.seats, chunk_size)
         record = Generation(
             number=self.number,
             attempt=self.attempt,

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import threading
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import LOOK_AGAIN_S, Cycle
 from elasticrt.agent.store_discovery import ride_out
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
-from elasticrt.liveness.probe import ProbeServer
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
 from elasticrt.rendezvous.member_client import Entered, MemberClient
-from elasticrt.rendezvous.records import FailureRecord, Generation, Keys, Member, Report, Result, Seat
+from elasticrt.rendezvous.records import Generation, Keys, Member, Report, Result, Seat
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
 from elasticrt.store.protocol import ETCD_WAIT_S, KeyValue, Lease, LeaseLost, Store
-from elasticrt.workers.store_ports import StorePorts
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +65,18 @@ class _Going:
 class Participant(Cycle):
     """Takes part in a run, from `open` to `close`; these are for one thread, the other side's."""
 
-    def __init__(self, store: Store, run_id: str, spec: RunSpec, *, node: str, address: str) -> None:
-        super().__init__(run_id, RIDE_THROUGH_S, lambda text: log.warning("%s", text))
+    def __init__(
+        self, store: Store, run_id: str, spec: RunSpec, *, node: str, address: str, edges: Edges | None = None
+    ) -> None:
+        edges = edges or Edges()
+        super().__init__(run_id, RIDE_THROUGH_S, lambda text: log.warning("%s", text), edges)
         self._store = store
-        self._probes = ProbeServer(address, run_id, lambda: (self.me.record.incarnation, self.me.started))
-        self._ports = StorePorts()
+        self._probes = edges.probe_server(address, run_id, lambda: (self.me.record.incarnation, self.me.started))
+        self._ports = edges.store_ports()
         self._ports.bind(address)
         record = Member(
             node=node,
-            incarnation=secrets.token_hex(8),
+            incarnation=self.edges.token(),
             address=address,
             pid=os.getpid(),
             workers=1,  # How many the other side starts is not known here; it counts ranks by itself.
@@ -86,8 +87,8 @@ class Participant(Cycle):
         self.me = Me(record=record, spec=spec)
         self._watch_threads()
         self._probes.start()
-        self._session = LeaseSession(store, spec.lease_ttl_s, self.queue.put)
-        self._rendezvous = MemberClient(store, Keys(run_id), node, self.queue.put)
+        self._session = edges.lease_session(store, spec.lease_ttl_s, self.queue.put)
+        self._rendezvous = MemberClient(store, Keys(run_id), node, self.queue.put, edges.clock.monotonic, edges.token)
         self._thread: threading.Thread | None = None
         self._left = False
         # What the other side sees; guarded by `_changed`.
@@ -100,16 +101,16 @@ class Participant(Cycle):
 
     def open(self, timeout_s: float) -> None:
         """Register, and begin to take part. Raises RendezvousTimeoutError, DuplicateError, StoreError."""
-        deadline, wait_s = time.monotonic() + timeout_s, min(timeout_s, ETCD_WAIT_S)
-        self._lease = ride_out(self._session.open, wait_s)
+        deadline, wait_s = self.clock.monotonic() + timeout_s, min(timeout_s, ETCD_WAIT_S)
+        self._lease = ride_out(self._session.open, wait_s, self.clock)
         while True:
-            answer = ride_out(self._enter_once, wait_s)
+            answer = ride_out(self._enter_once, wait_s, self.clock)
             if isinstance(answer, Entered):
                 break
-            if time.monotonic() > deadline:
+            if self.clock.monotonic() > deadline:
                 raise RendezvousTimeoutError(f"run {self._run_id} could not be joined within {timeout_s:g} s")
-            time.sleep(LOOK_AGAIN_S)
-        ride_out(self.rendezvous.refresh, wait_s)
+            self.clock.sleep(LOOK_AGAIN_S)
+        ride_out(self.rendezvous.refresh, wait_s, self.clock)
         number = self.rendezvous.view.number
         record = self.me.record.model_copy(update={"seen": number})
         self.me = replace(self.me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
@@ -256,13 +257,13 @@ class Participant(Cycle):
         self.me = replace(self.me, running=0, record=_running(self.me.record, 0))
         if self._left:
             # Whatever this node was, it comes back as a newcomer.
-            record = self.me.record.model_copy(update={"incarnation": secrets.token_hex(8)})
+            record = self.me.record.model_copy(update={"incarnation": self.edges.token()})
             self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None)
         if self._left or generation == 0 or generation != self.me.started:
             return
         summary = f"workers on {self.me.record.node} ended or could not start"
-        failure = FailureRecord(rank=0, code=1, collateral=False, summary=summary)
-        self.me = replace(self.me, report=self._report("failed", failure=failure), failed_at=time.monotonic())
+        failure = Failure(rank=0, code=1, collateral=False, summary=summary)
+        self.me = replace(self.me, report=self._report("failed", failure=failure), failed_at=self.clock.monotonic())
 
     def _report(self, status: Any, **more: Any) -> Report:
         record = self.me.record

@@ -9,6 +9,7 @@ kernel frees it.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from elasticrt.ipc.env import Copy
 
@@ -16,13 +17,14 @@ COPIES_MAX = 2
 
 
 class SnapshotCache:
-    """Used by the agent's thread.
+    """Used by the agent's thread. `close` closes a file descriptor.
 
     Attributes:
         kept: the copy that the running generation resumed from, or one of the same step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[int], None] = os.close) -> None:
+        self._close_file = close
         self.kept: Copy | None = None
         self._kept_fd = -1
         self._copies: list[tuple[Copy, int]] = []
@@ -71,7 +73,6 @@ class SnapshotCache:
         self.kept = None
         self._copies = []
 
-    @staticmethod
-    def _close(fd: int) -> None:
+    def _close(self, fd: int) -> None:
         if fd >= 0:
-            os.close(fd)
+            self._close_file(fd)

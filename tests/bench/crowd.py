@@ -25,12 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import Answer
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
 from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import FailureRecord, Keys, Member, Report, Seat
+from elasticrt.rendezvous.records import Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.etcd import EtcdStore
@@ -98,7 +99,9 @@ class VirtualAgent:
             warm=True,
         )
         self.me = Me(record=record, spec=crowd.spec)
-        self.rendezvous = MemberClient(store, crowd.keys, self.node, lambda notice: crowd.queue.put((self, notice)))
+        put = lambda notice: crowd.queue.put((self, notice))  # noqa: E731
+        draw = lambda: secrets.token_hex(8)  # noqa: E731
+        self.rendezvous = MemberClient(store, crowd.keys, self.node, put, time.monotonic, draw)
         self._prober: Prober | None = None
         self.lease = 0
         self.lost = self.pausing = False
@@ -127,7 +130,7 @@ class VirtualAgent:
             case (incarnation, Verdict() as verdict):
                 self.rendezvous.view = with_verdict(self.rendezvous.view, incarnation, verdict)
             case "fail":
-                failure = FailureRecord(rank=0, code=1, collateral=True, summary="the connection was reset")
+                failure = Failure(rank=0, code=1, collateral=True, summary="the connection was reset")
                 record = self.me.record
                 report = Report(
                     generation=self.me.started,

@@ -39,7 +39,7 @@ if ctx.is_first:
 def _cluster(tmp_path: Path, memory: str, nodes: int) -> Cluster:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["--min-nodes", "1", "--max-nodes", str(nodes), "--join", "now", *TOGETHER]
+    options = ["--nnodes", f"1:{nodes}", "--join", "now", *TOGETHER]
     return Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script), memory])
 
 
@@ -148,7 +148,7 @@ HEAD, COPY = 10, 12
 def _copying(tmp_path: Path, nodes: int) -> Cluster:
     script = tmp_path / "train.py"
     script.write_text(COPYING)
-    options = ["--min-nodes", str(nodes), "--max-nodes", str(nodes), "--max-restarts", "20"]
+    options = ["--nnodes", str(nodes), "--max-restarts", "20"]
     cluster = Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script)])
     for index in range(nodes):
         cluster.start(f"node-{index}")

@@ -1,24 +1,66 @@
-"""The edges of a virtual agent: what production modules name, as it is in virtual time."""
+"""The edges of a virtual agent: all that it touches, in virtual time."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, nobody
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, LeaseSession
 from elasticrt.store.protocol import Lease
-from tests.virtual.engine import VirtualQueue
+from tests.virtual.engine import VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
 
 if TYPE_CHECKING:
     from tests.virtual.process import Process
+    from tests.virtual.simulator import Simulator
 
-CURRENT: list[Any] = []
-"""The simulator that is running: what replaces module globals has to find it."""
+
+class VirtualClock:
+    """One machine's clock."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.monotonic = process.clock
+        self.sleep = process.sleep
+
+    def monotonic_ns(self) -> int:
+        """See `Clock`."""
+        return nanoseconds(self._process.clock())
+
+
+def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
+    """Everything that a virtual agent touches."""
+    sim = process.sim
+
+    def token() -> str:
+        return hashlib.sha256(f"{sim.plan.seed}/{sim.port()}".encode()).hexdigest()[:16]
+
+    return Edges(
+        clock=VirtualClock(process),
+        queue=lambda: VirtualQueue(sim.engine, lambda: process.rate),
+        token=token,
+        meet=lambda *_: SimpleNamespace(store=process.wire, endpoints=(), served=None),
+        own_address=lambda *_: process.address,
+        how_to_join=lambda *_: [],
+        lease_session=VirtualLeaseSession,
+        store_proxy=VirtualStoreProxy,
+        prober=functools.partial(VirtualProber, process),
+        probe=functools.partial(sim.probe, process),
+        probe_server=lambda *_: SimpleNamespace(port=process.probe_port, start=lambda: None, close=lambda: None),
+        store_ports=lambda: VirtualStorePorts(sim),
+        event_log=functools.partial(VirtualEvents, sim),
+        supervisor=supervisor,
+        take_stacks=lambda *_: None,
+        close_file=lambda _: None,
+        seats_per_chunk=sim.plan.seats_per_chunk,
+    )
 
 
 class VirtualEvents:
@@ -26,8 +68,9 @@ class VirtualEvents:
 
     KEPT = ("committed", "result", "agent_stopped", "first_step")
 
-    def __init__(self, node: str, directory: object, fd: int = -1) -> None:
-        self.sim, self.process = CURRENT[0], None
+    def __init__(self, sim: Simulator, node: str, directory: object, fd: int = -1) -> None:
+        del directory, fd
+        self.sim = sim
         self.node = node
 
     def rename(self, node: str) -> None:
@@ -48,13 +91,14 @@ class VirtualEvents:
 class VirtualStorePorts:
     """Ports are numbers."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, sim: Simulator) -> None:
+        self._sim = sim
         self.port = 0
         self.address = ""
 
     def bind(self, address: str) -> None:
         """See `Ports`."""
-        self.address, self.port = address, CURRENT[0].port()
+        self.address, self.port = address, self._sim.port()
 
     def take(self, port: int, *, shared: bool) -> None:
         """See `Ports`."""
@@ -66,15 +110,15 @@ class VirtualStorePorts:
 class VirtualProber:
     """Asks agents over the virtual network."""
 
-    def __init__(self, sink: Callable[[Seat, Any, float], None]) -> None:
+    def __init__(self, process: Process, sink: Callable[[Seat, Any, float], None]) -> None:
+        self._process = process
         self._sink = sink
         self._asking: set[str] = set()
 
     def ask(self, seats: Sequence[Seat], witnesses: Witnesses = nobody) -> None:
         """See `Prober`. Here nobody is asked about others: whoever is silent is so after 1.5 s."""
         del witnesses
-        sim = CURRENT[0]
-        asker = sim.engine.task.place
+        asker, sim = self._process, self._process.sim
         for seat in seats:
             if seat.incarnation not in self._asking:
                 self._asking.add(seat.incarnation)
@@ -87,8 +131,7 @@ class VirtualProber:
 
     def listen(self, seats: Sequence[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """See `Prober`."""
-        sim = CURRENT[0]
-        asker = sim.engine.task.place
+        asker, sim = self._process, self._process.sim
         for seat in seats:
             if seat.incarnation not in self._asking:
                 self._asking.add(seat.incarnation)

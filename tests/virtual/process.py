@@ -7,41 +7,26 @@ probes, the worker parent and the workers.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
+import functools
 import queue
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent import supervisor
 from elasticrt.agent.agent import Agent
-from elasticrt.agent.membership import Membership
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import ElasticError
 from elasticrt.ipc.messages import Warm
-from elasticrt.rendezvous.decision import Decision, Me, Publish
-from elasticrt.rendezvous.member_client import MemberClient
-from elasticrt.rendezvous.records import Generation, Result, Seat
+from elasticrt.rendezvous.decision import Decision, Publish
+from elasticrt.rendezvous.records import Generation, Seat
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.store.protocol import Address, Credentials
-from elasticrt.workers import snapshot_cache
 from elasticrt.workers.group import WorkerEnded
 from tests.virtual.conduct import Intent
-from tests.virtual.edges import (
-    CURRENT,
-    VirtualEvents,
-    VirtualLeaseSession,
-    VirtualProber,
-    VirtualStorePorts,
-    VirtualStoreProxy,
-)
-from tests.virtual.engine import Engine, Task, VirtualQueue, nanoseconds
+from tests.virtual.edges import edges
+from tests.virtual.engine import Task, VirtualQueue
 from tests.virtual.wire import Wire
 from tests.virtual.workers import VirtualGroup
 
@@ -81,8 +66,8 @@ class Process:
         self.wire = Wire(sim, self)
         self.tasks: list[Task] = []
         self.probe_port = sim.port()
-        with virtual(sim):
-            self.agent = VirtualAgent(self)
+        sim.processes[name] = self
+        self.agent = VirtualAgent(self)
         self.tasks.append(sim.engine.start(self, self._main, f"{name}.{life}"))
 
     def clock(self) -> float:
@@ -131,7 +116,8 @@ class VirtualAgent(Agent):
     def __init__(self, process: Process) -> None:
         self.process = process
         self.published: Publish | None = None
-        super().__init__(_settings(process), process.spec)
+        supervisor = functools.partial(VirtualSupervisor, process)
+        super().__init__(_settings(process), process.spec, edges(process, supervisor))
 
     def _decide(self) -> Decision:
         before = self.reason
@@ -140,6 +126,12 @@ class VirtualAgent(Agent):
             self.process.sim.say(self.process, f"{type(decision).__name__}: {decision.reason}")
         self.process.sim.invariants.conduct.decided(self.process, decision)
         return decision
+
+    def _join(self) -> bool:
+        joined = super()._join()
+        if joined:
+            self.process.attempt = self.me.attempt
+        return joined
 
     def _run(self, generation: Generation, seat: Seat) -> None:
         self.process.going_on = generation
@@ -155,151 +147,48 @@ class VirtualAgent(Agent):
 class VirtualSupervisor(Supervisor):
     """The production node over virtual workers."""
 
-    def __init__(self, settings: Settings, put: Callable[[Any], None], *more: Any) -> None:
+    def __init__(self, process: Process, settings: Settings, put: Callable[[Any], None], *more: Any) -> None:
         super().__init__(settings, put, *more)
-        self.group = VirtualGroup(process_of(settings), put)
+        self._process = process
+        self.group = VirtualGroup(process, put)
         self._group = self.group  # type: ignore[assignment]  It is one as far as a node can see.
 
     def open(self) -> None:
         """Start the worker parent: it is warm after a while."""
-        sim = process_of(self._settings).sim
+        sim = self._process.sim
         sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s))
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Not here: there is no process whose time and stacks could be looked at."""
 
     def _worker_ended(self, event: WorkerEnded) -> None:
-        process = process_of(self._settings)
-        process.loses = True
+        self._process.loses = True
         try:
             super()._worker_ended(event)
         finally:
-            process.loses = False
+            self._process.loses = False
 
     def close(self) -> None:
         """End everything that this node has started."""
         self.group.vanish("the agent ends")
 
 
-class VirtualMembership(Membership):
-    """The production membership; only the courier and the meeting are virtual."""
-
-    def open(self, me: Me) -> Me | Result:
-        """See `Membership`."""
-        joined = super().open(me)
-        if isinstance(joined, Me):
-            process_of(self._settings).attempt = joined.attempt
-        return joined
-
-    def embedded_died(self) -> bool:
-        """Never: etcd is outside."""
-        return False
-
-
-PRODUCTION = tuple(f"elasticrt.{part}." for part in ("agent", "workers", "liveness", "torchrun", "rendezvous"))
-
-
-def _production() -> list[ModuleType]:
-    """Where edges are replaced: modules that may name a clock, a queue, a thread or a process."""
-    found = [key for key in sys.modules if key.startswith(PRODUCTION)]
-    return [sys.modules[key] for key in sorted(found)]
-
-
-def process_of(settings: Settings) -> Process:
-    """The process that has these settings."""
-    process: Process = CURRENT[0].processes[settings.node]
-    return process
-
-
 def _settings(process: Process) -> Settings:
-    process.sim.processes[process.name] = process
     return Settings(
+        options=RunOptions(
+            node=process.name,
+            again=process.sim.again,
+            max_restarts=process.spec.max_restarts,
+            drain_timeout_s=process.sim.drain_s,
+            events_fd=0,  # Nothing is narrated.
+        ),
         run_id="run",
         node=process.name,
-        node_given=True,
         address=process.address,
         workers=process.workers,
         command=Command(("train.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(Address("http", "virtual", 2379),),
         credentials=Credentials(),
         serve=None,
-        again=process.sim.again,
         run_dir=Path("/virtual"),
-        max_restarts=process.spec.max_restarts,
-        stop_timeout_s=2.0,
-        drain_timeout_s=process.sim.drain_s,
-        events_fd=0,  # Nothing is narrated.
     )
-
-
-@contextmanager
-def virtual(sim: Simulator) -> Iterator[None]:
-    """Replace the edges of the production modules: clock, queue, randomness, threads, network."""
-    if CURRENT:
-        yield
-        return
-    engine: Engine = sim.engine
-
-    def draw(count: int) -> str:
-        return hashlib.sha256(f"{sim.plan.seed}/{sim.port()}".encode()).hexdigest()[: 2 * count]
-
-    def here() -> Process:
-        place: Any = engine.task.place if engine.task is not None else engine.place
-        return place
-
-    clock = SimpleNamespace(
-        monotonic=engine.clock,
-        monotonic_ns=lambda: nanoseconds(engine.clock()),
-        sleep=lambda seconds: here().sleep(seconds),
-    )
-    secrets = SimpleNamespace(token_hex=draw)
-    queues = SimpleNamespace(SimpleQueue=lambda: VirtualQueue(engine, lambda: here().rate), Empty=queue.Empty)
-
-    def rendezvous(store: Wire, keys: Any, supervisor: str, emit: Callable[[Any], None]) -> MemberClient:
-        return MemberClient(store, keys, supervisor, emit, store.process.clock)
-
-    replacing: dict[str, Any] = {
-        "time": clock,
-        "secrets": secrets,
-        "queue": queues,
-        "EventLog": VirtualEvents,
-        "Supervisor": VirtualSupervisor,
-        "SEATS_PER_CHUNK": sim.plan.seats_per_chunk,
-        "StorePorts": VirtualStorePorts,
-        "Prober": VirtualProber,
-        "Membership": VirtualMembership,
-        "ProbeServer": lambda *_: SimpleNamespace(port=here().probe_port, start=lambda: None, close=lambda: None),
-        "own_address": lambda settings, endpoints: settings.address,
-        "how_to_join": lambda settings, spec, meeting: [],
-        "LeaseSession": VirtualLeaseSession,
-        "StoreProxy": VirtualStoreProxy,
-        "MemberClient": rendezvous,
-        "ask": lambda *seat: sim.probe(here(), *seat),
-        "take": lambda *_: None,  # Stacks.
-        "meet": lambda settings, told_to_leave: SimpleNamespace(store=here().wire, endpoints=(), served=None),
-    }
-    before = [
-        (module, name, vars(module)[name])
-        for module in _production()
-        for name in replacing
-        if name in vars(module) and getattr(vars(module)[name], "__module__", "") != module.__name__
-    ]
-    replaced = [(module, name, replacing[name]) for module, name, _ in before]
-    before += [(snapshot_cache, "os", os), (supervisor, "os", os)]
-    files = SimpleNamespace(memfd_create=lambda *_: sim.port(), close=id, MFD_CLOEXEC=0, environ=os.environ)
-    replaced += [(snapshot_cache, "os", files), (supervisor, "os", files)]
-    CURRENT.append(sim)
-    logger = logging.getLogger("elasticrt")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # The story says it all.
-    for module, name, value in replaced:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        CURRENT.clear()
-        logger.setLevel(level)
-        for module, name, value in before:
-            setattr(module, name, value)

@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Adopt,
@@ -36,7 +37,7 @@ from elasticrt.rendezvous.decision import (
     Withdraw,
 )
 from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Keys, Member, Report, Seat
+from elasticrt.rendezvous.records import CopyRecord, Generation, Keys, Member, Report, Seat
 from elasticrt.rendezvous.view import Verdict, with_verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import LeaseLost
@@ -62,7 +63,9 @@ class VirtualMember:
         self.notices: deque[Notice] = deque()
         self.store = self.world.connect()
         self.keys = Keys("run")
-        self.rendezvous = MemberClient(self.store, self.keys, self.name, self.notices.append, self.world.clock)
+        self.rendezvous = MemberClient(
+            self.store, self.keys, self.name, self.notices.append, self.world.clock, self.world.token
+        )
         self.me = Me(record=self._record(), spec=self.world.spec)
 
     def _record(self) -> Member:
@@ -86,7 +89,7 @@ class VirtualMember:
         """The worker parent is ready."""
         self.me = replace(self.me, record=self.me.record.model_copy(update={"warm": True}))
 
-    def report(self, status: str, failure: FailureRecord | None = None, **more: object) -> None:
+    def report(self, status: str, failure: Failure | None = None, **more: object) -> None:
         """This node's workers have ended."""
         self.me = replace(
             self.me,
@@ -109,7 +112,7 @@ class VirtualMember:
         rank = self.ran[-1][1].rank_offset
         self.report(
             "failed",
-            FailureRecord(
+            Failure(
                 rank=rank,
                 code=1,
                 collateral=collateral,
@@ -217,6 +220,7 @@ class World:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.now = 100.0
+        self.drawn = 0
         self.server = MemoryServer(self.clock)
         self.members: dict[str, VirtualMember] = {}
         self.cuts: list[set[str]] = []  # Pairs that do not hear each other; etcd hears all.
@@ -224,6 +228,11 @@ class World:
     def clock(self) -> float:
         """The only clock."""
         return self.now
+
+    def token(self) -> str:
+        """64 bits that nobody has had."""
+        self.drawn += 1
+        return hashlib.sha256(f"token {self.drawn}".encode()).hexdigest()[:16]
 
     def connect(self) -> MemoryStore:
         """A client for one member."""

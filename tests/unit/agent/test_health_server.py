@@ -121,13 +121,13 @@ def test_since_when_a_node_hears_nobody() -> None:
     try:
         other.start()
         alone = Outage(900.0, lambda _: None)
-        alone.doubt()
-        alone.listen(prober, [], "digits", heard.put)
+        alone.doubt(time.monotonic())
+        alone.listen(prober, [], "digits", heard.put, time.monotonic())
         assert alone.alone_since is None, "a run of one node has nobody to hear"
         for port, answers in ((refusing, False), (other.port, True)):
             outage = Outage(900.0, lambda _: None)
-            outage.doubt()
-            outage.listen(prober, [_seat(port)], "digits", heard.put)
+            outage.doubt(time.monotonic())
+            outage.listen(prober, [_seat(port)], "digits", heard.put, time.monotonic())
             assert outage.alone_since is not None
             outage.heard(heard.get(timeout=30))
             assert (outage.alone_since is None) is answers

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from elasticrt.agent import membership
+from elasticrt.agent.edges import Edges
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import Meeting, ride_out
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Keys, Member, decode
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Lease, RangeRead, StoreUnavailable, Txn, TxnResult
@@ -74,27 +75,23 @@ def _joined(server: MemoryServer, node: str) -> bool:
     return any(decode(Member, kv.key, kv.value).node == node and kv.lease for kv in found)
 
 
-def _agent_joins(store: Troubled, monkeypatch: pytest.MonkeyPatch) -> str:
+def _agent_joins(store: Troubled) -> str:
     settings = Settings(
+        options=RunOptions(node="alpha"),
         run_id="run",
         node="alpha",
-        node_given=True,
         address="127.0.0.1",
         workers=1,
         command=Command(("train.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(),
         credentials=Credentials(),
         serve=None,
-        again=False,
         run_dir=Path("/nowhere"),
     )
-    monkeypatch.setattr(membership, "meet", lambda *_: Meeting(store, (), None))
     member = Member(
         node="alpha", incarnation="a" * 16, address="127.0.0.1", pid=7, workers=1, probe_port=5, port=6, warm=True
     )
-    one = Membership(settings, queue.SimpleQueue())
+    one = Membership(settings, queue.SimpleQueue(), Edges(meet=lambda *_: Meeting(store, (), None)))
     try:
         assert isinstance(one.open(Me(record=member, spec=SPEC)), Me)
         return one.rendezvous.view.node if _joined(store.server, "alpha") else ""
@@ -102,7 +99,7 @@ def _agent_joins(store: Troubled, monkeypatch: pytest.MonkeyPatch) -> str:
         one.close()
 
 
-def _participant_joins(store: Troubled, _: pytest.MonkeyPatch) -> str:
+def _participant_joins(store: Troubled) -> str:
     one = Participant(store, "run", SPEC, node="alpha", address="127.0.0.1")
     try:
         one.open(30.0)
@@ -113,14 +110,12 @@ def _participant_joins(store: Troubled, _: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("join", [_agent_joins, _participant_joins])
 @pytest.mark.parametrize("how", ["unsent", "unheard", "lapsed"])
-def test_etcd_stands_still_at_any_call(
-    how: str, join: Callable[[Troubled, pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_etcd_stands_still_at_any_call(how: str, join: Callable[[Troubled], str]) -> None:
     """E01, E02: any one call of a newcomer is not answered, or its lease has ended by then: it joins all the same."""
     at = 1
     while True:
         store = Troubled(MemoryServer(time.monotonic), how, at)
-        name = join(store, monkeypatch)
+        name = join(store)
         if store.calls < at:
             break
         # A lease that ends after registering is the member's business: it registers again.
@@ -136,6 +131,6 @@ def test_no_answer_for_long_enough() -> None:
         raise StoreUnavailable("silence at http://a:1")
 
     with pytest.raises(StoreError, match=r"etcd has not answered for 0 s .--etcd.: got silence at http://a:1"):
-        ride_out(ask, 0.0)
+        ride_out(ask, 0.0, time)
     with pytest.raises(StoreError, match="told to leave before the run was joined"):
-        ride_out(ask, 600.0, told_to_leave=lambda: True)
+        ride_out(ask, 600.0, time, told_to_leave=lambda: True)

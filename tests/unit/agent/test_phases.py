@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ import pytest
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.liveness.progress import Progress
-from elasticrt.workers.outcomes import PHASES, phases
+from elasticrt.liveness.progress import PHASES, Progress, phases
 
 MS = 1_000_000
 
@@ -52,7 +52,7 @@ def test_phases(since_ms: int, marks_ms: dict[str, int], expected_ms: dict[str, 
 def test_a_second_loop_costs_nothing(tmp_path: Path) -> None:
     """A restarted script says once what the restart has cost: the first step of its next Loop ends no recovery."""
     page, said = StatusPage(StatusPage.create()), []
-    progress = Progress(lambda: [page], EventLog("n0", tmp_path, -1), said.append)
+    progress = Progress(lambda: [page], EventLog("n0", tmp_path, -1), said.append, time)
     page.finished(7, 0, 1 * MS)
     progress.replaced(1)
     progress.remember()

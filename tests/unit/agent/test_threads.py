@@ -18,6 +18,7 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Put, Resync, Txn
@@ -44,18 +45,15 @@ TEXTS = {
 def _agent(tmp_path: Path) -> Iterator[Agent]:
     before = threading.excepthook
     settings = Settings(
+        options=RunOptions(node="n0"),
         run_id="r",
         node="n0",
-        node_given=True,
         address=None,
         workers=1,
         command=Command(("x.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(),
         credentials=Credentials(),
         serve=None,
-        again=False,
         run_dir=tmp_path,
     )
     agent = Agent(settings, SPEC)

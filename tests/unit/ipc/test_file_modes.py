@@ -18,7 +18,8 @@ from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.settings import ERR, LogOptions
+from elasticrt.option_values import ERR
+from elasticrt.settings import LogOptions
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
 
 
@@ -47,7 +48,7 @@ def logs(path: Path) -> None:
     events = EventLog("a", path / "run")
     events.write("something")
     events.close()
-    keep(Stacks(1, 3, 1.0, False, {0: ("line",)}), {0: 0}, "a", path / "run")
+    keep(Stacks("stalled", 1, 3, 1.0, False), {0: ("line",)}, "a", path / "run")
 
 
 def error_file(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from elasticrt.event_log import EventLog
@@ -34,7 +35,7 @@ class Kept(EventLog):
 def _pauses(*generations: int) -> list[float | None]:
     """A node has seats in these generations: in each it makes a step at second N, and one at N + 0.5."""
     page, events = Words(), Kept()
-    progress = Progress(lambda: [page], events, lambda text: None)
+    progress = Progress(lambda: [page], events, lambda text: None, time)
     for number in generations:
         progress.replaced(number)
         progress.began()

@@ -28,7 +28,7 @@ class Agent:
     def __init__(self, options: argparse.Namespace) -> None:
         self.node: str = options.node
         self.run_id: str = options.run_id
-        self.minimum = int(options.min_nodes)
+        self.minimum = int(options.nnodes.partition(":")[0])
         self.behaviour, self.steps = options.behaviour, int(options.steps)
         self.directory = Path(options.directory)
         self.events = os.fdopen(options.events_fd, "w", buffering=1)
@@ -125,7 +125,7 @@ class Agent:
 def main() -> int:
     """Read what `elasticrt run` would be given."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("node", "run-id", "min-nodes", "max-nodes", "nproc-per-node"):
+    for name in ("node", "run-id", "nnodes", "nproc-per-node"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--events-fd", type=int, required=True)
     for name in ("behaviour", "steps", "directory"):

@@ -49,7 +49,9 @@ class One:
         record = _member(index)
         self.notices: deque[Notice] = deque()
         self.messages = 0
-        self.rendezvous = MemberClient(self.store, KEYS, record.node, self.notices.append, lambda: 0.0)
+        self.rendezvous = MemberClient(
+            self.store, KEYS, record.node, self.notices.append, lambda: 0.0, lambda: "0" * 16
+        )
         self.lease = self.store.grant(60.0).lease_id
         entered = self.rendezvous.enter(spec, record, self.lease, again=False)
         assert isinstance(entered, Entered)

@@ -1,0 +1,77 @@
+"""All that an agent touches besides its own state: time, chance, network, processes, files. One value, handed in.
+
+Nothing else of an agent reads a clock, opens a connection or starts a thread by a name of its own, so whoever makes an
+agent with other edges runs the same agent in another world: the simulator in `tests/virtual` does.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elasticrt.agent.store_discovery import Meeting, how_to_join, meet, own_address
+from elasticrt.agent.store_proxy import StoreProxy
+from elasticrt.agent.supervisor import Supervisor
+from elasticrt.clock import Clock
+from elasticrt.event_log import EventLog
+from elasticrt.liveness import stacks
+from elasticrt.liveness.probe import ProbeServer, ask
+from elasticrt.liveness.prober import Prober
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK
+from elasticrt.settings import Settings
+from elasticrt.spec import RunSpec
+from elasticrt.store.lease_session import LeaseSession
+from elasticrt.store.protocol import Address
+from elasticrt.workers.store_ports import StorePorts
+
+
+def _token() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The edges of one agent; the defaults are the real ones.
+
+    Attributes:
+        clock: the monotonic clock of this machine.
+        queue: makes the queue that the agent's loop reads.
+        token: draws 64 random bits, as 16 hex digits: an incarnation, a nonce.
+        meet: finds an etcd or starts this machine's own.
+        own_address: the address of this machine that others reach.
+        how_to_join: the lines that tell people how to bring more nodes.
+        lease_session: grants a lease and keeps it alive.
+        store_proxy: carries out what workers ask of the store.
+        prober: asks other agents whether they live, in the background.
+        probe: asks one agent the same, and waits for the answer.
+        probe_server: answers such questions.
+        store_ports: holds the sockets for stores of generations to come.
+        event_log: writes events for machines.
+        supervisor: starts and stops workers.
+        take_stacks: asks workers for their stacks.
+        close_file: closes a file descriptor that a worker has sent.
+        seats_per_chunk: how many seats a chunk of a roster has on average.
+    """
+
+    clock: Clock = time
+    queue: Callable[[], queue.SimpleQueue[Any]] = queue.SimpleQueue
+    token: Callable[[], str] = _token
+    meet: Callable[[Settings, Callable[[], bool]], Meeting] = meet
+    own_address: Callable[[Settings, tuple[Address, ...]], str] = own_address
+    how_to_join: Callable[[Settings, RunSpec, Meeting], list[str]] = how_to_join
+    lease_session: Callable[..., LeaseSession] = LeaseSession
+    store_proxy: Callable[..., StoreProxy] = StoreProxy
+    prober: Callable[..., Prober] = Prober
+    probe: Callable[[str, int, str], str] = ask
+    probe_server: Callable[..., ProbeServer] = ProbeServer
+    store_ports: Callable[[], StorePorts] = StorePorts
+    event_log: Callable[..., EventLog] = EventLog
+    supervisor: Callable[..., Supervisor] = Supervisor
+    take_stacks: Callable[..., None] = stacks.take
+    close_file: Callable[[int], None] = os.close
+    seats_per_chunk: int = SEATS_PER_CHUNK
