@@ -106,6 +106,7 @@ PURE = (
     "ipc/env.py",
     "ipc/failure.py",
     "ipc/messages.py",
+    "ipc/time_bounds.py",
     "rendezvous/records.py",
     "rendezvous/view.py",
     "rendezvous/decide.py",

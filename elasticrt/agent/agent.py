@@ -25,7 +25,7 @@ from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
-from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Save, Warm
+from elasticrt.ipc.messages import Request, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
@@ -184,7 +184,7 @@ class Agent(Cycle):
         match event:
             case signal.Signals():
                 self._signalled(event)
-            case WorkerSaid(message=Save() | Own() | Claim() | Published() | BuildFailed()):
+            case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
             case HeadRecord():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
@@ -315,7 +315,7 @@ class Agent(Cycle):
 
     def _send_errand(self, said: WorkerSaid) -> None:
         view, request = self.rendezvous.view, said.message
-        assert isinstance(request, Save | Own | Claim | Published | BuildFailed)
+        assert isinstance(request, Request)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
         number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
         current = view.generation is not None and view.number == number

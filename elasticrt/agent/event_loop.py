@@ -18,6 +18,7 @@ from typing import Any
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.outage import Heard, Outage
 from elasticrt.errors import EXIT_STORE
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.liveness.prober import nobody
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
@@ -52,7 +53,6 @@ from elasticrt.store.protocol import Lease, LeaseLost, StoreFull, StoreUnavailab
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.1
 PROBE_S = 2.0
 
 OWN_THREADS = "elasticrt-"

@@ -18,6 +18,7 @@ from elasticrt.agent.store_discovery import Meeting, ride_out
 from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.event_log import success
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.member_client import Entered, MemberClient
 from elasticrt.rendezvous.records import Keys, Member, Result, decode
@@ -28,7 +29,6 @@ from elasticrt.workers.logs import newest_generation
 
 log = logging.getLogger(__name__)
 
-LOOK_AGAIN_S = 0.1
 CLOSE_S = 2.0
 
 R = TypeVar("R")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from elasticrt.clock import Clock
 from elasticrt.errors import StoreError, explain
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.records import Keys
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
 """Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
-
-LOOK_AGAIN_S = 0.1
 
 ELSEWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737), behind every default route."""

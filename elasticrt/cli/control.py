@@ -19,6 +19,7 @@ from elasticrt.cli.options import declare, read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.option_values import option, parse_nodes, positive_seconds
 from elasticrt.run_options import EtcdOptions
@@ -39,7 +40,6 @@ class DrainOptions(EtcdOptions):
     )
 
 
-LOOK_AGAIN_S = 0.1
 TRIES = 20
 """A member's key changes a few times in a recovery; more changes in a row than this mean that something is wrong."""
 

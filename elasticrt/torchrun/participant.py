@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import LOOK_AGAIN_S, Cycle
+from elasticrt.agent.event_loop import Cycle
 from elasticrt.agent.store_discovery import ride_out
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
 from elasticrt.rendezvous.member_client import Entered, MemberClient
 from elasticrt.rendezvous.records import Generation, Keys, Member, Report, Result, Seat

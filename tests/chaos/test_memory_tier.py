@@ -132,10 +132,10 @@ optimizer = torch.optim.Adam(model.parameters(), 0.01)
 loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="5 steps", memory=1e-9)
 for epoch in loop.epochs(1):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-        loop._checkpointer.wait()
+        loop._saving.checkpointer.wait()
         if loop.steps_done == 12 and not Path("go").exists():
             with loop.pause("the test looks around"):
-                loop._copies.hand_over(loop._state(), loop.steps_done, epoch)
+                loop._saving.memory_tier.hand_over(loop._state.collect(), loop.steps_done, epoch)
                 while not Path("go").exists():
                     time.sleep(0.01)
         F.mse_loss(model(x), y).backward()

@@ -136,7 +136,7 @@ loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimiz
 for epoch in loop.epochs(1, max_steps=29):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
         if loop.steps_done in (16, 20):
-            loop._checkpointer.wait()
+            loop._saving.checkpointer.wait()
             with loop.pause("the test looks around"):
                 while not Path(f"go-{{loop.steps_done}}").exists():
                     time.sleep(0.01)
