@@ -2,7 +2,7 @@
 
 Such a text may hold anything: control characters that a terminal obeys, bytes that are not UTF-8 (Python keeps them as
 lone surrogates, which no encoder takes), far more than a record may hold. Each kind of text has one function here, and
-the records apply it when they are made, so that nobody can make one that others refuse:
+the records apply it when they are made, so that none can be made that others refuse:
 
 * `cut`: for people. Made plain, and shortened where it is too long.
 * `known`: to be compared with another one. As it is where that is short and plain, else told by its digest.

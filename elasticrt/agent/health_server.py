@@ -89,7 +89,7 @@ class HealthServer:
         server = await asyncio.start_server(self._client, sock=self._socket, limit=REQUEST_MAX_BYTES)
         await self._ending.wait()
         server.close()
-        # Whoever is still being answered is cut off: this process is about to end.
+        # Clients that are still being answered are cut off: this process is about to end.
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -125,7 +125,7 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
     """Whether a request means another host than this one, by its header. Pure.
 
     Pages of a browser can ask anybody's port if their own name leads there for a moment; but they ask it by that name.
-    Addresses are nobody's names, and a client that gives no host is no browser.
+    Addresses are no names, and a client that gives no host is no browser.
     """
     for field in fields:
         name, _, value = field.partition(":")

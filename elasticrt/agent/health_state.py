@@ -1,6 +1,6 @@
 """Whether an agent is well, from what it last noted about itself. Pure.
 
-*Live* means that its loop goes round: an agent that does not is replaced by whoever started it. *Ready* means that the
+*Live* means that its loop goes round: an agent that does not is replaced by the scheduler. *Ready* means that the
 node is of use to the run: it trains, or it stands by and could train at once. A node whose etcd is away trains on, so
 it stays ready: taking it out would only make things worse. So does one that starts its workers anew, because the run
 goes on with it. One that hears neither etcd nor any other node of its generation is of no use to anybody.

@@ -1,8 +1,8 @@
 """`env://` inside a worker: the generation's store on the socket that its node held for it, under a prefix of its own.
 
-With torch's own handler rank 0 binds MASTER_PORT when it gets there, so that somebody else may have taken it, and the
+With torch's own handler rank 0 binds MASTER_PORT when it gets there, so that another program may have taken it, and the
 keys of one initialisation are in the way of the next. Here the listening socket has existed since before the ranks were
-agreed on, and the prefix names the generation: a stale worker finds nobody there.
+agreed on, and the prefix names the generation: a stale worker finds no other there.
 """
 
 from __future__ import annotations

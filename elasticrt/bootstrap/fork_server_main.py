@@ -192,7 +192,7 @@ class ForkServer:
         """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
         self._bell.heard()
         with contextlib.suppress(ChildProcessError):
-            # A worker is looked at before it is reaped: until then nobody else can get its number.
+            # A worker is looked at before it is reaped: until then no other process can get its number.
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 worker = self._workers.get(ended.si_pid)
                 if worker is not None:
@@ -234,7 +234,7 @@ class ForkServer:
         self._send(Exited(start.generation, start.local_rank, worker.pid, code, worker.ended_ns, error))
 
     def _end(self) -> None:
-        """Nobody is there to tell us what to do: take everything along, within END_MAX_S."""
+        """The agent is gone: end every process of the workers, within END_MAX_S seconds."""
         deadline = time.monotonic() + END_MAX_S
         while time.monotonic() < deadline:
             process_sessions.kill_sessions(list(self._workers), signal.SIGKILL)

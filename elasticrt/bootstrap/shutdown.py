@@ -1,4 +1,4 @@
-"""How a worker ends: what went wrong is written down, hooks and flushes are run, and whoever hosts the store waits."""
+"""How a worker ends: what went wrong is written down, hooks and flushes are run, and the host of the store waits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def linger(channel_fd: int) -> None:
             if received is not None and isinstance(received[0], Release):
                 return
     except ChannelClosed:
-        return  # The agent is gone, or has given up on this group: there is nobody left to wait for.
+        return  # The agent is gone, or has given up on this group: there is nothing left to wait for.
 
 
 def _leave_groups() -> None:

@@ -112,7 +112,7 @@ def _held(directory: Path) -> Iterator[None]:
 
 
 def _socket_in(directory: Path) -> Address:
-    """The address of a socket in it that nobody else can use. Raises ConfigError."""
+    """The address of a socket in it that only this user can use. Raises ConfigError."""
     address = etcd_server.socket_in(directory)
     problem = embedded.what_is_unsafe(directory)
     if problem:

@@ -18,7 +18,7 @@ def make_directory(path: Path) -> None:
     """Make a directory and those above it that are missing. Raises OSError."""
     for each in reversed((path, *path.parents)):
         if not os.path.lexists(each):
-            with contextlib.suppress(FileExistsError):  # Somebody else was faster.
+            with contextlib.suppress(FileExistsError):  # Another process was faster.
                 each.mkdir(DIRECTORY_MODE)
     if not path.is_dir():
         raise NotADirectoryError(f"{path} is not a directory")

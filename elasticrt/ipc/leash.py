@@ -29,7 +29,7 @@ def die_with_parent(parent_pid: int, number: int) -> None:
     """Have this process get signal `number` when its parent `parent_pid` ends. OSError when that is so already."""
     if LIBC.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The parent may have ended before the call above: then nobody would ever send that signal.
+    # The parent may have ended before the call above: then the signal would never come.
     if os.getppid() != parent_pid:
         raise ProcessLookupError(f"the parent process {parent_pid} is gone")
 

@@ -1,4 +1,4 @@
-"""The sockets that this process holds, also those that a library has opened and shows to nobody."""
+"""The sockets that this process holds, also those that a library has opened and does not show."""
 
 from __future__ import annotations
 

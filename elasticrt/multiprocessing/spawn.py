@@ -94,7 +94,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn) or not hasattr(fn, "__qualname__"):
         raise ConfigError(explain("not a function", "spawn", got=type(fn).__name__))
     preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
-    preparation.pop("authkey", None)  # It may not be pickled, and workers are nobody's multiprocessing children.
+    preparation.pop("authkey", None)  # It may not be pickled, and workers are no children of multiprocessing's.
     by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
     try:
         function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))
@@ -186,7 +186,7 @@ class _Shown:
                     if read:
                         self._target.write(text)
                         self._target.flush()
-                except BrokenPipeError:  # Nobody reads ours any more. What the agent says at its end is still wanted.
+                except BrokenPipeError:  # The reader has gone. What the agent says at its end is still wanted.
                     read = False
 
 

@@ -27,7 +27,7 @@ from elasticrt.playground.screen import Screen
 
 LOOK_EVERY_S = 0.1  # How late a fault by the clock or a status line may be.
 TERM_GRACE_S = 10.0  # From SIGTERM to SIGKILL when the simulation is stopped.
-LAST_OUTPUT_S = 1.0  # How long pipes are read after their agent has ended; whoever else holds them has no more to say.
+LAST_OUTPUT_S = 1.0  # How long pipes are read after their agent has ended: another process may hold them open.
 LINE_BYTES_MAX = 1 << 16
 
 

@@ -15,7 +15,7 @@ _OWN = {"--": BOLD, "!!": BOLD, "tr": BOLD, "..": DIM}
 
 
 class Screen:
-    """Prints lines to `out`. `broken` is set when nobody reads them any more."""
+    """Prints lines to `out`. `broken` is set when its reader has gone."""
 
     def __init__(self, out: TextIO, env: Mapping[str, str]) -> None:
         self._out = out

@@ -129,7 +129,7 @@ class Connections:
             return endpoint
 
     def failed(self, endpoint: Endpoint, *, redial: bool = False) -> None:
-        """Use the next endpoint, unless somebody moved on already. `redial` reads the TLS files again next time."""
+        """Use the next endpoint, unless another thread does already. `redial`: read the TLS files again next time."""
         with self._lock:
             if redial and endpoint in self._endpoints:
                 self._endpoints[self._endpoints.index(endpoint)] = None

@@ -1,9 +1,9 @@
 """The etcd of one machine's agents, for runs without `--etcd`: found, or started in a process that outlives them.
 
-The runtime directory holds a record for each run that has such a server. Whoever reads or writes there holds the lock
-on the directory itself. Nothing secret is in it, but whoever can write there can send agents to a server of theirs: so
-it must be ours alone. What a crashed server leaves is removed, and a fresh one, with a new identity, takes its place:
-the version that can be installed with pip may lose acknowledged writes in a crash, so its data is never used again.
+The runtime directory holds a record for each run that has such a server. Reading and writing there needs the lock on
+the directory itself. Nothing secret is in it, but a user who can write there can send agents to another server: so it
+must be this user's alone. What a crashed server leaves is removed, and a fresh one, with a new identity, takes its
+place: the version that pip installs may lose acknowledged writes in a crash, so its data is never used again.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def record_of(directory: Path, run_id: str) -> Path:
 def locked() -> Iterator[tuple[Path, int]]:
     """Hold the lock of this user's embedded servers; yields the runtime directory, and the descriptor with the lock.
 
-    Who inherits the descriptor holds the lock as well, until all have closed it. An empty directory is removed at the
-    end. Raises ConfigError when it is unsafe, and StoreError when the lock is not to be had within a minute.
+    A process that inherits the descriptor holds the lock as well, until all have closed it. An empty directory is
+    removed at the end. Raises ConfigError when it is unsafe, StoreError when the lock is not to be had in a minute.
     """
     deadline, fd = time.monotonic() + LOCK_S_MAX, -1
     while fd < 0:
@@ -136,7 +136,7 @@ def locked() -> Iterator[tuple[Path, int]]:
 
 
 def _lock(directory: Path, deadline: float) -> int:
-    """A descriptor of the directory, locked; -1 when whoever had the lock before has removed the directory."""
+    """A descriptor of the directory, locked; -1 when the last holder of the lock has removed the directory."""
     with suppress(FileNotFoundError):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -161,7 +161,7 @@ def _locks(fd: int) -> bool:
 
 
 def _found(record: Path) -> Served | None:
-    """The server of a record, whose keeper from now on waits for whoever has found it."""
+    """The server of a record, whose keeper from now on waits for the agent that has found it."""
     served = _living(record)
     if served is not None:
         os.utime(record)
@@ -253,7 +253,7 @@ def remove_data(data: Path) -> None:
 def runtime_directory() -> Path:
     """`$XDG_RUNTIME_DIR/elasticrt`, `/run/user/<uid>/elasticrt` or `<temporary>/elasticrt-<uid>`, made if need be.
 
-    Raises ConfigError when it is not a directory of ours that nobody else can touch.
+    Raises ConfigError when it is not a directory that only this user can touch.
     """
     uid = os.getuid()
     directory = Path(tempfile.gettempdir(), f"elasticrt-{uid}")

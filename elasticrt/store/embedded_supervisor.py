@@ -56,7 +56,7 @@ class Need:
     def __init__(self, store: Store, run_id: str, linger_s: float, now: float) -> None:
         self._store = store
         self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
-        # Who has started the server is about to be the first member, however short the run lingers.
+        # The agent that has started the server is about to be the first member, however short the run lingers.
         self._linger_s, self._after_first_s = max(linger_s, FOUND_S), linger_s
         self._left_at = self._found_at = now
         self._touched_ns = 0
@@ -126,7 +126,7 @@ def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals:
             need.leave()
         if number != signal.SIGCHLD:
             end_by = min(end_by, time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
-    record.unlink(missing_ok=True)  # At once, without the lock: nobody may find a server that is gone.
+    record.unlink(missing_ok=True)  # At once, without the lock: no agent may find a server that has ended.
     store.close()
     with embedded.locked():
         pass  # It removes an empty runtime directory.
@@ -153,7 +153,7 @@ def main(text: str) -> None:
     """The process. `text` is the JSON that `embedded` writes."""
     order: dict[str, Any] = json.loads(text)
     if os.fork():
-        os._exit(0)  # Whoever started us has nothing to wait for, and the child is nobody's to reap but init's.
+        os._exit(0)  # The agent has nothing to wait for, and init reaps the child.
     signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda received, _: signals.put(received))

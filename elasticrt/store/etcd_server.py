@@ -119,7 +119,7 @@ def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] 
 def launch(arguments: list[str], directory: Path) -> subprocess.Popen[bytes]:
     """Start the server in a session of its own, with its files, sockets and `LOG` in `directory`.
 
-    It is killed when this process dies: what it leaves is removed by whoever looks next. Raises OSError.
+    It is killed when this process dies: the next start removes what it leaves. Raises OSError.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
@@ -238,7 +238,7 @@ def resolve(host: str, option: str) -> str:
 
 
 def resolve_for_others(host: str, option: str) -> str:
-    """The same, for other nodes to come to: 0.0.0.0, a broadcast or a multicast address is nobody's own."""
+    """The same, for other nodes to come to: 0.0.0.0, a broadcast or a multicast address is no machine's own."""
     ip = resolve(host, option)
     parsed = ip_address(ip.partition("%")[0])
     if parsed.is_unspecified or parsed.is_multicast or _is_broadcast(ip):

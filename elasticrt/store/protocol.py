@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 from elasticrt.errors import StoreError
 
 ETCD_WAIT_S = 60.0
-"""How long whoever joins a run waits for an answer of etcd, unless told: members ride longer outages out."""
+"""Seconds that a joining node waits for an answer of etcd, by default. Members ride longer outages out."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818  States, like the words CONNECTED and SUSPENDED, not exceptions to fix.
@@ -31,7 +31,7 @@ class StoreRefused(StoreError):  # noqa: N818
 
 
 class StoreFull(StoreRefused):
-    """etcd has no space for another write. Reads and leases work; it ends when somebody makes space."""
+    """etcd has no space for another write. Reads and leases work; it ends when the operator makes space."""
 
 
 class LeaseLost(StoreError):  # noqa: N818

@@ -154,8 +154,8 @@ class Watcher:
                 pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
                 self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
         except Exception:
-            # A bug, here or in a sink. Nobody may wait on a thread that is gone: every watch is ended in words, and who
-            # follows again gets another thread.
+            # A bug, here or in a sink. Every watch is ended with a reason, so that its owner does not wait for a thread
+            # that has ended. A new watch gets another thread.
             _logger.exception("the watch thread failed")
             for watch in self._abandon():
                 if watch.active:
@@ -196,7 +196,7 @@ class Watcher:
         # `hasleader` makes a member that lost its quorum end the stream instead of leaving it silent.
         metadata = (*endpoint.metadata, ("hasleader", "true"))
         with self._lock:
-            if self._closed.is_set():  # Else nobody would cancel this call.
+            if self._closed.is_set():  # Else nothing would cancel this call.
                 raise StoreUnavailable("closed")
             self._requests = requests
             for watch in self._watches.values():
