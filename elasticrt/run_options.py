@@ -66,11 +66,21 @@ class RunOptions(EtcdOptions):
         "--run-id, --rdzv-id ID", None, "the run's name; the same id again goes on where the run was. After success it "
         "says so and does nothing", _run_id, default="a new one, which is printed", own=True,
     )  # fmt: skip
+    min_nodes: int | None = _nodes(
+        "--min-nodes N", None, "train with at least so many nodes; below that the rest waits",
+        parse.whole(1, parse.NODES_MAX), default="1", own=True,
+    )  # fmt: skip
+    max_nodes: int | None = _nodes(
+        "--max-nodes N", None, "and with at most so many; nodes beyond that stand by, warm",
+        parse.whole(1, parse.NODES_MAX), default="the minimum", own=True,
+    )  # fmt: skip
     nnodes: tuple[int, int] = _nodes(
-        "--nnodes MIN:MAX", (1, 1), "how many nodes train, one number for both. Below the minimum the rest waits; "
-        "beyond the maximum nodes stand by, warm", parse.parse_nodes, default="1", own=True,
+        "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it", parse.parse_nodes, default="1", own=True,
     )  # fmt: skip
     again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
+    fresh: bool = _nodes(
+        "--fresh", False, "do not resume from the checkpoint directory; for a run's first start only", own=True
+    )
     node: str | None = _nodes(
         "--node NAME", None, "this node's name", parse.name_for("--node"), default="SLURM's, or the host name", own=True
     )

@@ -59,8 +59,8 @@ class Console:
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """ELASTICRT_FRESH is for a run that is new; a node that starts again must not throw away what others do."""
-        self.say(f"run {self._settings.run_id} goes on from step {step:,}: ELASTICRT_FRESH is for its first start only")
+        """`--fresh` is for a run that is new; a node that starts again must not throw away what others do."""
+        self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 
     def nothing_to_do(self, result: Result) -> None:

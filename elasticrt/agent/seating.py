@@ -31,7 +31,7 @@ class Seating:
 
     def __init__(self, settings: Settings, edges: Edges) -> None:
         self._settings = settings
-        self.env = worker_environment(os.environ, settings.workers)
+        self.env = worker_environment(os.environ, settings.workers, fresh=settings.fresh)
         self.ports = edges.store_ports()
         self.memory = SnapshotCache(edges.close_file)
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from elasticrt.spec import RunSpec
 
 BEFORE_THE_SCRIPT = frozenset({
-    "--nproc-per-node", "--nnodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint", "--rdzv-backend",
-    "--max-restarts",
+    "--nproc-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
+    "--rdzv-backend", "--max-restarts",
 })  # fmt: skip
 """Few scripts have these as options of their own. Who writes them behind the script is told where they go."""
 
@@ -71,7 +71,7 @@ def configure(
         run_dir=run_dir(options, run_id),
         logs=log_options(options, workers, env),
         notes=(*options.notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
-        fresh=env.get("ELASTICRT_FRESH") == "1",
+        fresh=options.fresh,
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
     spec = RunSpec(

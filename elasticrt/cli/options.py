@@ -104,6 +104,16 @@ def _given(option: Option, arguments: argparse.Namespace, env: Mapping[str, str]
     return text, option.names[0]
 
 
+def given_on_line(kind: type, arguments: argparse.Namespace) -> set[str]:
+    """The fields whose options were typed."""
+    return {name for name, option in options_of(kind).items() if getattr(arguments, _dest(option), None) is not None}
+
+
+def is_given(kind: type, field: str, arguments: argparse.Namespace, env: Mapping[str, str]) -> bool:
+    """Whether the option of a field was typed, or stands in `env`."""
+    return _given(options_of(kind)[field], arguments, env)[0] is not None
+
+
 def variables(option: Option) -> tuple[str, ...]:
     """The variables that are read where the option is not given, in this order."""
     theirs = (variable(name) for name in option.names)

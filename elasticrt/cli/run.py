@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.cli.configure import ORDER, configure
-from elasticrt.cli.options import check_refused, declare, declare_refused, read, words
+from elasticrt.cli.options import check_refused, declare, declare_refused, given_on_line, is_given, read, words
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags
-from elasticrt.option_values import options_of
+from elasticrt.errors import ConfigError
+from elasticrt.option_values import options_of, parse_nodes
 from elasticrt.run_options import RunOptions
 
 EXAMPLES = """\
@@ -66,7 +67,25 @@ def options_given(
     """
     check_refused(env)
     flags = read(TorchrunFlags(), arguments, env)
-    return flags.translated(read(replace(flags.base(), nnodes=nnodes), arguments, env))
+    options = read(replace(flags.base(), nnodes=nnodes), arguments, env)
+    return flags.translated(_with_nodes(options, arguments, env))
+
+
+def _with_nodes(options: RunOptions, arguments: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
+    """`options` with `nnodes` as --min-nodes and --max-nodes say. Raises ConfigError for both ways at once.
+
+    A way on the command line overrules the variables of the other.
+    """
+    least, most = options.min_nodes, options.max_nodes
+    both_in_one = "nnodes" in given_on_line(RunOptions, arguments)
+    apart = {"min_nodes", "max_nodes"} & given_on_line(RunOptions, arguments)
+    said = both_in_one or (not apart and is_given(RunOptions, "nnodes", arguments, env))
+    if said and (apart or (not both_in_one and (least or most))):
+        raise ConfigError("--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them")
+    if said or (least is None and most is None):
+        return options
+    least = least or 1
+    return replace(options, nnodes=parse_nodes(f"{least}:{most or least}", "--min-nodes, --max-nodes"))
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:

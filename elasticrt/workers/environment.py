@@ -10,13 +10,13 @@ from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 
 
-def worker_environment(env: Mapping[str, str], workers: int) -> dict[str, str]:
+def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = False) -> dict[str, str]:
     """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
 
     As under torchrun, several workers share the cores by using one thread each, and errors of NCCL end the process that
-    meets them, unless the variables for that say otherwise.
+    meets them, unless the variables for that say otherwise. `fresh`: a new run does not resume from a directory.
     """
-    result = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited(env)}
+    result = {**({"ELASTICRT_FRESH": "1"} if fresh else {}), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited(env)}
     if workers > 1:
         result.setdefault("OMP_NUM_THREADS", "1")
     return result

@@ -40,6 +40,9 @@ def test_defaults() -> None:
     [
         (["--nnodes", "1:4"], {"min_nodes": 1, "max_nodes": 4}),
         (["--nnodes=2"], {"min_nodes": 2, "max_nodes": 2}),
+        (["--min-nodes", "1", "--max-nodes", "4"], {"min_nodes": 1, "max_nodes": 4}),
+        (["--min-nodes", "3"], {"min_nodes": 3, "max_nodes": 3}),
+        (["--max_nodes", "3"], {"min_nodes": 1, "max_nodes": 3}),
         (["--max_restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
         (["--max-restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
         (["--join-timeout", "2m"], {"join_timeout_s": 120.0}),
@@ -98,6 +101,8 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
     ("argv", "words"),
     [
         (["--nnodes", "0", "train.py"], "--nnodes"),
+        (["--min-nodes", "3", "--max-nodes", "2", "train.py"], "--min-nodes, --max-nodes"),
+        (["--nnodes", "1:2", "--max-nodes", "4", "train.py"], "say the same thing twice"),
         (["--nnodes", "-1", "train.py"], "nnodes"),
         (["--nnodes", "2:1", "train.py"], "--nnodes"),
         (["--nnodes", "a:b", "train.py"], "--nnodes"),
