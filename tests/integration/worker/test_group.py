@@ -98,10 +98,13 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
         import torch.distributed as dist
         dist.init_process_group("gloo")
         atexit.register(print, "hook")
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
+            store.set("connected", "")
             while not os.path.exists("go"):
                 time.sleep(0.01)
-            dist.distributed_c10d._get_default_store().set("late", "word")
+            store.set("late", "word")
+        store.wait(["connected"])
         print("end")
         """
     (tmp_path / "x.py").write_text(textwrap.dedent(body))
