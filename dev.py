@@ -173,9 +173,9 @@ def demo(rest: list[str]) -> int:
     where = ["--run-dir", checkpoints / "runs"]
     script = [DEMO_SCRIPT, *DEMO_SCRIPT_ARGS, DEMO_CHECKPOINT_OPTION, checkpoints / "ckpt", *rest]
     # The leash ends the simulation if this process is killed.
-    leash = [PYTHON, "-m", "elasticrt.playground.leash", os.getpid(), "--"]
+    leash = [PYTHON, "elasticrt/ipc/leash.py", os.getpid(), int(signal.SIGTERM)]
     command = [str(word) for word in (*leash, PYTHON, "-m", "elasticrt", "simulate", *nodes, *where, *faults, *script)]
-    print("+ elasticrt simulate " + " ".join(f'"{word}"' if " " in word else word for word in command[9:]), flush=True)
+    print("+ elasticrt simulate " + " ".join(f'"{word}"' if " " in word else word for word in command[8:]), flush=True)
     try:
         return run_and_forward(command)
     finally:

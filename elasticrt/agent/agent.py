@@ -20,11 +20,12 @@ from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop
 from elasticrt.agent.file_limits import allow_files
+from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import ride_out
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
-from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, ElasticError, StoreError
+from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
 from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Save, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
@@ -39,7 +40,6 @@ from elasticrt.settings import SIGNALS, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-from elasticrt.workers.outcomes import halted, others_go_on
 
 if TYPE_CHECKING:
     from elasticrt.agent.health_server import HealthServer
@@ -153,10 +153,10 @@ class Agent:
             seat = view.seat_of(me.record.node, me.record.incarnation)
             if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
                 self.node.attend(generation, generation.nodes if seat is None else seat.index)
-        me = self.node.describe(me)
         reports = view.reports.values()
         ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
-        self.node.look_for_laggards(now, [node for node in ended if node != me.record.node])
+        self.node.do_what_is_due(now, [node for node in ended if node != me.record.node])
+        me = self.node.describe(me, now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             me = replace(me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
@@ -176,8 +176,8 @@ class Agent:
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""
-        alarms = [self.node.kill_late(now), self.node.watch.wake_at, self.node.laggards.at]
-        alarms += [self.drain_until, self.alone_at, *self.node.alarms()]
+        del now
+        alarms = [self.drain_until, self.alone_at, *self.node.alarms()]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
@@ -238,7 +238,7 @@ class Agent:
         self.probes = self.edges.probe_server(
             address, settings.run_id, lambda: (self.member.me.record.incarnation, self.member.me.started), self._known
         )
-        self.node.ports.bind(address)
+        self.node.seating.ports.bind(address)
         record = MemberRecord(
             node=settings.node,
             incarnation=self.edges.token(),
@@ -246,7 +246,7 @@ class Agent:
             pid=os.getpid(),
             workers=settings.workers,
             probe_port=self.probes.port,
-            port=self.node.ports.port,
+            port=self.node.seating.ports.port,
             node_rank=settings.node_rank,
         )
         self.loop.member = Member(
@@ -406,3 +406,14 @@ class Agent:
             if isinstance(event, WorkerEnded | GroupEnded):
                 self.node.fold(event)
         return self.hurry
+
+
+def halted(decision: Halt, run_id: str) -> ElasticError:
+    """The error that an agent ends with when going on would not be safe."""
+    if decision.code == DuplicateError.exit_code:
+        kind: type[ElasticError] = DuplicateError
+        remedy = "Start this node again with the run's options"
+    else:
+        kind = StoreError
+        remedy = "The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
+    return kind(explain("this node cannot go on", f"run {run_id}", got=decision.reason, remedy=remedy))

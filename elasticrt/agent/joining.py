@@ -1,22 +1,18 @@
 """Workers that set up beside the training: replacements of those that died, and newcomers, until they are let in.
 
-They run the script up to its loop in a world of one, which takes as long as it takes: nobody waits. One that fails
-there is told to people and tried again, after a while that grows.
+They run the script up to its loop in a world of one, however long that takes. One that fails there is tried again,
+after a while that grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 
-from elasticrt.ipc.env import WorkerEnv
 from elasticrt.rendezvous.records import Generation
-from elasticrt.settings import Settings
-from elasticrt.workers.failures import describe
-from elasticrt.workers.group import WorkerEnded
-from elasticrt.workers.outcomes import beside_env
+from elasticrt.rendezvous.view import View
 
 READY = 2
-"""What the page of one says that waits to be let in (see `ipc.status_page`)."""
+"""What the status page of one says that waits to be let in (`in_place`)."""
 
 AGAIN_S = 1.0
 AGAIN_S_MAX = 60.0
@@ -24,79 +20,63 @@ AGAIN_S_MAX = 60.0
 
 
 class JoiningWorkers:
-    """One node's. Used by the agent's thread.
-
-    Args:
-        settings: the agent's.
-        start: starts workers with these environments, as generation 0.
-        kill: ends all of them.
-        says: the word `in_place` of the page of one, by local rank; 0 when it has none.
-        say: for people.
+    """One node's. It only remembers: its owner starts them and ends them.
 
     Attributes:
         ranks: local ranks that set up, or have.
         ending: those whose processes are being ended: only then another one is started.
         at: when the next try is due; None when nothing has failed.
+        beside: the generation that they set up beside, and this node's index in it; None: none shall.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        start: Callable[[Sequence[WorkerEnv]], None],
-        kill: Callable[[], None],
-        says: Callable[[int], int],
-        say: Callable[[str], None],
-    ) -> None:
-        self._settings = settings
-        self._start = start
-        self._kill = kill
-        self._says = says
-        self._say = say
+    def __init__(self) -> None:
         self.ranks: set[int] = set()
         self.ending: set[int] = set()
         self.at: float | None = None
+        self.beside: tuple[Generation, int] | None = None
         self._tries = 0
-        self._of: tuple[Generation, int] | None = None
 
     def attend(self, generation: Generation, index: int) -> None:
         """Workers go on in place in `generation`: from now on, what this node lacks sets up beside it."""
-        self._of = (generation, index)
+        self.beside = (generation, index)
 
-    def start(self, seated: Collection[int], now: float) -> None:
-        """Start what is missing, unless the last try has just failed."""
-        if self._of is None or (self.at is not None and now < self.at):
-            return
+    def start(self, workers: int, seated: Collection[int], now: float) -> list[int]:
+        """The local ranks, of so many `workers`, to start now. They count as started."""
+        if self.beside is None or (self.at is not None and now < self.at):
+            return []
         self.at = None
-        taken = {*seated, *self.ranks, *self.ending}
-        missing = [rank for rank in range(self._settings.workers) if rank not in taken]
-        if missing:
-            self.ranks |= set(missing)
-            self._start([beside_env(self._settings, *self._of, rank) for rank in missing])
-
-    def ready(self) -> list[int]:
-        """Those that wait to be let in."""
-        return [rank for rank in sorted(self.ranks) if self._says(rank) == READY]
+        missing = [rank for rank in range(workers) if rank not in {*seated, *self.ranks, *self.ending}]
+        self.ranks |= set(missing)
+        return missing
 
     def let_in(self, local_rank: int) -> None:
         """It has a seat now."""
         self.ranks.discard(local_rank)
         self._tries = 0
 
-    def ended(self, event: WorkerEnded, now: float) -> None:
-        """One has failed while it set up, or was ended. The training has not noticed."""
-        self.ending.discard(event.local_rank)
-        if event.local_rank not in self.ranks:
-            return
-        self.ranks.discard(event.local_rank)
-        wait_s = min(AGAIN_S * 2**self._tries, AGAIN_S_MAX)
+    def ended(self, local_rank: int, now: float) -> float | None:
+        """A process has ended. After how many seconds it is tried again; None: it was not to join any more."""
+        self.ending.discard(local_rank)
+        if local_rank not in self.ranks:
+            return None
+        self.ranks.discard(local_rank)
+        wait_s = min(AGAIN_S * 2.0**self._tries, AGAIN_S_MAX)
         self._tries += 1
         self.at = now + wait_s
-        what = describe(event.failure) if event.failure is not None else f"exit code {event.code}"
-        self._say(f"a worker that was to join failed while it set up: {what}; another try in {wait_s:g} s")
+        return wait_s
 
-    def stop(self) -> None:
-        """Nobody is to be let in any more, or all begin anew."""
-        self._of, self.at = None, None
-        if self.ranks:
-            self.ranks, self.ending = set(), self.ending | self.ranks
-            self._kill()
+    def stop(self) -> bool:
+        """None shall join any more, or all begin anew. Whether there are processes to end."""
+        doomed = bool(self.ranks)
+        self.ranks, self.ending = set(), self.ending | self.ranks
+        self.beside = self.at = None
+        return doomed
+
+
+def others_go_on(view: View, node: str) -> bool:
+    """Whether workers of other nodes train on, so that what this node lacks is set up beside them."""
+    if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
+        return False
+    known = [entry.record for entry in view.members.values() if entry.record.node != node]
+    told = any(view.number in (each.goes_on, each.generation if each.ready else 0) for each in known)
+    return view.generation.record.in_place or told

@@ -24,6 +24,7 @@ from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Reply, Sa
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
+from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +117,12 @@ class StoreRequests:
 
     def _save(self, errand: StoreRequest, request: Save) -> Reply:
         try:
-            head = HeadRecord.of(Commit.from_fields(request.commit))
-        except (ValueError, ValidationError) as error:
+            head = Commit.from_fields(request.commit)
+        except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
         if head.generation != errand.generation:  # Its writer has moved on, and asked before that.
             return Reply(request.request, False, f"generation {head.generation} is over")
-        holding = self._holdings.get(head.directory)
+        holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
         if other is not None:
             return Reply(request.request, False, f"taken: {other}")
@@ -177,7 +178,7 @@ class StoreRequests:
             self._holdings[request.directory] = holding
         value = found.get(key)
         head = None if value is None else decode(HeadRecord, key, value.value)
-        return Reply(request.request, True, "", {} if head is None else {"head": asdict(head.commit())})
+        return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
     def _lives(self, store_id: str, other: Owner) -> bool | None:
         """Whether the run of another owner has members, if it is in this store and may be looked at."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elasticrt.bootstrap import process_sessions
+from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
 
 EXIT_CANNOT_EXECUTE = 126
@@ -87,7 +87,7 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
     """
     try:
         os.setsid()
-        process_sessions.die_with_parent(job.parent_pid)
+        die_with_parent(job.parent_pid, signal.SIGKILL)
         _reset_signals(signals)
         _place_standard_streams(job)
         os.chdir(job.start.directory)

@@ -13,49 +13,27 @@ import os
 import signal
 from collections.abc import Collection
 
-from elasticrt.ipc.proc import stat
+from elasticrt.ipc.leash import LIBC
+from elasticrt.ipc.proc import all_pids, in_sessions, stat
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None, use_errno=True)  # Loaded once, before any fork: a worker should not have to look for it.
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 
 
 def adopt_orphans() -> None:
     """Make this process the one that orphaned descendants are handed to. OSError when the kernel refuses."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when `parent_pid`, its parent, ends; OSError when that is so already."""
-    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # The parent may have ended between the fork and the call above: then nobody would ever send that signal.
-    if os.getppid() != parent_pid:
-        raise ProcessLookupError(f"the worker parent {parent_pid} is gone")
+    if LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def members(session_ids: Collection[int]) -> list[int]:
     """The processes in these sessions. Dead ones that wait to be reaped by a stranger do not count."""
-    found = []
-    for pid in _all_pids():
-        try:
-            inside = os.getsid(pid) in session_ids
-        except OSError:
-            continue  # It ended while we looked.
-        if inside and not _is_foreign_zombie(pid):
-            found.append(pid)
-    return found
+    return [pid for pid in in_sessions(session_ids) if not _is_foreign_zombie(pid)]
 
 
 def children() -> list[int]:
     """The processes whose parent is this one, dead ones included until they are reaped."""
     me = os.getpid()
-    return [pid for pid in _all_pids() if (found := stat(pid)) is not None and found.parent == me]
+    return [pid for pid in all_pids() if (found := stat(pid)) is not None and found.parent == me]
 
 
 def is_zombie(pid: int) -> bool:
@@ -86,10 +64,6 @@ def _in_leading_group(pid: int, session_ids: Collection[int]) -> bool:
         return os.getpgid(pid) in session_ids
     except ProcessLookupError:
         return True
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208  Path objects are 10x slower.
 
 
 def _is_foreign_zombie(pid: int) -> bool:

@@ -33,6 +33,7 @@ from elasticrt.data.durable_files import Directory, Unfit, open_plain, put, sha2
 from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.ipc.directory_owner import Holding, Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
+from elasticrt.text import packed
 
 _log = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ class CheckpointDirectory:
             generation=self._generation,
             nonce=nonce,
             parent=parent,
-            directory=str(self.path),
+            directory=packed(str(self.path)),
             file=stem + PAYLOAD,
             digest=digest,
             size=size,

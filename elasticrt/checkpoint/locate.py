@@ -21,6 +21,7 @@ from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
 from elasticrt.errors import CheckpointError, explain
 from elasticrt.ipc.env import Commit, WorkerEnv
+from elasticrt.text import unpacked
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +124,11 @@ class Search:
         troubles = self._tell(speakers(offers))
         lost = choice.what == "refuse" or (choice.what == "take" and offers[choice.rank].kind == OLDER)
         if self._resume is not None and lost and not any(self._resume.file in each for each in troubles):
-            wrote = f", {self._resume.node} has written it to {self._resume.directory}" if self._resume.node else ""
+            wrote = (
+                f", {self._resume.node} has written it to {unpacked(self._resume.directory)}"
+                if self._resume.node
+                else ""
+            )
             troubles.insert(0, f"{self._resume.file}: no node here has it{wrote}")
         return Outcome(choice, found, troubles)
 

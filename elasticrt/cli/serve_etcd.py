@@ -19,7 +19,7 @@ from elasticrt.cli.options import Options
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.std_streams import write
-from elasticrt.store import etcd_server, runtime_dir
+from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address
 from elasticrt.text import shell
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace, options: Options) -> int:
         )
     listen = None if given is None else etcd_server.claim(given, "--listen")
     binary = etcd_server.find_binary()
-    directory = runtime_dir.make_data() if arguments.data_dir is None else Path(arguments.data_dir).absolute()
+    directory = embedded.make_data() if arguments.data_dir is None else Path(arguments.data_dir).absolute()
     try:
         with _held(directory):
             if listen is None:
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace, options: Options) -> int:
             return serve(binary, directory, listen, given, arguments)
     finally:
         if arguments.data_dir is None:
-            runtime_dir.remove_data(directory)
+            embedded.remove_data(directory)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _held(directory: Path) -> Iterator[None]:
 def _socket_in(directory: Path) -> Address:
     """The address of a socket in it that nobody else can use. Raises ConfigError."""
     address = etcd_server.socket_in(directory)
-    problem = runtime_dir.what_is_unsafe(directory)
+    problem = embedded.what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"
         raise ConfigError(explain("others could use a socket in there", "--data-dir", got=problem, expected=expected))

@@ -7,8 +7,14 @@ and generation are the run's, not this node's, so they are equal on all ranks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
+
+from elasticrt.text import unpacked
+
+Made = TypeVar("Made", "Commit", "Copy")
 
 REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
 """Our own credentials and server settings."""
@@ -28,24 +34,57 @@ HIDDEN = (
 size, and meet at an address of their own. Nothing else of the user's environment is touched."""
 
 
+STRICT = {"extra": "forbid", "strict": True}
+"""What pydantic, which the agent has, is to make of these dataclasses in a record. Workers do without it."""
+
+COUNT_MAX = 2**53
+PATH_BYTES_MAX = 4096
+_HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
+
+
+def _check(value: Commit | Copy, **forms: str) -> None:
+    """Check every field: a whole number, or a text of its form. Raises ValueError that names the field."""
+    for field in fields(value):
+        found = getattr(value, field.name)
+        if field.type == "int":
+            expected, good = "a whole number", type(found) is int and 0 <= found <= COUNT_MAX
+        else:
+            expected = forms[field.name]
+            good = type(found) is str and re.fullmatch(expected, found) is not None
+        if not good:
+            kind = type(value).__name__.lower()
+            raise ValueError(f"field {field.name!r} of a {kind}: got {found!r:.200}; expected {expected}")
+
+
+def _from_fields(kind: type[Made], found: object) -> Made:
+    try:
+        return kind(**found)  # type: ignore[arg-type]  # The TypeError is what is wanted.
+    except TypeError as error:  # A field is missing or unknown, or it is no object.
+        raise ValueError(f"not the fields of a {kind.__name__.lower()}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Commit:
-    """A committed checkpoint, or one that asks to be: what etcd's head, the manifest and the resume point consist of.
+    """A committed checkpoint, or one that is to be committed: the one shape of a checkpoint's head.
+
+    It is the value in etcd, a part of the manifest, the content of the mark, and what a worker resumes from.
 
     Attributes:
-        step: global steps trained in the state that the file holds.
+        step: steps trained in the state that the file holds.
         epoch: the epoch the next step belongs to.
         generation: the generation whose rank 0 wrote it.
         nonce: 16 hex digits, unique for this commit.
         parent: the nonce of the commit before it in the history, "" for the first.
-        directory: absolute path of the checkpoint directory.
+        directory: absolute path of the checkpoint directory, as `text.packed` writes it.
         file: name of the payload inside the directory, without any "/".
         digest: SHA-256 of the payload, 64 hex digits.
         size: bytes of the payload.
-        serial: larger than that of every checkpoint that its writer knew of; 0 where that was not written down.
-        node: whose rank 0 wrote it: where the file is, if the directory is not shared; "" without an agent.
+        serial: larger than that of every checkpoint that its writer knew of.
+        node: the node whose rank 0 wrote it, which has the file if the directory is not shared; "" without an agent.
         place: 16 hex digits that tell the run's directories apart, the same on all nodes; "" where it has only one.
         total: steps that the run had trained by then, in all of its directories; 0 where that is `step`.
+
+    Raises ValueError when a field does not have its form.
     """
 
     step: int
@@ -62,6 +101,22 @@ class Commit:
     place: str = ""
     total: int = 0
 
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            nonce=_HEX16,
+            parent=f"({_HEX16})?",
+            directory=r"/[^\ud800-\udfff]*",
+            file=r"[^/.][^/]{0,254}",
+            digest=_HEX64,
+            node=r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?",
+            place=f"({_HEX16})?",
+        )
+        if len(unpacked(self.directory).encode(errors="surrogateescape")) > PATH_BYTES_MAX:
+            raise ValueError(f"field 'directory' of a commit: expected at most {PATH_BYTES_MAX} bytes")
+
     @property
     def reached(self) -> int:
         """How far the run had come: the steps of all its loops."""
@@ -69,36 +124,32 @@ class Commit:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return _to_json(self)
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Commit:
-        """Parse and check types; ValueError says which field is wrong."""
+    def from_json(cls, text: str | bytes | bytearray) -> Commit:
+        """Parse what `to_json` wrote. Raises ValueError that says what is wrong."""
         return cls.from_fields(json.loads(text))
 
     @classmethod
-    def from_fields(cls, fields: object) -> Commit:
-        """Build from a parsed JSON object; ValueError says which field is wrong. Old ones lack the last fields."""
-        fields = {"serial": 0, "node": "", "place": "", "total": 0, **fields} if isinstance(fields, dict) else {}
-        if set(fields) != set(cls.__dataclass_fields__):
-            raise ValueError(f"a commit needs exactly the fields {sorted(cls.__dataclass_fields__)}")
-        for name, value in fields.items():
-            whole = name in ("step", "epoch", "generation", "size", "serial", "total")
-            if type(value) is not (int if whole else str):
-                raise ValueError(f"field {name!r} of a commit: got {value!r}; expected {'int' if whole else 'str'}")
-            if isinstance(value, int) and value < 0:
-                raise ValueError(f"field {name!r} of a commit: got {value}; expected 0 or more")
-        if not fields["file"] or "/" in fields["file"] or fields["file"].startswith("."):
-            raise ValueError(f"field 'file' of a commit: got {fields['file']!r}; expected a plain file name")
-        return cls(**fields)
+    def from_fields(cls, found: object) -> Commit:
+        """Build it from `found`, a parsed JSON object. Raises ValueError that says what is wrong."""
+        return _from_fields(cls, found)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the training state in a node's memory: what a generation can resume from.
+    """A copy of the training state in a node's memory, which a generation can resume from.
 
-    `step`: steps of the run, as `Commit.total`; `epoch`, `place`: as in Commit; `size`, `digest`: of its bytes;
-    `world_size`: of the generation that took it.
+    Attributes:
+        step: steps of the run, as `Commit.reached`.
+        epoch: as in Commit.
+        size: bytes of the copy.
+        digest: SHA-256 of the copy, 64 hex digits.
+        world_size: processes of the generation that took it.
+        place: as in Commit.
+
+    Raises ValueError when a field does not have its form.
     """
 
     step: int
@@ -108,17 +159,23 @@ class Copy:
     world_size: int
     place: str = ""
 
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        _check(self, digest=_HEX64, place=f"({_HEX16})?")
+
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return _to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Copy:
-        """The reverse. ValueError when it is none."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or set(fields) != set(cls.__dataclass_fields__):
-            raise ValueError(f"a copy needs exactly the fields {sorted(cls.__dataclass_fields__)}")
-        return cls(**fields)
+        """Parse what `to_json` wrote. Raises ValueError that says what is wrong."""
+        return _from_fields(cls, json.loads(text))
+
+
+def _to_json(value: Commit | Copy) -> str:
+    return json.dumps(asdict(value), sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
-"""What Linux shows of a process in /proc/PID/stat."""
+"""What Linux shows of processes in /proc."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +32,7 @@ class Stat:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """What the kernel says of a process; None when it is gone."""
+    """What the kernel says of a process; None when there is none."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -43,3 +46,18 @@ def start_of(pid: int) -> int:
     """When a process that runs started, as in `Stat`; 0 when it has ended."""
     found = stat(pid)
     return 0 if found is None or found.ended else found.start
+
+
+def all_pids() -> list[int]:
+    """All processes of this machine, or container."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208  Path objects are 10x slower.
+
+
+def in_sessions(session_ids: Collection[int]) -> list[int]:
+    """The processes in these sessions, also those that have ended and wait to be reaped."""
+    found = []
+    for pid in all_pids() if session_ids else ():
+        with contextlib.suppress(OSError):  # It ended while we looked.
+            if os.getsid(pid) in session_ids:
+                found.append(pid)
+    return found

@@ -1,48 +1,52 @@
-"""Looks at the pages of this node's workers a few times a second, and says when their steps stand still for too long.
+"""Looks at the pages of this node's workers a few times a second, and says when they do not get on.
 
-No message and no system call on the workers' side, and nothing to do while there are no workers: `wake_at` is then
-None.
+Without a message or a system call on the workers' side, and nothing is looked at while there are no workers. Three
+things can be wrong, and each is answered with the stacks of the workers, for people:
+
+* "stalled": no step comes, for much longer than steps have taken. For too long, it is a failure.
+* "late": workers have not taken their new seats.
+* "waited_for": workers run on after others of their generation have ended. A script may well save or evaluate on one
+  rank alone: it is a failure when they, and all they have started, use next to no processor time for as long as a hang
+  may last.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from elasticrt.event_log import EventLog
+from elasticrt.ipc.failure import Failure
+from elasticrt.ipc.proc import in_sessions, stat
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.liveness.stall_detector import (
     LOOK_IN_PLACE_S,
     LOOK_S,
     STANDING_IN_PLACE_S,
+    Idle,
     Sight,
     StallDetector,
     StallLimits,
 )
 from elasticrt.settings import Settings
-from elasticrt.workers.failures import WorkerFailure, stalled
+from elasticrt.workers.failures import stalled
 from elasticrt.workers.group import WorkerGroup
 
-IDLE_S = 1.0
-"""Between two looks for the first sign of life of a script without a Loop."""
+LOOK_IDLE_S = 1.0
+"""Between two looks for the first step of a script without a Loop, and at workers that others wait for."""
 
 WARN_PART = 0.5
 """At this part of the time after which nothing moves for sure, people are warned."""
 
 
 class HangMonitor:
-    """One node's. `look` gives the pages of all its running workers, none when there are none; `group` the workers.
+    """One node's. Used by the agent's thread. What `put` gets comes back to `told`."""
 
-    Used by the agent's thread. What `put` gets comes back to `told`.
-    """
-
-    def __init__(  # noqa: PLR0917  The node's own parts; each has a type of its own.
+    def __init__(
         self,
-        look: Callable[[], Sequence[StatusPage]],
-        group: Callable[[], WorkerGroup],
         settings: Settings,
         put: Callable[[Any], None],
         events: EventLog,
@@ -50,113 +54,140 @@ class HangMonitor:
         take: Callable[..., None],
     ) -> None:
         self._take = take
-        self._look = look
-        self._group = group
+        self._settings = settings
         self._limits = StallLimits(hang_s=settings.hang_timeout_s)
-        self._directory = settings.run_dir
         self._put = put
         self._events = events
         self._say = say
-        self._renew()
+        self.began()
 
     def began(self) -> None:
-        """New workers are being started: nothing is known of their pace."""
-        self._renew()
-
-    def _renew(self) -> None:
+        """Workers are being started, or get new seats: nothing is known of their pace."""
         self._pace = StallDetector(self._limits)
         self._asked = (0, 0.0)  # After which step stacks were asked for, and at which part of the time.
         self._looped = False
         self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
         self._idle_until: float | None = None
+        self._idle: Idle | None = None
+        self._idle_look_at: float | None = None
 
-    @property
-    def wake_at(self) -> float | None:
-        """When to look again; None when there is nothing to look at."""
-        return self._look_at or self._idle_until
+    def wake_at(self) -> list[float]:
+        """When to look again."""
+        return [at for at in (self._look_at or self._idle_until, self._idle_look_at) if at is not None]
 
-    def look(self, now: float, *, held: bool) -> None:
-        """Look, if it is time. `held`: the workers were told to stop after their step, so that none is awaited."""
+    def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
+        """Look at the pages of all running workers, if it is time.
+
+        `held`: the workers were told to stop after their step, so that none is expected.
+        """
         if self._look_at is not None and now < self._look_at:
             return
-        own = self._look()
-        in_loop = bool(own) and all(page.entered for page in own)
-        if in_loop or (own and all(page.beats for page in own)):
-            if in_loop and not self._looped:
-                self._looped, self._pace = (
-                    True,
-                    StallDetector(self._limits),
-                )  # Beats that came before are not its steps.
-            in_place = all(page.in_place for page in own)
+        in_loop = bool(pages) and all(page.entered for page in pages)
+        if in_loop or (pages and all(page.beats for page in pages)):
+            if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
+                self._looped, self._pace = True, StallDetector(self._limits)
+            in_place = all(page.in_place for page in pages)
             if in_place and self._pace.limits is self._limits:
                 self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
             self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
-            self._pace = self._pace.looked(_sight(own, held=held) if in_loop else _sight_of_beats(own, held=held), now)
+            sight = sight_of_steps if in_loop else sight_of_beats
+            self._pace = self._pace.looked(sight(pages, held=held), now)
         else:
             self._look_at = None
-        self._idle_until = now + IDLE_S if own else None
+        self._idle_until = now + LOOK_IDLE_S if pages else None
 
     def standing_since(self, now: float) -> float | None:
         """See `StallDetector`."""
         return self._pace.standing_since(now)
 
-    def ask_if_stalled(self, now: float, generation: int) -> None:
+    def ask_if_stalled(self, now: float, group: WorkerGroup, generation: int) -> None:
         """When nothing has moved for too long, or for half of that, ask the workers for their stacks, once each."""
         for part in (1.0, WARN_PART):
             age_s = self._pace.stalled_s(now, part=part) if self._looped else None
-            if age_s is None or self._asked >= (self._pace.step, part):
-                continue
-            self._asked = (self._pace.step, part)
-            group = self._group()
-            workers = {rank: (pid, group.page(rank, generation)) for rank, pid in group.pids(generation).items()}
-            signal = functools.partial(group.signal, generation=generation)
-            self._take(workers, signal, self._put, Stacks(generation, self._pace.step, age_s, part == 1.0, {}))
-            return
+            if age_s is not None and self._asked < (self._pace.step, part):
+                self._asked = (self._pace.step, part)
+                self.ask(group, Stacks("stalled", generation, self._pace.step, age_s, part == 1.0))
+                return
 
-    def told(self, stacks: Stacks, node: str, of: Mapping[int, int]) -> tuple[WorkerFailure, ...]:
-        """The stacks are here: tell people. The failures that they are when it was too long, else none. `of`: global
-        ranks by local rank.
-        """
-        if stacks.step != self._pace.step:
-            return ()  # It has moved meanwhile.
-        ranks = {local_rank: of.get(local_rank, local_rank) for local_rank in stacks.lines}
-        keep(stacks, ranks, node, self._directory)
-        self._events.write(
-            "stalled",
-            generation=stacks.generation,
-            step=stacks.step,
-            age_s=round(stacks.age_s, 3),
-            final=stacks.final,
-            stacks={ranks[local_rank]: lines for local_rank, lines in stacks.lines.items()},
-        )
-        if not stacks.final:
-            where = f"{self._directory}/logs/generation-{stacks.generation}"
-            self._say(f"no step for {stacks.age_s:.0f} s after step {stacks.step:,}; stacks are in {where}")
-            return ()
-        return tuple(
-            stalled(
-                rank=ranks[local_rank],
-                local_rank=local_rank,
-                node=node,
+    def ask_if_waited_for(
+        self, now: float, group: WorkerGroup, generation: int, ended: Sequence[str], left: Sequence[int]
+    ) -> None:
+        """Look at workers that run on after others. `ended`: who has, in words; `left`: local ranks that have not."""
+        if not ended or not left:
+            self._idle, self._idle_look_at = None, None
+        elif self._idle_look_at is None or now >= self._idle_look_at:
+            self._idle_look_at = now + LOOK_IDLE_S
+            pids = group.pids(generation)
+            used_s = cpu_s(pids[rank] for rank in left)
+            before = self._idle or Idle(now, used_s, now)
+            self._idle = before.looked(used_s, now, self._limits.hang_s)
+            over = self._idle.over and not before.over
+            if over or (self._idle.said and not before.said):
+                age_s = now - (before.idle_since if over else before.since)
+                who = " and ".join(ended)
+                self.ask(group, Stacks("waited_for", generation, 0, age_s, over, ended=who), left)
+
+    def ask(self, group: WorkerGroup, blank: Stacks, local_ranks: Sequence[int] = ()) -> None:
+        """Ask workers of a generation, all or these, for their stacks."""
+        generation = blank.generation
+        pids = group.pids(generation)
+        workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
+        self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
+
+    def told(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
+        """Tell people of stacks that have come; the failure if it was too long. `ranks`: global ones by local rank."""
+        if stacks.why == "stalled" and stacks.step != self._pace.step:
+            return None  # It has moved meanwhile.
+        lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
+        age_s, node, directory = stacks.age_s, self._settings.node, self._settings.run_dir
+        if stacks.why == "waited_for":
+            limit_s = self._limits.hang_s
+            bound = f", until it has done nothing for {limit_s:g} s (--hang-timeout)" if limit_s else ""
+            what = "has done nothing since" if stacks.final else f"is waited for{bound}"
+            for rank, each in lines.items():
+                self._say(f"{stacks.ended} ended {age_s:.0f} s ago; rank {rank} {what}: {where(each)}")
+            message = f"rank {min(lines)} did not end, and did nothing for {age_s:.0f} s, after {stacks.ended} had"
+        else:
+            message = f"no progress for {age_s:.0f} s after step {stacks.step:,}"
+            keep(stacks, lines, node, directory)
+            self._events.write(
+                stacks.why,
                 generation=stacks.generation,
                 step=stacks.step,
-                age_s=stacks.age_s,
+                age_s=round(age_s, 3),
+                final=stacks.final,
                 stacks=lines,
             )
-            for local_rank, lines in sorted(stacks.lines.items())
-        )
+            if stacks.why == "stalled" and not stacks.final:
+                logs = f"{directory}/logs/generation-{stacks.generation}"
+                self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
+        if not stacks.final:
+            return None
+        return stalled(node=node, generation=stacks.generation, message=message, stacks=lines)
 
 
-def _sight(own: Sequence[StatusPage], *, held: bool) -> Sight:
+def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
     """All workers by the one that is furthest behind."""
-    last = min(own, key=lambda page: page.step if page.step_at_ns else 0)
+    last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
     if not last.step_at_ns:
         return Sight(0, 0.0, False)
-    expected = not held and all(page.stepping for page in own)
+    expected = not held and all(page.stepping for page in pages)
     return Sight(last.step, last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
 
 
-def _sight_of_beats(own: Sequence[StatusPage], *, held: bool) -> Sight:
+def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
     """The same of workers without a Loop, where one may take more steps than another: the oldest newest beat counts."""
-    last = min(own, key=lambda page: page.beat_at_ns)
-    return Sight(sum(page.beats for page in own), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)
+    last = min(pages, key=lambda page: page.beat_at_ns)
+    return Sight(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)
+
+
+def where(lines: Sequence[str]) -> str:
+    """The place in a stack's text: its innermost line, or all that is known."""
+    places = [line.strip() for line in lines if line.startswith("  File ")]
+    return places[0] if places else "; ".join(lines[:2])
+
+
+def cpu_s(sessions: Iterable[int]) -> float:
+    """The processor time of all processes of these sessions, with that of their children that have ended."""
+    found = (stat(pid) for pid in in_sessions(set(sessions)))
+    return sum(each.ticks for each in found if each is not None) / os.sysconf("SC_CLK_TCK")

@@ -8,15 +8,13 @@ mark to the next, so that the phases add up to the pause.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from elasticrt.clock import Clock
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.wording import counted
-from elasticrt.workers import status_pages
-from elasticrt.workers.outcomes import LastStep, cost, phases
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +23,26 @@ START_S_MAX = 60.0
 
 START_UNKNOWN_S = 3.0
 """... and so long in a script of which nothing is known."""
+
+
+PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
+"""What ends each: something is known to have happened; another generation is agreed; the old workers are gone; the new
+ones run; `elasticrt.init` is called; there is a process group; the state is back; a step is done."""
+
+
+def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
+    """How long each phase took, in ms, from the marks (ns) that were set when they ended; they add up.
+
+    `since_ns` 0: count from the first mark. A phase without a mark is left out: its time is in the next one's. A mark
+    that lies before an earlier one's (the last step may end after a handover was asked for) counts as set with it.
+    """
+    set_marks = [(name, marks[name]) for name in PHASES if marks.get(name)]
+    at = since_ns or (set_marks[0][1] if set_marks else 0)
+    parts = {}
+    for name, mark in set_marks:
+        parts[name] = max(0, mark - at) / 1e6
+        at = max(at, mark)
+    return parts
 
 
 class Progress:
@@ -41,7 +59,7 @@ class Progress:
         self._look = look
         self._events = events
         self._say = say
-        self._last = LastStep()
+        self._last, self._last_ns = 0, 0  # The last step before a change, and when it ended.
         self._has_loop = False
         self._marks: dict[str, int] = {}
         self._began_at = 0.0
@@ -66,7 +84,7 @@ class Progress:
         Who had no seat in the one before is a newcomer: what it has waited was no pause of the training.
         """
         if generation != self._generation + 1:
-            self._last = LastStep()
+            self._last, self._last_ns = 0, 0
         self._generation = generation
         self.disturbed()
         self._mark("agree")
@@ -79,36 +97,39 @@ class Progress:
     def started(self, generation: int, at_ns: int) -> None:
         """All of the new workers run. What a script without a Loop does from now on is not known here."""
         self._mark("start", at_ns)
-        if self._last.at_ns or generation > 1:
-            parts = phases(self._last.at_ns, self._marks)
+        if self._last_ns or generation > 1:
+            parts = phases(self._last_ns, self._marks)
             self._events.write("restarted", generation=generation, phases=parts)
 
     def remember(self) -> None:
         """Note how far the workers have come, while they can still be asked."""
         own = self._look()
         if own and own[0].step_at_ns:
-            self._last = LastStep(own[0].step, own[0].step_at_ns)
+            self._last, self._last_ns = own[0].step, own[0].step_at_ns
         elif own and own[0].beat_at_ns:
-            self._last = LastStep(0, own[0].beat_at_ns)
+            self._last, self._last_ns = 0, own[0].beat_at_ns
 
     def stepped(self, generation: int, step: Step) -> None:
         """The first step of a Loop is done. If it is the generation's, the recovery is over, and cost this."""
         self._has_loop = True
         if "agree" not in self._marks:  # A second Loop of the same script.
             return
-        paid = cost(self._last, step.step, step.at_ns, step.resumed_from)
+        # A node that has not stepped before has no pause. The first step is `resumed_from` + 1 in a healthy run.
+        paused = 0 < self._last_ns < step.at_ns
+        pause_s = (step.at_ns - self._last_ns) / 1e9 if paused else None
+        redone = max(0, self._last - step.resumed_from) if paused else 0
         self._events.write(
             "first_step",
             generation=generation,
             step=step.step,
             resumed_from=step.resumed_from,
-            pause_s=paid.pause_s,
-            redone=paid.redone,
+            pause_s=pause_s,
+            redone=redone,
         )
-        if paid.pause_s is not None:
-            self.pause_s = paid.pause_s
-            self._recovered(generation, paid.pause_s, step.at_ns)
-            self._say(f"next step {step.step:,} after {paid.pause_s:.2f} s; {counted(paid.redone, 'step')} done again")
+        if pause_s is not None:
+            self.pause_s = pause_s
+            self._recovered(generation, pause_s, step.at_ns)
+            self._say(f"next step {step.step:,} after {pause_s:.2f} s; {counted(redone, 'step')} done again")
         self._marks = {}
 
     def look(self, generation: int) -> None:
@@ -117,8 +138,8 @@ class Progress:
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
         at_ns = max(page.first_beat_at_ns for page in own)
-        if 0 < self._last.at_ns < at_ns:
-            pause_s = (at_ns - self._last.at_ns) / 1e9
+        if 0 < self._last_ns < at_ns:
+            pause_s = (at_ns - self._last_ns) / 1e9
             self._recovered(generation, pause_s, at_ns)
             self._say(f"next optimizer step after {pause_s:.2f} s; what the script had not saved is done again")
         self._marks = {}
@@ -128,7 +149,7 @@ class Progress:
         if own:
             self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
         self._mark("first_step", at_ns)
-        parts = phases(self._last.at_ns, self._marks)
+        parts = phases(self._last_ns, self._marks)
         self._events.write("recovery", generation=generation, pause_s=pause_s, phases=parts)
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 
@@ -137,7 +158,7 @@ class Progress:
     def step(self) -> int | None:
         """The last step that all workers of this node have finished; None when that is not known (yet)."""
         own = self._look()
-        return min(page.step for page in own) if own and status_pages.have_stepped(own) else None
+        return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
     def starting(self, now: float) -> bool:
         """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.
@@ -146,13 +167,14 @@ class Progress:
         """
         own = self._look()
         self._has_loop = self._has_loop or any(page.entered for page in own)
-        if not own or status_pages.have_stepped(own):
+        if not own or all(page.step_at_ns for page in own):
             return False
         return now < self._began_at + (START_S_MAX if self._has_loop else START_UNKNOWN_S)
 
     def can_hand_over(self) -> bool:
         """Whether all workers of this node are inside a Loop."""
-        return status_pages.in_loop(self._look())
+        own = self._look()
+        return bool(own) and all(page.entered for page in own)
 
     def _mark(self, name: str, at_ns: int = 0) -> None:
         self._marks.setdefault(name, at_ns or self._clock.monotonic_ns())

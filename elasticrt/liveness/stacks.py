@@ -13,9 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.ipc.proc import stat
@@ -34,16 +35,23 @@ LINES_MAX = 120
 
 @dataclass(frozen=True)
 class Stacks:
-    """The stacks of one generation's workers on this node, by local rank, the main thread first.
+    """The stacks of one generation's workers on this node.
 
-    `age_s`: for how long no step had come after `step` when they were asked for; `final`: that was too long.
+    Attributes:
+        why: what they were asked for, see `hang_monitor`.
+        generation, step: the newest step of the generation then.
+        age_s: for how long it had been so; `final`: that is too long.
+        lines: the stacks by local rank, the main thread first.
+        ended: who has ended, in words, where these workers are waited for.
     """
 
+    why: Literal["stalled", "late", "waited_for"]
     generation: int
     step: int
     age_s: float
     final: bool
-    lines: Mapping[int, tuple[str, ...]]
+    lines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    ended: str = ""
 
 
 def take(
@@ -68,10 +76,10 @@ def take(
     threading.Thread(target=work, name="elasticrt-stacks", daemon=True).start()
 
 
-def keep(stacks: Stacks, ranks: Mapping[int, int], node: str, directory: Path) -> None:
-    """Write them beside the logs, a file for each rank (`ranks`: by local rank), behind what it has already."""
-    for local_rank, lines in stacks.lines.items():
-        path = file_of(directory, stacks.generation, ranks[local_rank], node, "stacks")
+def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, directory: Path) -> None:
+    """Write stacks (`by_rank`: global) beside the logs, a file for each rank, behind what it has already."""
+    for rank, lines in by_rank.items():
+        path = file_of(directory, stacks.generation, rank, node, "stacks")
         try:
             make_directory(path.parent)
             with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=opener) as file:

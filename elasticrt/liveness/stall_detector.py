@@ -53,6 +53,13 @@ class StallLimits:
     hang_from: int = 20
 
 
+SAY_AFTER_S = 5.0
+"""People are told who is waited for at the end of a run, after so long."""
+
+IDLE_SHARE = 0.01
+"""Of one core: threads of torch that only wait use less, and any work uses more."""
+
+
 @dataclass(frozen=True)
 class Sight:
     """All workers of a node at one moment, by the one that is furthest behind.
@@ -127,3 +134,28 @@ class StallDetector:
             return None
         age = now - self.since
         return age if age >= part * max(self.limits.hang_s, self.limits.hang_factor * self.longest) else None
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What has been seen of workers that others wait for, since `since`.
+
+    Attributes:
+        cpu_s: the processor time that they had used at `idle_since`, and have not exceeded by much since.
+        said: people were told.
+        over: they have done nothing for too long.
+    """
+
+    since: float
+    cpu_s: float
+    idle_since: float
+    said: bool = False
+    over: bool = False
+
+    def looked(self, cpu_s: float, now: float, limit_s: float) -> Idle:
+        """After another look. `limit_s`: how long workers may do nothing, 0 for ever."""
+        said = self.said or now >= self.since + SAY_AFTER_S
+        if cpu_s - self.cpu_s >= IDLE_SHARE * (now - self.idle_since):
+            return replace(self, cpu_s=cpu_s, idle_since=now, said=said)
+        over = self.over or (limit_s > 0 and now - self.idle_since >= limit_s)
+        return replace(self, said=said, over=over)

@@ -30,8 +30,8 @@ from elasticrt.errors import (
     WorkersFailedError,
     explain,
 )
+from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPayload
-from elasticrt.playground.leash import command_of
 
 STOP_S = 30.0
 """What the agent gets to end its workers (their grace is a part of it) before it is killed, and they with it."""
@@ -153,7 +153,7 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
         fd = int(Path(events).name)
         command = [sys.executable, "-m", "elasticrt", "run", "--events-fd", str(fd), *arguments]
         process = subprocess.Popen(
-            command_of(os.getpid(), command),
+            command_of(command),
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.wakeup import Wakeup
 from elasticrt.ipc.wording import counted
-from elasticrt.playground import fault_plan, leash, narration, pause
+from elasticrt.playground import fault_plan, narration, pause
 from elasticrt.playground.event_stream import read_event
 from elasticrt.playground.screen import Screen
 
@@ -242,7 +243,7 @@ class _Player:
         node = fault_plan.node_name(self._started)
         self._started += 1
         events_read, events_write = os.pipe()
-        command = leash.command_of(os.getpid(), self._simulation.agent_command(node, events_write))
+        command = command_of(self._simulation.agent_command(node, events_write))
         # Agents and workers share the machine's cores here, which is what torchrun sets this for as well.
         env = {"OMP_NUM_THREADS": "1", **os.environ}
         try:

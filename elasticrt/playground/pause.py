@@ -11,9 +11,8 @@ import os
 import select
 import signal
 import sys
-from pathlib import Path
 
-from elasticrt.ipc.proc import stat
+from elasticrt.ipc.proc import all_pids, stat
 
 
 def line_of_descent(pid: int, ancestor: int) -> list[int]:
@@ -31,8 +30,7 @@ def processes_of(agent: int, workers: list[int]) -> list[int]:
     node = [agent]
     for worker in workers:
         node += [pid for pid in line_of_descent(worker, agent) if pid not in node]
-    everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    below = [pid for pid in everyone if any(line_of_descent(pid, w) for w in workers if w in node)]
+    below = [pid for pid in all_pids() if any(line_of_descent(pid, w) for w in workers if w in node)]
     return node + [pid for pid in below if pid not in node]
 
 

@@ -49,8 +49,8 @@ from elasticrt.rendezvous.decision import (
 from elasticrt.rendezvous.leader_context import (
     LeaderContext,
     candidates,
+    cause_of,
     counting,
-    first_cause,
     list_names,
     out_of_reach,
     publish,
@@ -284,8 +284,8 @@ def _after_loss(led: LeaderContext, gone: list[Seat]) -> Decision:
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
     """Workers failed and all nodes live: restart them, as long as the budget lasts."""
-    first, only_collateral = first_cause(led.reports.values())
-    if only_collateral:
+    first = cause_of(led.reports.values())
+    if first.collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)

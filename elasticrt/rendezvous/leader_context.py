@@ -8,13 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 from elasticrt.errors import EXIT_RENDEZVOUS
+from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure, first_cause
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import (
-    ENDED_EARLY,
-    TEXT_MAX_BYTES,
     CopyRecord,
-    FailureRecord,
     Generation,
     Member,
     Report,
@@ -284,7 +282,7 @@ LONG_S = 3600.0
 what fails at once does not come this far."""
 
 
-def counting(led: LeaderContext, first: FailureRecord, failed: list[Stored[Report]]) -> Restarts:
+def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -> Restarts:
     """The restarts once this failure is counted: from one again after progress.
 
     That is a new committed step. A script without a Loop commits none: there it is a generation that has made more
@@ -303,27 +301,16 @@ def counting(led: LeaderContext, first: FailureRecord, failed: list[Stored[Repor
     return Restarts(spent, before.restarts_total + 1, step, most, max(loaded, before.restart_loaded), first.early)
 
 
-def first_cause(reports: Iterable[Stored[Report]]) -> tuple[FailureRecord, bool]:
-    """The failure that came first in the store's order among those that are not collateral; whether there was none.
-
-    Without one, it is a worker that had ended without a failure, and that the others still waited for.
-    """
-    ordered = sorted(reports, key=lambda entry: entry.mod_revision)
-    failures = [entry.record.failure for entry in ordered if entry.record.failure is not None]
-    causes = [failure for failure in failures if not failure.collateral]
-    if causes or not failures:
-        unknown = FailureRecord(rank=0, code=1, collateral=False, summary="workers failed without a report")
-        return (causes or [unknown])[0], False
-    early = [failure for failure in failures if failure.code == 0]
-    for entry in ordered:
-        if not early and entry.record.status in ("finishing", "ok"):
-            said = f"a worker on {entry.record.node}: {ENDED_EARLY}"
-            text = f"{said}\n{failures[0].text}"
-            early = [failures[0].model_copy(update={"code": 0, "summary": said, "text": text})]
-    return (early or failures)[0], True
+def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
+    """The failure to blame, of all nodes': see `first_cause`. In the store's order."""
+    ordered = [entry.record for entry in sorted(reports, key=lambda entry: entry.mod_revision)]
+    failures = [record.failure for record in ordered if record.failure is not None]
+    ended = [f"a worker on {record.node}" for record in ordered if record.status in ("finishing", "ok")]
+    unknown = Failure(rank=0, code=1, collateral=False, summary="workers failed without a report")
+    return first_cause(failures, ended) or unknown
 
 
-def text_of(first: FailureRecord, failed: list[Stored[Report]]) -> str:
+def text_of(first: Failure, failed: list[Stored[Report]]) -> str:
     """The report of the first cause; of a hang, which has its cause anywhere, a share of each node's."""
     if not first.stalled:
         return first.text

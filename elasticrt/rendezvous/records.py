@@ -19,24 +19,22 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from elasticrt.errors import StoreError, explain
 from elasticrt.ipc.env import Commit, Copy
+from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure
 from elasticrt.spec import RunSpec
-from elasticrt.text import cut, known, packed, unpacked
+from elasticrt.text import cut, known
 
 VALUE_MAX_BYTES = 64 * 1024
 """The largest are some seats of a roster, and a head in the longest of directories."""
 
-TEXT_MAX_BYTES = 6000
 VERSION_MAX_BYTES = 128
-PATH_MAX_BYTES = 4096
-ENDED_EARLY = "ended with exit code 0, while others were in a collective"
 SEATS_PER_CHUNK = 16
 """What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `agent.outage`)."""
 
@@ -50,19 +48,6 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 def words(bytes_max: int) -> BeforeValidator:
     """Of a text for people: it is `cut` when the record is made, so that a sender need not think of its size."""
     return BeforeValidator(lambda text: cut(text, bytes_max) if isinstance(text, str) else text)
-
-
-def _path(text: object) -> str:
-    if not isinstance(text, str):
-        raise ValueError("not a text")  # noqa: TRY004  What pydantic wants.
-    path = unpacked(text)
-    if not path.startswith("/") or len(path.encode(errors="surrogateescape")) > PATH_MAX_BYTES:
-        raise ValueError(f"not an absolute path of at most {PATH_MAX_BYTES} bytes")
-    return path
-
-
-AbsolutePath = Annotated[str, PlainValidator(_path), PlainSerializer(packed, when_used="json")]
-"""In any bytes that the system takes."""
 
 
 class UnreadableRecord(StoreError):  # noqa: N818  It describes the record, not us.
@@ -85,7 +70,15 @@ class Record(BaseModel):
         return value
 
 
-R = TypeVar("R", bound=Record)
+HeadRecord = Commit
+CopyRecord = Copy
+"""What workers know by these names is stored as it is; each checks its own fields."""
+
+R = TypeVar("R", bound=Record | Commit)
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+"""What parses each kind of record, made when the first of a kind is read."""
 
 
 def decode(kind: type[R], key: str, value: bytes) -> R:
@@ -94,7 +87,9 @@ def decode(kind: type[R], key: str, value: bytes) -> R:
         problem = f"{len(value)} bytes; expected at most {VALUE_MAX_BYTES}"
     else:
         try:
-            return kind.model_validate_json(value)
+            if kind not in _adapters:
+                _adapters[kind] = TypeAdapter(kind)
+            return cast("R", _adapters[kind].validate_json(value))
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'value'}: {first['msg']}"
@@ -168,53 +163,6 @@ class RosterChunk(Record):
     seats: tuple[Seat, ...] = Field(strict=False)
 
 
-class HeadRecord(Record):
-    """The head: the newest committed checkpoint, with the field meanings of `ipc.env.Commit`."""
-
-    step: Count
-    epoch: Count
-    generation: Count
-    nonce: Hex16
-    parent: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
-    directory: AbsolutePath
-    file: Annotated[str, Field(max_length=255, pattern=r"^[^/.][^/]*$")]
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    size: Count
-    serial: Count = 0
-    node: Name | Literal[""] = ""
-    place: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-    total: Count = 0
-
-    @property
-    def reached(self) -> int:
-        """As `Commit.reached`."""
-        return self.total or self.step
-
-    @classmethod
-    def of(cls, commit: Commit) -> HeadRecord:
-        """The record for a commit. Raises pydantic.ValidationError on values that no worker of ours sends."""
-        return cls.model_validate(asdict(commit))
-
-    def commit(self) -> Commit:
-        """The same as the value that workers know."""
-        return Commit(**self.model_dump(exclude={"v"}))
-
-
-class CopyRecord(Record):
-    """A copy of the training state in one node's memory, with the field meanings of `ipc.env.Copy`."""
-
-    step: Count
-    epoch: Count
-    size: Annotated[int, Field(ge=1)]
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    world_size: Annotated[int, Field(ge=1)]
-    place: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-
-    def as_copy(self) -> Copy:
-        """The same as the value that workers know."""
-        return Copy(**self.model_dump(exclude={"v"}))
-
-
 class HandoverRecord(Record):
     """The leader asks all workers of a generation to stop together.
 
@@ -265,29 +213,6 @@ class Generation(Record):
     roster_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class FailureRecord(BaseModel):
-    """What a report says about the worker that failed first on its node.
-
-    `stalled`: nobody has ended, but no step was made for too long; the text is what the workers were doing. `unmet`:
-    workers here could not reach other nodes', once more. `early`: a digest of what was raised before the first step.
-    `beats`: the optimizer steps of a script without a Loop in this generation. `loaded`: when the newest snapshot was
-    written that it made them from, in microseconds since the epoch; 0: it began without one, or made none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    rank: Count
-    code: int
-    collateral: bool
-    final_code: Literal[0, 1, 5, 6, 7] = 0
-    summary: Annotated[str, words(400)]
-    text: Annotated[str, words(TEXT_MAX_BYTES)] = ""
-    stalled: bool = False
-    unmet: bool = False
-    early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-    beats: Count = 0
-    loaded: Count = 0
-
-
 class Report(Record):
     """How a node's workers ended in a generation, or how far they are in handing over.
 
@@ -305,7 +230,7 @@ class Report(Record):
     node: Name
     incarnation: Hex16
     status: Literal["holding", "held", "finishing", "ok", "failed", "left"]
-    failure: FailureRecord | None = None
+    failure: Failure | None = None
     handover: Count = 0
     entered: Count = 0
     memory: CopyRecord | None = None

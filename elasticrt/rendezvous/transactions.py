@@ -231,14 +231,14 @@ def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: H
 
     It is the head of its directory as well, of which a run may have several.
     """
-    places = (Put(keys.place(head.place), head.encode()),) if head.place else ()
+    places = (Put(keys.place(head.place), head.to_json().encode()),) if head.place else ()
     return Txn(
         compares=(
             _unchanged(keys.generation, generation_mod),
             _unchanged(keys.checkpoint, head_mod),
             _absent(keys.result(attempt)),
         ),
-        operations=(Put(keys.checkpoint, head.encode()), *places),
+        operations=(Put(keys.checkpoint, head.to_json().encode()), *places),
         why=f"commit step {head.step} of generation {head.generation}",
     )
 

@@ -36,7 +36,7 @@ from elasticrt.rendezvous.records import (
 )
 from elasticrt.store.protocol import Event, KeyValue, RangeRead
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=Record | HeadRecord)
 V = TypeVar("V")
 
 

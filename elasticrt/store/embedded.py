@@ -1,111 +1,196 @@
-"""The etcd of one machine's agents, for runs without `--etcd`: found, or started in a process that outlives us.
+"""The etcd of one machine's agents, for runs without `--etcd`: found, or started in a process that outlives them.
 
-Agents with the same run id find each other's server through a record in the runtime directory, under the machine's
-lock. What a crashed server leaves is removed here, and a fresh one, with a new identity, takes its place: the version
-that can be installed with pip may lose acknowledged writes in a crash, so its data is never used again.
+The runtime directory holds a record for each run that has such a server. Whoever reads or writes there holds the lock
+on the directory itself. Nothing secret is in it, but whoever can write there can send agents to a server of theirs: so
+it must be ours alone. What a crashed server leaves is removed, and a fresh one, with a new identity, takes its place:
+the version that can be installed with pip may lose acknowledged writes in a crash, so its data is never used again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import select
+import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elasticrt
 from elasticrt.errors import ConfigError, StoreError, explain
 from elasticrt.ipc.proc import start_of
-from elasticrt.store import etcd_server, runtime_dir
+from elasticrt.store import etcd_server
+from elasticrt.store.address import SOCKET_PATH_MAX_BYTES
 from elasticrt.store.protocol import Address
 
 START_S_MAX = 40.0
 """A keeper that has not answered by then is given up."""
 
+LOCK_S_MAX = 60.0
+"""Longer than any start or stop of a server takes."""
+
+DATA_PREFIX = "elasticrt-etcd-"
+"""Of the data directories, below the directory for temporary files."""
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
 
 @dataclass(frozen=True)
 class Served:
-    """A running embedded server. `token` tells it from any other; `started` is true for the agent that started it.
+    """A running embedded server, as its keeper has recorded it.
 
-    `keeper_start` tells its keeper from a later process with the same number (kernel ticks since boot).
+    Attributes:
+        address: where clients reach it.
+        keeper_pid: the process that started etcd, and ends it when the run no longer needs it.
+        keeper_start: tells the keeper from a later process with the same number (kernel ticks since boot).
+        data: etcd's data directory.
     """
 
     address: Address
     keeper_pid: int
     keeper_start: int
-    token: str
-    started: bool
+    data: str
 
     def lives(self) -> bool:
-        """Whether its keeper still runs."""
+        """Whether its keeper still runs; etcd does not outlive it."""
         return start_of(self.keeper_pid) == self.keeper_start
 
 
 def find(run_id: str) -> Served | None:
-    """The server of this run on this machine, if there is one; it waits for the finder a while.
+    """The server of this run on this machine, if there is one; its keeper then waits for the finder a while.
 
     Raises ConfigError when the runtime directory is unsafe.
     """
-    with runtime_dir.locked(run_id) as lock:
-        assert lock is not None, "we wait for the lock"
-        served = _registered(lock.directory, run_id)
-        if served is None:
-            runtime_dir.forget(lock.directory, run_id)
-        return served
+    with locked() as (directory, _):
+        return _found(record_of(directory, run_id))
 
 
 def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float = 30.0) -> Served:
     """The server of this run on this machine, started if need be: on a socket of this user's, or at `listen`.
 
-    It ends when no member of the run has been there for `linger_s` (much sooner when the run has its result).
+    It ends when no member of the run has been there for `linger_s` seconds (much sooner when the run has its result).
     Raises StoreError when it does not start; ConfigError when there is no etcd to start, `listen` is not ours to serve
     or the runtime directory is unsafe.
     """
-    with runtime_dir.locked(run_id) as lock:
-        assert lock is not None, "we wait for the lock"
-        served = _registered(lock.directory, run_id)
+    with locked() as (directory, lock_fd):
+        record = record_of(directory, run_id)
+        served = _found(record)
         if served is None:
-            runtime_dir.sweep(lock.directory, but=run_id)
-            try:
-                _start(run_id, lock, listen, linger_s)
-            except (StoreError, ConfigError):
-                runtime_dir.forget(lock.directory, run_id)
-                raise
-            served = _registered(lock.directory, run_id, started=True)
-            assert served is not None, "registered by the keeper"
+            for path in directory.glob("*.json"):
+                _living(path)  # Removes what dead keepers of other runs left.
+            _start(run_id, record, lock_fd, listen, linger_s)
+            served = _found(record)
+            if served is None:
+                raise StoreError(explain("the embedded etcd ended at once", f"run {run_id}", remedy="Start again"))
         return served
 
 
-def _registered(directory: Path, run_id: str, *, started: bool = False) -> Served | None:
-    record = runtime_dir.read_record(directory, run_id)
-    if record is None or not runtime_dir.is_alive(record):
-        runtime_dir.clean_up(directory, run_id)
+def read_record(path: Path) -> Served | None:
+    """What a keeper registered; None when there is nothing, or nothing that makes sense."""
+    try:
+        fields = json.loads(path.read_bytes())
+        return Served(**{**fields, "address": Address(**fields["address"])})
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    runtime_dir.touch_record(directory, run_id)
-    return Served(
-        Address(record["scheme"], record["host"], record["port"]),
-        record["keeper_pid"],
-        record["keeper_start"],
-        record["token"],
-        started,
-    )
 
 
-def _start(run_id: str, lock: runtime_dir.Lock, listen: Address | None, linger_s: float) -> None:
+def write_record(path: Path, served: Served) -> None:
+    """Register a server, in one step. With the lock held."""
+    draft = path.with_suffix(".new")
+    draft.write_text(json.dumps(asdict(served)), encoding="utf-8")
+    draft.replace(path)
+
+
+def record_of(directory: Path, run_id: str) -> Path:
+    """The path of a run's record. Raises ConfigError for a run id that is no file name."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError(explain("a bad run id", "--run-id", got=run_id, expected="1 to 128 of A-Z a-z 0-9 . _ -"))
+    return directory / f"{run_id}.json"
+
+
+@contextmanager
+def locked() -> Iterator[tuple[Path, int]]:
+    """Hold the lock of this user's embedded servers; yields the runtime directory, and the descriptor with the lock.
+
+    Who inherits the descriptor holds the lock as well, until all have closed it. An empty directory is removed at the
+    end. Raises ConfigError when it is unsafe, and StoreError when the lock is not to be had within a minute.
+    """
+    deadline, fd = time.monotonic() + LOCK_S_MAX, -1
+    while fd < 0:
+        directory = runtime_directory()
+        fd = _lock(directory, deadline)
+    try:
+        yield directory, fd
+    finally:
+        with suppress(OSError):  # Not empty: some run is served.
+            directory.rmdir()
+        os.close(fd)
+
+
+def _lock(directory: Path, deadline: float) -> int:
+    """A descriptor of the directory, locked; -1 when whoever had the lock before has removed the directory."""
+    with suppress(FileNotFoundError):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            while not _locks(fd):
+                if time.monotonic() >= deadline:
+                    what = "the lock of the embedded etcd stays taken"
+                    raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
+                time.sleep(0.002)
+            if os.path.samestat(os.fstat(fd), directory.stat()):
+                return os.dup(fd)
+        finally:
+            os.close(fd)
+    return -1
+
+
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _found(record: Path) -> Served | None:
+    """The server of a record, whose keeper from now on waits for whoever has found it."""
+    served = _living(record)
+    if served is not None:
+        os.utime(record)
+    return served
+
+
+def _living(record: Path) -> Served | None:
+    """The server of a record; None when its keeper is gone, and then what they left is removed."""
+    served = read_record(record)
+    if served is not None and served.lives():
+        return served
+    if served is not None:
+        remove_data(Path(served.data))
+    record.unlink(missing_ok=True)
+    return None
+
+
+def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, linger_s: float) -> None:
     """Start a keeper and wait until its server is registered."""
     where = None if listen is None else asdict(etcd_server.claim(listen, "--rdzv-endpoint"))
     ready, ready_fd = os.pipe()
     order = {
         "run_id": run_id,
-        "directory": str(lock.directory),
+        "record": str(record),
         "binary": str(etcd_server.find_binary()),
         "listen": where,
         "linger_s": linger_s,
         "ready_fd": ready_fd,
-        "lock_fd": lock.fd,
+        "lock_fd": lock_fd,
     }
     try:
         with subprocess.Popen(
@@ -115,7 +200,7 @@ def _start(run_id: str, lock: runtime_dir.Lock, listen: Address | None, linger_s
             stderr=subprocess.DEVNULL,
             cwd="/",  # Neither a user's file called json.py nor a directory to be unmounted is in the way.
             env=_environment(),
-            pass_fds=(ready_fd, lock.fd),
+            pass_fds=(ready_fd, lock_fd),
             start_new_session=True,
         ):
             os.close(ready_fd)
@@ -123,35 +208,32 @@ def _start(run_id: str, lock: runtime_dir.Lock, listen: Address | None, linger_s
             # Everybody who starts a server will talk to it: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
-            answer = _answer(ready)
-    except OSError as error:
-        got, remedy = etcd_server.in_our_words(str(error))
+            error = _answer(ready)
+    except OSError as failure:
+        got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
-        raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from error
+        raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from failure
     finally:
         os.close(ready)
         if ready_fd >= 0:
             os.close(ready_fd)
-    if "error" in answer:
-        raise StoreError(answer["error"])
+    if error:
+        raise StoreError(error)
 
 
-def _answer(ready: int) -> dict[str, str]:
+def _answer(ready: int) -> str:
+    """What the keeper says when its server is there: "", or why it is not."""
     deadline = time.monotonic() + START_S_MAX
     text = b""
-    while time.monotonic() < deadline:
-        if not select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            break
+    while select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
         piece = os.read(ready, 4096)
-        text += piece
         if not piece:
             break
-    try:
-        answer: dict[str, str] = json.loads(text)
-    except ValueError:
-        what = "the keeper of the embedded etcd died while it started"
-        return {"error": explain(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")}
-    return answer
+        text += piece
+    if text:
+        return str(json.loads(text))
+    what = "the keeper of the embedded etcd died while it started"
+    return explain(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
 
 
 def _environment() -> dict[str, str]:
@@ -161,3 +243,65 @@ def _environment() -> dict[str, str]:
     if root in sys.path and not {"site-packages", "dist-packages"} & set(Path(root).parts):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
     return environment
+
+
+def make_data() -> Path:
+    """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp."""
+    where = tempfile.gettempdir()
+    room = SOCKET_PATH_MAX_BYTES - len(f"/{DATA_PREFIX}12345678/{etcd_server.SOCKET}")
+    return Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where if len(os.fsencode(where)) <= room else "/tmp"))  # noqa: S108  It makes a directory of ours alone.
+
+
+def remove_data(data: Path) -> None:
+    """Remove a server's data directory. What is not one of ours is left alone: the path came from a file."""
+    if data.name.startswith(DATA_PREFIX) and not what_is_unsafe(data):
+        shutil.rmtree(data, ignore_errors=True)
+
+
+def runtime_directory() -> Path:
+    """`$XDG_RUNTIME_DIR/elasticrt`, `/run/user/<uid>/elasticrt` or `<temporary>/elasticrt-<uid>`, made if need be.
+
+    Raises ConfigError when it is not a directory of ours that nobody else can touch.
+    """
+    uid = os.getuid()
+    directory = Path(tempfile.gettempdir(), f"elasticrt-{uid}")
+    for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"):
+        if _is_private(parent, uid):
+            directory = Path(parent, "elasticrt")
+            break
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(explain("the runtime directory can't be made", str(directory), got=str(error))) from error
+    problem = what_is_unsafe(directory)
+    if problem:
+        expected = "a directory of this user alone (mode 0700)"
+        remedy = "Somebody else may control it: remove it, or set XDG_RUNTIME_DIR"
+        message = explain("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
+        raise ConfigError(message)
+    return directory
+
+
+def what_is_unsafe(directory: Path) -> str:
+    """Why others than this user can get at what is in there; "" when they can't, and when there is nothing."""
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return ""
+    if stat.S_ISLNK(found.st_mode):
+        return "a symbolic link"
+    if not stat.S_ISDIR(found.st_mode):
+        return "not a directory"
+    if found.st_uid != os.getuid():
+        return f"owned by user {found.st_uid}"
+    return f"mode {stat.S_IMODE(found.st_mode):04o}" if found.st_mode & 0o077 else ""
+
+
+def _is_private(parent: str, uid: int) -> bool:
+    """Whether only this user can make directories there."""
+    if not Path(parent).is_absolute() or not os.access(parent, os.W_OK | os.X_OK):
+        return False
+    found = Path(parent).stat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022

@@ -12,119 +12,193 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
 from elasticrt.errors import StoreError, explain
 from elasticrt.ipc.proc import start_of
-from elasticrt.store import etcd_server, runtime_dir
-from elasticrt.store.protocol import Address
+from elasticrt.store import embedded, etcd_server
+from elasticrt.store.embedded import Served
+from elasticrt.store.protocol import Address, Store
+
+LOOK_S = 0.5
+"""How often the members are counted. It delays nothing but the keeper's own end."""
+
+AFTER_RESULT_S = 1.0
+"""A run that has its result and no members is over this soon."""
+
+FOUND_S = 5.0
+"""An agent that has just found the server of an ended run gets this long to become a member."""
 
 LEAVE_S = 60.0
 """How long members may take to hand over and leave, after a signal that they have got as well."""
 
-ASKED, INSISTED = "asked to end", "asked to end at once"
 
+def ends_at(*, members: int, result: bool, left_at: float, found_at: float, linger_s: float) -> float | None:
+    """When to end if nothing changes, on the clock of the arguments; None while there are members. Pure.
 
-def start(run_id: str, binary: Path, listen: Address | None) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    """Start etcd and wait until it serves, at `listen` or on a socket in its data directory, which is ours alone.
-
-    Returns the process and its record. Raises StoreError, leaving nothing behind.
+    `left_at` is when the last member left, or when the server began; `found_at` when an agent last asked for it.
     """
-    data, token = runtime_dir.make_data(), uuid4().hex
-    address = listen or etcd_server.socket_in(data)
-    try:
+    if members:
+        return None
+    if result:
+        return max(left_at + min(AFTER_RESULT_S, linger_s), found_at + min(FOUND_S, linger_s))
+    return max(left_at, found_at) + linger_s
+
+
+class Need:
+    """Whether a run still needs its server. Times are in seconds on the clock of `now`."""
+
+    def __init__(self, store: Store, run_id: str, linger_s: float, now: float) -> None:
+        self._store = store
+        self._members, self._result = f"/elasticrt/{run_id}/members/", f"/elasticrt/{run_id}/result/"
+        # Who has started the server is about to be the first member, however short the run lingers.
+        self._linger_s, self._after_first_s = max(linger_s, FOUND_S), linger_s
+        self._left_at = self._found_at = now
+        self._touched_ns = 0
+
+    def leave(self) -> None:
+        """The members are told to leave: the server ends when the last of them has."""
+        self._linger_s = self._after_first_s = 0.0
+
+    def over(self, touched_ns: int, now: float) -> bool:
+        """Whether the server can end. `touched_ns` changes whenever an agent finds it, and will soon be a member."""
+        if touched_ns != self._touched_ns:
+            self._touched_ns, self._found_at = touched_ns, now
+        try:
+            members = self._store.read(self._members, limit=1).count
+            result = self._store.read(self._result, limit=1).count
+        except StoreError:
+            members, result = 1, 0  # It counts as needed until it answers.
+        if members:
+            self._left_at, self._linger_s = now, self._after_first_s
+        due = ends_at(
+            members=members,
+            result=bool(result),
+            left_at=self._left_at,
+            found_at=self._found_at,
+            linger_s=self._linger_s,
+        )
+        return due is not None and now >= due
+
+
+class Server:
+    """The etcd process. `start` raises StoreError, leaving nothing behind."""
+
+    def __init__(self, run_id: str, binary: Path, listen: Address | None) -> None:
+        self._run_id = run_id
+        self.data = embedded.make_data()
+        address = listen or etcd_server.socket_in(self.data)
+        self.address = etcd_server.reached_from_here(address)
         # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
-        arguments = etcd_server.command(binary, address, token, ("--unsafe-no-fsync",))
-        etcd = etcd_server.launch(arguments, data, deaf_to_sigterm=True)
-        address = etcd_server.reached_from_here(address)
-        if etcd_server.await_ready(etcd, address):
-            record: dict[str, Any] = {**asdict(address), "token": token, "data": str(data)}
-            for name, pid in (("keeper", os.getpid()), ("etcd", etcd.pid)):
-                record |= {f"{name}_pid": pid, f"{name}_start": start_of(pid)}
-            return etcd, record
-        etcd_server.stop(etcd)
-        got, remedy = etcd_server.why_it_ended(data)
-        got = got or f"not ready within {etcd_server.READY_S_MAX:g} s"
-    except OSError as error:
-        got, remedy = etcd_server.in_our_words(str(error))
-    runtime_dir.remove_data(data)
-    remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
-    raise StoreError(explain(f"etcd did not start for run {run_id}", str(binary), got=got, remedy=remedy))
+        self._command = etcd_server.command(binary, address, uuid4().hex, ("--unsafe-no-fsync",))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        try:
+            self.process = etcd_server.launch(self._command, self.data)
+            if etcd_server.await_ready(self.process, self.address):
+                return
+            got, remedy = etcd_server.why_it_ended(self.data)
+            got = got or f"not ready within {etcd_server.READY_S_MAX:g} s"
+        except OSError as error:
+            got, remedy = etcd_server.in_our_words(str(error))
+        self.end()
+        remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
+        what = f"etcd did not start for run {self._run_id}"
+        raise StoreError(explain(what, self._command[0], got=got, remedy=remedy))
+
+    def lives(self) -> bool:
+        """Whether it runs. One that was ended by SIGTERM is started again: that is not ours to obey.
+
+        A scheduler sends SIGTERM to every process of a job, and etcd obeys at once, while the agents still hand over.
+        An orderly end loses no data, so the same server is there again in a tenth of a second.
+        """
+        assert self.process is not None
+        if self.process.poll() != -signal.SIGTERM:
+            return self.process.returncode is None
+        try:
+            self.start()
+        except StoreError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """Stop it, and remove its data."""
+        if self.process is not None:
+            etcd_server.stop(self.process)
+        embedded.remove_data(self.data)
 
 
-def keep(
-    run_id: str, linger_s: float, etcd: subprocess.Popen[bytes], record: dict[str, Any], news: SimpleQueue[Any]
-) -> None:
-    """Return when the server has ended and its record is gone. The data directory is the caller's to remove."""
+def keep(run_id: str, linger_s: float, server: Server, record: Path, signals: SimpleQueue[int]) -> None:
+    """Return when the server has ended or is not needed any more, and its record is gone.
+
+    SIGTERM, which the members have got as well, ends it when the last of them has left, SIGINT at once.
+    """
     from elasticrt.store.etcd import EtcdStore
-    from elasticrt.store.idle_shutdown import IdleShutdown
 
-    threading.Thread(target=_tell_end, args=(etcd.pid, news), daemon=True).start()
-    store = EtcdStore((Address(record["scheme"], record["host"], record["port"]),), timeout_s=2.0)
-    attendance = IdleShutdown(store, run_id, linger_s, news)
-    attendance.look()
-    touched_at_ns = runtime_dir.touched_at_ns(runtime_dir.runtime_directory(), run_id)
-    while True:
-        asked = attendance.wait()
-        if asked == ASKED and attendance.let_them_leave():
-            timer = threading.Timer(LEAVE_S, news.put, (INSISTED,))
-            timer.daemon = True
-            timer.start()
+    store = EtcdStore((server.address,))
+    need, end_by = Need(store, run_id, linger_s, time.monotonic()), float("inf")
+    while server.lives():
+        over = need.over(_touched_ns(record), time.monotonic())
+        if over or time.monotonic() >= end_by:
+            with embedded.locked():
+                # Agents find the server under this lock. One that did since we looked is about to register.
+                if time.monotonic() >= end_by or need.over(_touched_ns(record), time.monotonic()):
+                    record.unlink(missing_ok=True)
+                    store.close()
+                    server.end()
+                    return
+        try:
+            number = signals.get(timeout=LOOK_S)
+        except Empty:
             continue
-        with runtime_dir.locked(run_id) as lock:
-            assert lock is not None, "we wait for the lock"
-            if not asked:
-                # Agents find the server under this lock. One that did since we looked last is about to register.
-                last_ns, touched_at_ns = touched_at_ns, runtime_dir.touched_at_ns(lock.directory, run_id)
-                if touched_at_ns != last_ns:
-                    attendance.found(max(0.0, (time.time_ns() - touched_at_ns) / 1e9))
-                attendance.look()
-                if attendance.due() is None or touched_at_ns != last_ns:
-                    continue
-            store.close()
-            etcd_server.stop(etcd)
-            if runtime_dir.read_record(lock.directory, run_id) == record:
-                runtime_dir.remove_record(lock.directory, run_id)
-            runtime_dir.forget(lock.directory, run_id)
-            return
+        if number == signal.SIGTERM:
+            need.leave()
+        if number != signal.SIGCHLD:
+            end_by = min(end_by, time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
+    record.unlink(missing_ok=True)  # At once, without the lock: nobody may find a server that is gone.
+    store.close()
+    with embedded.locked():
+        pass  # It removes an empty runtime directory.
+
+
+def _touched_ns(record: Path) -> int:
+    """When an agent last found the server; only for comparison with an earlier value."""
+    try:
+        return record.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def main(text: str) -> None:
     """The process. `text` is the JSON that `embedded` writes."""
-    order = json.loads(text)
+    order: dict[str, Any] = json.loads(text)
     if os.fork():
         os._exit(0)  # Whoever started us has nothing to wait for, and the child is nobody's to reap but init's.
-    news: SimpleQueue[Any] = SimpleQueue()
-    # A scheduler sends SIGTERM to everybody, SIGINT is meant for us. SimpleQueue.put is safe in a signal handler.
-    signal.signal(signal.SIGTERM, lambda *_: news.put(ASKED))
-    signal.signal(signal.SIGINT, lambda *_: news.put(INSISTED))
-    ready_fd, lock_fd, run_id = order["ready_fd"], order["lock_fd"], order["run_id"]
+    signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda received, _: signals.put(received))
+    listen, record = Address(**order["listen"]) if order["listen"] else None, Path(order["record"])
+    server = Server(order["run_id"], Path(order["binary"]), listen)
     try:
-        listen = Address(**order["listen"]) if order["listen"] else None
-        etcd, record = start(run_id, Path(order["binary"]), listen)
+        server.start()
     except StoreError as error:
-        os.write(ready_fd, json.dumps({"error": str(error)}).encode())
+        os.write(order["ready_fd"], json.dumps(str(error)).encode())
         return
     try:
-        runtime_dir.write_record(Path(order["directory"]), run_id, record)
-        os.write(ready_fd, b"{}")
-        os.close(ready_fd)
-        os.close(lock_fd)  # We held the lock as well, in case that the agent died meanwhile.
-        keep(run_id, order["linger_s"], etcd, record, news)
+        me = os.getpid()
+        embedded.write_record(record, Served(server.address, me, start_of(me), str(server.data)))
+        os.write(order["ready_fd"], b'""')
+        os.close(order["ready_fd"])
+        os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
+        keep(order["run_id"], order["linger_s"], server, record, signals)
     finally:
-        etcd_server.stop(etcd)
-        runtime_dir.remove_data(Path(record["data"]))
-
-
-def _tell_end(pid: int, news: SimpleQueue[Any]) -> None:
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # It stays for `etcd_server.stop` to reap.
-    news.put("etcd ended")
+        server.end()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from elasticrt.errors import ConfigError, explain
-from elasticrt.store import ignore_sigterm
+from elasticrt.ipc.leash import command_of
 from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
 
@@ -41,8 +41,6 @@ UNSAFE_VERSIONS = ((3, 5, 0), (3, 5, 1), (3, 5, 2))
 """They can lose acknowledged writes in a crash (etcd-io/etcd#13766)."""
 
 LOG_TAIL_BYTES = 64 * 1024
-
-_PR_SET_PDEATHSIG = 1
 
 
 def find_binary() -> Path:
@@ -118,37 +116,22 @@ def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] 
     ]
 
 
-def launch(arguments: list[str], directory: Path, *, deaf_to_sigterm: bool = False) -> subprocess.Popen[bytes]:
-    """Start the server in a process group of its own, with its files, sockets and `LOG` in `directory`.
+def launch(arguments: list[str], directory: Path) -> subprocess.Popen[bytes]:
+    """Start the server in a session of its own, with its files, sockets and `LOG` in `directory`.
 
-    It is killed when this thread's process dies. Raises OSError.
+    It is killed when this process dies: what it leaves is removed by whoever looks next. Raises OSError.
     """
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def follow_parent() -> None:
-        # SIGKILL, because a keeper that was killed can't clean up anyway: the data is removed by whoever looks next.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-        os.setpgid(0, 0)
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # `stop` sends it; a shell's background jobs ignore it.
-        if deaf_to_sigterm:
-            ignore_sigterm.to_sigterm()
-
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
     with (directory / LOG).open("ab") as output:
         return subprocess.Popen(
-            arguments,
+            command_of(arguments, signal.SIGKILL),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment(),
             cwd=directory,
-            preexec_fn=follow_parent,  # noqa: PLW1509  Nobody has started a thread at this time.
+            start_new_session=True,
         )
 
 

@@ -19,9 +19,10 @@ from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decision import Decision, End, Finish, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
 from elasticrt.rendezvous.member import Joining, Member
-from elasticrt.rendezvous.records import FailureRecord, Generation, Report, Seat
+from elasticrt.rendezvous.records import Generation, Report, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
@@ -277,7 +278,7 @@ class Participant:
         if self._left or generation == 0 or generation != self.member.me.started:
             return
         summary = f"workers on {self._record.node} ended or could not start"
-        failure = FailureRecord(rank=0, code=1, collateral=False, summary=summary)
+        failure = Failure(rank=0, code=1, collateral=False, summary=summary)
         self._update(report=self._report("failed", failure=failure), failed_at=self._clock.monotonic())
 
     def _report(self, status: Any, **more: Any) -> Report:

@@ -1,4 +1,4 @@
-"""Why a worker failed: from what is left of it to one value, one verdict (cause or collateral) and one text. Pure.
+"""Why a worker failed: from what is left of it to one `Failure`, a cause or collateral, with a text for people. Pure.
 
 When one worker dies, all others fail in their next collective. Those errors are *collateral*: true, and of no use. A
 report names the first cause, and gives every other worker one line.
@@ -11,9 +11,8 @@ import hashlib
 import json
 import re
 import signal as signals
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elasticrt.ipc.collateral_errors import (
     NEVER_MET,
@@ -23,6 +22,7 @@ from elasticrt.ipc.collateral_errors import (
     exceptions_in,
     is_collateral,
 )
+from elasticrt.ipc.failure import Failure, FinalCode, first_cause
 from elasticrt.text import cut, size
 
 _NAME_MAX_BYTES = 200
@@ -35,54 +35,33 @@ WHO_KILLED = (
     "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
     "`sacct`, `kubectl describe pod`), or from a person"
 )
-_FINAL: dict[str, Literal[5, 6, 7]] = {
-    "CheckpointError": 5,
-    "PreparationError": 6,
-    "DuplicateError": 7,
-}
+_FINAL: dict[str, FinalCode] = {"CheckpointError": 5, "PreparationError": 6, "DuplicateError": 7}
 """Errors that no restart can cure, by name, with the exit code of the run."""
 
 
 @dataclass(frozen=True)
-class WorkerFailure:
-    """How one worker failed.
+class Raised:
+    """What a worker raised, as far as its error file or its output says: all empty for nothing.
 
-    Attributes:
-        rank: global rank; `local_rank` and `node` say where.
-        generation: the generation it belonged to.
-        code: exit code, or minus the signal number.
-        signal: name of the signal that ended it, "" for an exit.
-        kind: "exit", "signal", "start" (it could not be started), "oom" (the kernel killed it for its memory) or
-            "stalled" (it runs, but has made no step for too long).
-        exception: type of the exception, "" when there was none or it is unknown.
-        message: what the exception or the system said.
-        last_lines: the end of its error output; of one that stalled, what its threads were doing.
-        log_path: where the whole of it is, "" when it is not kept.
-        collateral: it failed only because another worker had.
-        final_code: the exit code the run ends with, because no restart can cure this (1, 5, 6 or 7); 0 otherwise.
-        step: the last global step that it is known to have finished.
-        beats: optimizer steps that it made, in a script without a Loop.
-        loaded: when the newest snapshot was written from which its node's workers have made such steps, see `Page`.
-        early: what it raised before its first step, and where, as a digest: the same twice is certain to come again.
+    `hint`: the exit code of the run that its error file asks for. `certain`: it comes again whatever is restarted.
     """
 
-    rank: int
-    local_rank: int
-    node: str
-    generation: int
-    code: int
-    signal: str
-    kind: str
-    exception: str
-    message: str
-    last_lines: tuple[str, ...]
-    log_path: str
-    collateral: bool
-    final_code: Literal[0, 1, 5, 6, 7]
-    step: int | None
-    beats: int = 0
-    loaded: int = 0
-    early: str = ""
+    exception: str = ""
+    message: str = ""
+    callstack: str = ""
+    hint: int = 0
+    certain: bool = False
+
+
+def raised(code: int, error_file: str = "", last_lines: Sequence[str] = ()) -> Raised:
+    """What a worker raised that ended with exit `code`.
+
+    `error_file` is the content of torchelastic's error file, "" when there is none.
+    """
+    found = _in_error_file(error_file)
+    if found.exception or found.message or code <= 0:
+        return found
+    return _in_traceback(last_lines) or _without_traceback(code, last_lines)
 
 
 def failure_of(
@@ -97,94 +76,122 @@ def failure_of(
     log_path: str = "",
     step: int | None = None,
     start_error: str = "",
+    lost: str = "",
     oom: bool = False,
     stepped: bool | None = None,
     beats: int = 0,
     loaded: int = 0,
-) -> WorkerFailure:
-    """Put together what is known of a worker that ended with `code` (not 0), or could not be started.
+) -> Failure:
+    """The failure of a worker that ended with `code` (not 0), or could not be started.
 
-    `error_file` is the content of torchelastic's error file, "" when there is none; `oom` says that the kernel's count
-    of processes killed for memory went up meanwhile; `stepped` whether it had made a step, None where that is not seen.
+    Args:
+        rank: global rank; `local_rank`, `node` and `generation` say where.
+        code: exit code, or minus the signal number.
+        error_file: the content of torchelastic's error file, "" when there is none.
+        last_lines: the end of its error output; `log_path`: where the whole of it is, "" when it is not kept.
+        step: the last global step that it is known to have finished.
+        start_error: why it could not be started, "" if it was.
+        lost: why the process that started it ended, if that took the worker along.
+        oom: the kernel's count of processes killed for memory went up meanwhile.
+        stepped: whether it had made a step, None where that is not seen.
+        beats: optimizer steps that it made, in a script without a Loop; `loaded`: as in `Failure`.
     """
-    name = signal_name(-code) if code < 0 else ""
-    exception, message, callstack, hint = _error_file_fields(error_file)
-    final: Literal[0, 1, 5, 6, 7] = 0
-    if not exception and not message and code > 0:
-        exception, message, callstack = _exception_in(last_lines)
-        if not exception:
-            exception, message = _without_traceback(code, last_lines)
-            final = 1 if message and not stepped else 0
-    kind = "signal" if code < 0 else "exit"
+    found = raised(code, error_file, last_lines)
+    message = start_error or lost or found.message
+    final: FinalCode = 0
     if start_error:
-        kind, message = "start", start_error
-        final = 1 if _NOT_HERE.search(start_error) else 0
-    elif oom and code == -signals.SIGKILL:
-        kind = "oom"
-    collateral = not start_error and (
-        is_collateral(exception, message, callstack) if code > 0 else _aborted_by_peer(code, last_lines)
-    )
-    return WorkerFailure(
+        collateral, final = False, 1 if _NOT_HERE.search(start_error) else 0
+    elif code > 0:
+        collateral = is_collateral(found.exception, found.message, found.callstack)
+        final = 1 if found.certain and not stepped else _final_code(found, stepped=stepped)
+    else:
+        collateral = _aborted_by_peer(code, last_lines)
+    unmet = collateral and NEVER_MET.search(message) is not None
+    how = _how_it_ended(code, found.exception, message, start_error=start_error, oom=oom)
+    advice = [_how_to_meet(message)] if unmet else []
+    lines = [
+        *advice,
+        f"rank {rank} failed first, on {node} (local rank {local_rank}), in generation {generation}"
+        + (f", after step {step}" if step is not None else ""),
+        f"  {how}",
+        *([f"  {WHO_KILLED}"] if code == -signals.SIGKILL and not oom and not lost else []),
+        *(["  the end of its error output:"] if last_lines else []),
+        *(f"  | {line}" for line in _newest(last_lines)),
+        *([f"  log: {log_path}"] if log_path else []),
+        *([HOW_TO_MEND] if final == 1 else []),
+    ]
+    return Failure(
         rank=rank,
-        local_rank=local_rank,
-        node=node,
-        generation=generation,
         code=code,
-        signal=name,
-        kind=kind,
-        exception=cut(exception, _NAME_MAX_BYTES),
-        message=cut(message, _MESSAGE_MAX_BYTES),
-        last_lines=_newest(last_lines),
-        log_path=log_path,
         collateral=collateral,
-        final_code=final or (_final_code(exception, hint, stepped=stepped) if code > 0 else 0),
-        step=step,
+        summary=": ".join([f"rank {rank} on {node}", *advice, how]).replace("\n", " "),
+        text="\n".join(lines),
+        final_code=final,
+        unmet=unmet,
+        early=_digest(found) if stepped is False and not collateral and code > 0 else "",
         beats=beats,
         loaded=loaded,
-        early="" if stepped is not False or collateral or code <= 0 else _digest(exception, message, callstack),
     )
 
 
-def lost_peer(*, rank: int, local_rank: int, node: str, generation: int, step: int, message: str) -> WorkerFailure:
-    """A worker that has lost its group and lives: a sign that another is gone, and no more."""
-    return WorkerFailure(
-        rank=rank,
-        local_rank=local_rank,
-        node=node,
-        generation=generation,
-        code=1,
-        signal="",
-        kind="exit",
-        exception="",
-        message=cut(message, _MESSAGE_MAX_BYTES),
-        last_lines=(),
-        log_path="",
-        collateral=True,
-        final_code=0,
-        step=step,
-    )
+def lost_peer(*, rank: int, node: str, message: str) -> Failure:
+    """The failure of workers that live, and cannot go on where they are: a sign that another one is gone, no more."""
+    said = f"rank {rank} on {node}: {message}"
+    return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
 
-def stalled(
-    *, rank: int, local_rank: int, node: str, generation: int, step: int, age_s: float, stacks: Sequence[str]
-) -> WorkerFailure:
-    """What is known of a worker that has made no step for `age_s`, the last one being `step`; it will be killed."""
-    return WorkerFailure(
-        rank=rank,
-        local_rank=local_rank,
-        node=node,
-        generation=generation,
+def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
+    """The failure of a node's workers that do nothing; they will be killed. `stacks`: what each does, by rank.
+
+    Which of them is the cause can be told by a person only.
+    """
+    lines = [f"{message} in generation {generation}, as seen on {node}"]
+    for rank, stack in sorted(stacks.items()):
+        lines += [f"  rank {rank} on {node}:", *(f"  | {cut(line, _LINE_MAX_BYTES)}" for line in stack)]
+    return Failure(
+        rank=min(stacks),
         code=-signals.SIGKILL,
-        signal="SIGKILL",
-        kind="stalled",
-        exception="",
-        message=f"no progress for {age_s:.0f} s after step {step:,}",
-        last_lines=tuple(cut(line, _LINE_MAX_BYTES) for line in stacks),
-        log_path="",
         collateral=False,
-        final_code=0,
-        step=step,
+        summary=f"on {node}: {message}",
+        text="\n".join(lines),
+        stalled=True,
     )
+
+
+UNMET_MAX = 2
+"""Agents that reach each other while their workers do not, so often in a row, will not see that end."""
+
+
+def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: int = 0) -> Failure:
+    """What a node reports of its failures, in the order in which they came: the first cause, the others in a line.
+
+    `ended`: see `first_cause`. `unmet`: in so many generations in a row workers here could not reach the others.
+    """
+    cause = first_cause(failures, ended)
+    assert cause is not None, "there is a failure to report"
+    others = [_in_a_line(each) for each in failures if each is not cause and not each.stalled]
+    return replace(
+        cause,
+        text="\n".join([cause.text, *others]),
+        unmet=unmet >= UNMET_MAX,
+        beats=max(each.beats for each in failures),
+        loaded=max(each.loaded for each in failures),
+    )
+
+
+def _in_a_line(failure: Failure) -> str:
+    return f"  {'collateral' if failure.collateral else 'also'}: {cut(failure.summary, 200)}"
+
+
+def _how_it_ended(code: int, exception: str, message: str, *, start_error: str, oom: bool) -> str:
+    """In a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
+    if start_error:
+        return f"could not be started: {cut(start_error, _MESSAGE_MAX_BYTES)}"
+    if oom and code == -signals.SIGKILL:
+        return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
+    how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+    said = (cut(exception, _NAME_MAX_BYTES), cut(message, _MESSAGE_MAX_BYTES))
+    return ": ".join(filter(None, (how, *said)))
 
 
 _CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
@@ -207,19 +214,20 @@ _OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError
 """Raised twice, they may still not come a third time: another machine may have been away."""
 
 
-def _digest(exception: str, message: str, callstack: str) -> str:
+def _digest(found: Raised) -> str:
     """What was raised, and where; "" for nothing, and for what may well not come again."""
-    if not exception or exception.rpartition(".")[2] in _OF_OTHERS:
+    if not found.exception or found.exception.rpartition(".")[2] in _OF_OTHERS:
         return ""
-    places = [line.strip() for line in callstack.splitlines() if line.startswith('  File "')]
-    return hashlib.sha256("\n".join((exception, message, *places[-1:])).encode(errors="replace")).hexdigest()[:16]
+    places = [line.strip() for line in found.callstack.splitlines() if line.startswith('  File "')]
+    text = "\n".join((found.exception, found.message, *places[-1:]))
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
-def _final_code(exception: str, hint: int, *, stepped: bool | None = None) -> Literal[0, 1, 5, 6, 7]:
-    if exception in _CERTAIN and not stepped:
+def _final_code(found: Raised, *, stepped: bool | None) -> FinalCode:
+    if found.exception in _CERTAIN and not stepped:
         return 1
-    hinted: Literal[0, 5, 6, 7] = next((code for code in _FINAL.values() if code == hint), 0)
-    return _FINAL.get(exception.rpartition(".")[2], hinted)
+    hinted: FinalCode = next((code for code in _FINAL.values() if code == found.hint), 0)
+    return _FINAL.get(found.exception.rpartition(".")[2], hinted)
 
 
 def signal_name(number: int) -> str:
@@ -238,120 +246,52 @@ def _aborted_by_peer(code: int, last_lines: Sequence[str]) -> bool:
     return "terminate called after throwing an instance of 'c10::Dist" in text and bool(PEER_IS_GONE.search(text))
 
 
-def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure | None:
-    """The first failure that is no collateral, in the order given (etcd's revisions); else the first; else None."""
-    return next((failure for failure in failures if not failure.collateral), failures[0] if failures else None)
-
-
-def never_met(failure: WorkerFailure) -> bool:
-    """Whether this worker could not reach another one, and nothing else went wrong with it."""
-    return failure.collateral and NEVER_MET.search(failure.message) is not None
-
-
-def how_to_meet(failure: WorkerFailure) -> str:
-    """What to do about a worker that has `never_met` the others."""
-    address = announced_address(failure.message)
+def _how_to_meet(message: str) -> str:
+    """What to do about a worker that could not reach another one."""
+    address = announced_address(message)
     return (
         f"another worker is out of reach{f' at the address {address}, which it announced' if address else ''}. Check "
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on all nodes, or give each node's own address with --local-addr"
     )
 
 
-def describe(failure: WorkerFailure) -> str:
-    """How it ended, in a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
-    if failure.kind == "start":
-        return f"could not be started: {failure.message}"
-    if failure.kind == "stalled":
-        return failure.message
-    if failure.kind == "oom":
-        return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
-    said = ": ".join(part for part in (failure.exception, failure.message) if part)
-    how = f"killed by {failure.signal}" if failure.signal else f"exit code {failure.code}"
-    return f"{how}: {said}" if said else how
-
-
-def render(failures: Sequence[WorkerFailure], early: str = "") -> str:
-    """The report for people: the first cause in full, every other worker in one line. "" for no failures.
-
-    `early`: the cause in words, where it is a worker that has not failed.
-    """
-    cause = first_cause(failures)
-    if cause is None:
-        return ""
-    if early:
-        return "\n".join([early, *map(_in_a_line, failures)])
-    if cause.kind == "stalled":
-        return _render_stalled([failure for failure in failures if failure.kind == "stalled"])
-    step = f", after step {cause.step}" if cause.step is not None else ""
-    lines = [
-        f"rank {cause.rank} failed first, on {cause.node} (local rank {cause.local_rank}), "
-        f"in generation {cause.generation}{step}",
-        f"  {describe(cause)}",
-    ]
-    if cause.kind == "signal" and cause.signal == "SIGKILL":
-        lines.append(f"  {WHO_KILLED}")
-    if cause.last_lines:
-        lines += ["  the end of its error output:", *(f"  | {line}" for line in cause.last_lines)]
-    if cause.log_path:
-        lines.append(f"  log: {cause.log_path}")
-    return "\n".join([*lines, *(_in_a_line(failure) for failure in failures if failure is not cause)])
-
-
-def _in_a_line(failure: WorkerFailure) -> str:
-    mark = "collateral" if failure.collateral else "also"
-    words = cut(describe(failure).replace("\n", " "), 160)
-    return f"  {mark}: rank {failure.rank} on {failure.node}: {words}"
-
-
-def _render_stalled(failures: Sequence[WorkerFailure]) -> str:
-    """What all workers of a node were doing: which of them is the cause, nobody but a person can tell."""
-    first = failures[0]
-    lines = [f"{describe(first)} in generation {first.generation}, as seen on {first.node}"]
-    for failure in failures:
-        lines += [f"  rank {failure.rank} on {failure.node}:", *(f"  | {line}" for line in failure.last_lines)]
-    return "\n".join(lines)
-
-
-def _error_file_fields(content: str) -> tuple[str, str, str, int]:
-    """Exception, message, call stack and exit code hint; empty where the content is none of torchelastic's."""
+def _in_error_file(content: str) -> Raised:
+    """What torchelastic's form says; nothing where the content is of another form."""
     try:
         fields = json.loads(content) if content else {}
     except (ValueError, RecursionError):
-        return "", "", "", 0
+        return Raised()
     said = fields.get("message") if isinstance(fields, dict) else None
-    hint = fields.get("exit_code_hint") if isinstance(fields, dict) else 0
     if isinstance(said, str):
         said = {"message": said}
     if not isinstance(said, dict):
-        return "", "", "", 0
-    extra = said.get("extraInfo")
+        return Raised()
+    extra, hint = said.get("extraInfo"), fields.get("exit_code_hint")
     callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
     exception, separator, message = str(said.get("message", "")).partition(": ")
     if not separator and " " in exception:
         exception, message = "", exception  # A message without a type.
-    return exception, message, callstack, hint if isinstance(hint, int) else 0
+    return Raised(exception, message, callstack, hint if isinstance(hint, int) else 0)
 
 
-def _exception_in(lines: Sequence[str]) -> tuple[str, str, str]:
-    """Type, message and text of the last traceback in an error output; empty strings when there is none."""
+def _in_traceback(lines: Sequence[str]) -> Raised | None:
+    """What the last traceback in an error output says; None when there is none."""
     starts = [index for index, line in enumerate(lines) if line.endswith(TRACEBACK)]
-    if not starts:
-        return "", "", ""
-    block = "\n".join(lines[starts[-1] :])
-    found = exceptions_in(block)
-    return (*found[-1], "\n".join(lines)) if found else ("", "", "")
+    found = exceptions_in("\n".join(lines[starts[-1] :])) if starts else []
+    return Raised(*found[-1], "\n".join(lines)) if found else None
 
 
-def _without_traceback(code: int, lines: Sequence[str]) -> tuple[str, str]:
-    """Type and message of what certainly comes again and has no traceback: a script that cannot be compiled, a module
-    that is not there, arguments that the script refuses. Empty strings for anything else."""
+def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
+    """What certainly comes again and has no traceback: a script that cannot be compiled, a module that is not there,
+    arguments that the script refuses.
+    """
     last = next((line for line in reversed(lines) if line.strip()), "")
     if found := _UNCOMPILED.fullmatch(last):
-        return found[1], found[2]
+        return Raised(found[1], found[2], certain=True)
     if code == 1 and (found := _NO_MODULE.fullmatch(last)):
-        return "ModuleNotFoundError", found[1]
+        return Raised("ModuleNotFoundError", found[1], certain=True)
     usage = code == EXIT_USAGE and _WRONG.fullmatch(last) and any(line.lower().startswith("usage: ") for line in lines)
-    return ("", last) if usage else ("", "")
+    return Raised(message=last, certain=True) if usage else Raised()
 
 
 def _newest(lines: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,45 +22,43 @@ from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Message, Started, Warm
-from elasticrt.ipc.proc import start_of
+from elasticrt.ipc.proc import in_sessions, start_of
 
 log = logging.getLogger(__name__)
+
+END_S_MAX = 5.0
+"""A parent that has closed its channel, or was killed, ends within milliseconds; one that does not is stuck."""
 
 
 @dataclass(frozen=True)
 class ParentLost:
-    """The worker parent has ended without being asked to; its workers are gone with it."""
+    """The worker parent has ended, and its workers with it. `asked`: it was asked to."""
 
     reason: str
+    asked: bool = False
 
 
 ParentEvent = Warm | Started | Exited | ParentLost
 
 
 def note(event: Warm, events: EventLog) -> None:
-    """Log and record what the worker parent has become."""
+    """Log and record that the worker parent can start workers, and how it will."""
     events.write("parent_warm", **asdict(event))
     why = f": {event.reason}" if event.reason else ""
     log.info("worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
 
 
 class WorkerParent:
-    """One worker parent. Every event goes to `sink`, from a thread of this object: it must only enqueue."""
+    """One worker parent. A `WorkerGroup` reads from it; all methods but `receive` are for the agent's thread."""
 
-    def __init__(self, sink: Callable[[ParentEvent], None]) -> None:
-        self._sink = sink
-        self._follower: Callable[[ParentEvent], None] | None = None
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
-        self._reader: threading.Thread | None = None
         self._sending = threading.Lock()
         self._closing = False
+        self._ended = threading.Event()
         self._sessions: dict[int, int] = {}  # Of workers that run: process id -> start time, to tell it from a reuse.
-
-    def follow(self, follower: Callable[[ParentEvent], None]) -> None:
-        """Also hand every event to `follower`, before the sink: this is how the worker group learns of its workers."""
-        self._follower = follower
 
     def start(
         self,
@@ -74,10 +72,16 @@ class WorkerParent:
     ) -> None:
         """Start the process; returns at once. `Warm` follows when it can start workers, or `ParentLost`.
 
-        Call it from the agent's main thread. `method` is "fork" or "exec"; `env` is what workers will have, less what
-        differs between them (`group.worker_environment`): variables that interpreter and libraries read while they
-        load have to be right here already. `kind` is what the command will be, as in `group.Command`, and `target` the
-        script or module, where known: the parent reads it. Raises OSError when the process cannot be started.
+        Call it from the agent's main thread. Raises OSError when the process cannot be started.
+
+        Args:
+            method: "fork" or "exec".
+            env: what workers will have, less what differs between them (`workers.environment`): variables that
+                interpreter and libraries read while they load have to be right here already.
+            directory: where workers will run.
+            preload: modules to import in advance.
+            kind: what the command will be, as in `Command`.
+            target: the script or module, where known: the parent reads it.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-u", "-m", "elasticrt.bootstrap.fork_server_main"]
@@ -94,13 +98,16 @@ class WorkerParent:
         finally:
             theirs.close()
         self._socket, self._channel = mine, Channel(mine)
-        self._reader = threading.Thread(target=self._read, name="elasticrt-parent", daemon=True)
-        self._reader.start()
 
     @property
     def pid(self) -> int:
         """Process id of the parent, 0 before `start`."""
         return self._process.pid if self._process else 0
+
+    def fileno(self) -> int:
+        """For `select`."""
+        assert self._channel is not None
+        return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message with descriptors (the caller keeps its own copies). ChannelClosed when the parent is gone."""
@@ -109,71 +116,55 @@ class WorkerParent:
                 raise ChannelClosed("the worker parent has been closed")
             self._channel.send(message, fds)
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def receive(self) -> list[ParentEvent]:
+        """What the parent has said by now. ParentLost is the last of it: then it has ended, and been reaped."""
+        assert self._channel is not None
+        found: list[ParentEvent] = []
+        try:
+            while received := self._channel.receive(0):
+                message = received[0]
+                if isinstance(message, Started):
+                    self._sessions[message.pid] = start_of(message.pid)
+                elif isinstance(message, Exited):
+                    self._sessions.pop(message.pid, None)
+                assert isinstance(message, Warm | Started | Exited), message
+                found.append(message)
+        except (ChannelClosed, OSError, ValueError) as error:
+            found.append(self._lost(str(error)))
+        return found
+
+    def close(self, timeout_s: float = END_S_MAX) -> None:
         """End the parent and all workers, and wait for it; after `timeout_s` it is killed. May be called twice."""
-        if self._process is None or self._socket is None or self._reader is None:
+        if self._process is None or self._socket is None:
             return
         with self._sending:
             self._closing = True
             # Only our sending side: the parent sees the end, and we still hear how its workers ended.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
-        self._reader.join(timeout_s)
-        if self._reader.is_alive():
+        if not self._ended.wait(timeout_s):
             self._process.kill()
-            self._reader.join()
+            self._ended.wait(END_S_MAX)
 
-    def _read(self) -> None:
-        channel, process = self._channel, self._process
-        assert channel is not None
+    def _lost(self, reason: str) -> ParentLost:
+        process, channel = self._process, self._channel
         assert process is not None
+        assert channel is not None
         try:
-            while True:
-                received = channel.receive(None)
-                if received is not None:
-                    self._take(received[0])
-        except (ChannelClosed, OSError, ValueError) as error:
-            reason = str(error)
-        try:
-            code = process.wait(5.0)
+            code = process.wait(END_S_MAX)
         except subprocess.TimeoutExpired:
             process.kill()  # It has closed its channel and does not end: nothing can be done with it any more.
             code = process.wait()
         with self._sending:
-            unexpected, self._closing = not self._closing, True
+            asked, self._closing = self._closing, True
             channel.close()
-        _sweep(self._sessions)
-        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        lost = ParentLost(f"the worker parent (pid {process.pid}) ended: {ended}; {reason}")
-        if unexpected:
-            self._hand_over(lost)
-        elif self._sessions and self._follower is not None:
-            self._follower(lost)  # It was asked to end, but could not say of each worker how that one ended.
-
-    def _take(self, message: Message) -> None:
-        if isinstance(message, Started):
-            self._sessions[message.pid] = start_of(message.pid)
-        elif isinstance(message, Exited):
-            self._sessions.pop(message.pid, None)
-        assert isinstance(message, (Warm, Started, Exited)), message
-        self._hand_over(message)
-
-    def _hand_over(self, event: ParentEvent) -> None:
-        if self._follower is not None:
-            self._follower(event)
-        self._sink(event)
-
-
-def _sweep(sessions: Mapping[int, int]) -> None:
-    """Kill what a killed parent could not: it took its workers along, but not what these had started."""
-    ours: Collection[int] = {pid for pid, at in sessions.items() if start_of(pid) in (0, at)}
-    if not ours:
-        return
-    for name in os.listdir("/proc"):  # noqa: PTH208  Names are all we need.
-        if name.isdigit():
+        # Kill what a killed parent could not: it took its workers along, but not what these had started.
+        for pid in in_sessions({pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}):
             with contextlib.suppress(OSError):  # It has ended by itself.
-                if os.getsid(int(name)) in ours:
-                    os.kill(int(name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+        self._ended.set()
+        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return ParentLost(f"the worker parent (pid {process.pid}) ended: {ended}; {reason}", asked)
 
 
 def keeps_dying(node: str, reason: str) -> ConfigError:

@@ -1,13 +1,12 @@
 """The workers of this node: started for one generation at a time, listened to, stopped, and every end explained.
 
-One thread reads all channels and all output; it, and the thread that reads from the worker parent, only put events
-into the sink. A new generation may start while workers of the one before are still dying: every event names its own.
+One thread reads all channels and all output, and only puts events into the sink. A new generation may start while
+workers of the one before are still dying: every event names its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -17,18 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticrt.ipc.channel import Channel, ChannelClosed
-from elasticrt.ipc.env import WorkerEnv, inherited
+from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.messages import Dismiss, Message, Release, Reply, Reseat, Signal, Start
+from elasticrt.ipc.messages import Dismiss, Release, Reply, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.settings import ERR, OUT, Command, LogOptions
 from elasticrt.workers.failures import failure_of
-from elasticrt.workers.fork_server import ParentLost, WorkerParent
+from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel, file_of
 from elasticrt.workers.worker_io import (
     GroupEnded,
     GroupEvent,
-    Running,
     WorkerEnded,
     WorkerIO,
     WorkerSaid,
@@ -45,24 +43,11 @@ __all__ = [
     "WorkerGroup",
     "WorkerSaid",
     "WorkerStarted",
-    "worker_environment",
 ]
 
 
 EXIT_CANNOT_START = 126
 """What a shell says of a program that it cannot execute, and the worker parent of a worker it cannot start."""
-
-
-def worker_environment(env: Mapping[str, str], workers: int) -> dict[str, str]:
-    """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
-
-    As under torchrun, several workers share the cores by using one thread each, and errors of NCCL end the process that
-    meets them, unless the variables for that say otherwise.
-    """
-    result = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited(env)}
-    if workers > 1:
-        result.setdefault("OMP_NUM_THREADS", "1")
-    return result
 
 
 class WorkerGroup:
@@ -83,16 +68,16 @@ class WorkerGroup:
         self._sink = sink
         self._logs = logs or LogOptions()
         self._console = console or WorkerConsole()
-        self._running: dict[int, Running] = {}  # By the number of their start.
+        self._workers: list[WorkerState] = []
         self._starts = 0
         self._newest = 0
-        self._listener = WorkerIO(sink)
+        self._io = WorkerIO(sink)
         self.use(parent)
 
     def use(self, parent: WorkerParent) -> None:
         """Start workers with this parent from now on."""
         self._parent = parent
-        parent.follow(functools.partial(self._listener.put, parent))
+        self._io.follow(parent)
 
     def start(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
         self,
@@ -104,20 +89,27 @@ class WorkerGroup:
         directory: str | Path,
         memory: Mapping[int, Mapping[str, int]] | None = None,
     ) -> None:
-        """Start the workers of `generation`, one for each of `envs`, in `directory`.
+        """Start the workers of `generation`, one for each of `envs`. Call it after `Warm`.
 
-        `base_env` is from `worker_environment`. `listen` is the generation's listening socket when global rank 0 is
-        here; it is closed on this side. `memory` is, by local rank, further descriptors by name ("state"), which
-        stay the caller's. Call it after `Warm`. What goes wrong is told by events: `WorkerEnded` with a
-        failure of kind "start", and in the end `GroupEnded`. The error file and the logs go below `env.run_dir`.
+        What goes wrong is told by events: `WorkerEnded` with a failure, and in the end `GroupEnded`. The error file and
+        the logs go below `env.run_dir`.
+
+        Args:
+            generation: its number; 0 for workers that set up beside the training.
+            envs: who each worker is.
+            command: what each runs, in `directory`.
+            listen: the generation's listening socket when global rank 0 is here; it is closed on this side.
+            base_env: from `workers.environment`.
+            directory: the working directory.
+            memory: by local rank, further descriptors by name ("state"), which stay the caller's.
         """
         self._starts = max(generation, self._starts + 1)
-        running = Running(self._starts, {}, oom_kills(), self._parent)
+        workers: list[WorkerState] = []
         starts: list[tuple[Start, list[int]]] = []
         try:
             for env in envs:
-                worker, start, fds = self._prepare(self._starts, env, command, base_env, directory)
-                running.workers[env.local_rank] = worker
+                worker, start, fds = self._prepare(env, command, base_env, directory)
+                workers.append(worker)
                 starts.append((start, fds))
                 for name, fd in (memory or {}).get(env.local_rank, {}).items():
                     start.fd_names.append(name)
@@ -127,21 +119,19 @@ class WorkerGroup:
                     fds.append(os.dup(listen.fileno()))
         except OSError as error:
             # Nothing has been started: every worker of this node fails with the same words.
-            self._refuse(running, envs, f"cannot prepare the workers: {error}")
+            self._refuse(workers, envs, f"cannot prepare the workers: {error}")
             return
         else:
-            self._running = {
-                number: each for number, each in self._running.items() if not all(w.gone for w in each.workers.values())
-            }
-            self._running[running.start] = running
+            living = {each.start for each in self._workers if not each.gone}
+            self._workers = [*(each for each in self._workers if each.start in living), *workers]
             self._newest = generation or self._newest
-            self._listener.add(running)
+            self._io.add(workers)
             try:
                 for start, fds in starts:
                     self._parent.send(start, fds)
             except ChannelClosed as error:
                 # Its own ParentLost may have come before there was anything to end.
-                self._listener.put(self._parent, ParentLost(f"the worker parent is gone: {error}"))
+                self._io.lose(workers, f"the worker parent is gone: {error}")
         finally:
             for _, fds in starts:
                 for fd in fds:
@@ -155,7 +145,7 @@ class WorkerGroup:
         `listen` is as in `start`, for global rank 0; it is closed on this side.
         """
         try:
-            with self._listener.seating:
+            with self._io.seating:
                 worker = self._worker(local_rank, generation)
                 if worker is None or worker.gone or worker.ended:
                     return False
@@ -165,8 +155,7 @@ class WorkerGroup:
                 page = worker.page
                 page.stop = page.go = page.save = 0
             self._newest = env.generation
-            with worker.sending, contextlib.suppress(ChannelClosed, OSError):  # Its end will be told.
-                worker.channel.send(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
+            worker.tell(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
             return True
         finally:
             if listen is not None:
@@ -174,8 +163,8 @@ class WorkerGroup:
 
     def dismiss(self, generation: int) -> None:
         """Let workers that have stopped after an agreed step leave their loops."""
-        for worker in self._workers_of(generation):
-            self._tell(worker, Dismiss())
+        for worker in self._of(generation):
+            worker.tell(Dismiss())
 
     def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
         """SIGKILL workers of a generation (default: the newest), all or these, with all that they have started."""
@@ -193,18 +182,18 @@ class WorkerGroup:
 
     def release(self, generation: int | None = None) -> None:
         """Let the worker that lingers for the sake of its store end: the whole group has."""
-        for worker in self._workers_of(generation):
+        for worker in self._of(generation):
             if worker.lingers:
-                self._tell(worker, Release())
+                worker.tell(Release())
 
     def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
         """Answer a worker, which may be in another generation by now. Nothing happens when it has ended meanwhile."""
         worker = self._worker(local_rank, generation)
         if worker is None:
-            every = (running.workers.get(local_rank) for running in self._running.values())
-            worker = next((each for each in every if each is not None and generation in each.left), None)
+            moved = (each for each in self._workers if each.env.local_rank == local_rank and generation in each.left)
+            worker = next(moved, None)
         if worker is not None:
-            self._tell(worker, message)
+            worker.tell(message)
 
     def page(self, local_rank: int, generation: int | None = None) -> StatusPage:
         """The status page of a worker of the newest (or the given) generation. KeyError when there is none."""
@@ -215,14 +204,14 @@ class WorkerGroup:
 
     def pids(self, generation: int | None = None) -> dict[int, int]:
         """Process ids by local rank, of the workers that run."""
-        return {each.env.local_rank: each.pid for each in self._workers_of(generation) if each.pid and not each.gone}
+        return {each.env.local_rank: each.pid for each in self._of(generation) if each.pid and not each.gone}
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop reading. Close the parent first: this ends the workers, and their last words are still read."""
-        self._listener.close(timeout_s)
+        self._io.close(timeout_s)
 
     def _prepare(
-        self, number: int, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
+        self, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
     ) -> tuple[WorkerState, Start, list[int]]:
         """The worker's state, the message that starts it, and the descriptors to go with it. OSError: none is left."""
         with contextlib.ExitStack() as undo:
@@ -247,7 +236,7 @@ class WorkerGroup:
         seat = WorkerLabel(env.node, env.rank, env.local_rank, env.generation, env.role)
         output = Output(seat, env.run_dir or None, self._logs, self._console)
         start = Start(
-            generation=number,
+            generation=self._starts,
             local_rank=env.local_rank,
             command=command.of_worker(env.local_rank),
             module=command.kind == "module",
@@ -256,10 +245,11 @@ class WorkerGroup:
             fd_names=["stdout", "stderr", "channel", "page"],
             keep_stdin=env.local_rank == 0,
         )
-        return WorkerState(env, output, channel, page, pipes), start, fds
+        state = WorkerState(self._starts, env, self._parent, output, channel, page, pipes, oom_kills())
+        return state, start, fds
 
-    def _refuse(self, running: Running, envs: Sequence[WorkerEnv], error: str) -> None:
-        for worker in running.workers.values():
+    def _refuse(self, workers: Sequence[WorkerState], envs: Sequence[WorkerEnv], error: str) -> None:
+        for worker in workers:
             worker.channel.close()
             for fd in worker.pipes.values():
                 os.close(fd)
@@ -285,30 +275,22 @@ class WorkerGroup:
         local_ranks: Sequence[int] = (),
         stops: bool = True,
     ) -> None:
-        wanted = self._workers_of(generation)
-        for running in list(self._running.values()):
-            ranks = [rank for rank, each in running.workers.items() if each in wanted and not each.gone]
-            ranks = [rank for rank in ranks if not local_ranks or rank in local_ranks]
-            for rank in ranks:
-                running.workers[rank].stopping |= stops
-            if ranks:
-                with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
-                    self._parent.send(Signal(running.start, number, sessions, ranks))
+        wanted = [each for each in self._of(generation) if not each.gone]
+        wanted = [each for each in wanted if not local_ranks or each.env.local_rank in local_ranks]
+        for start in {each.start for each in wanted}:
+            ranks = [each.env.local_rank for each in wanted if each.start == start]
+            for worker in wanted:
+                worker.stopping |= stops
+            with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
+                self._parent.send(Signal(start, number, sessions, ranks))
 
-    def _workers_of(self, generation: int | None) -> list[WorkerState]:
+    def _of(self, generation: int | None) -> list[WorkerState]:
         wanted = self._newest if generation is None else generation
-        every = (each for running in self._running.values() for each in running.workers.values())
-        return [each for each in every if each.env.generation == wanted]
+        return [each for each in self._workers if each.env.generation == wanted]
 
     def _worker(self, local_rank: int, generation: int | None) -> WorkerState | None:
-        found = [each for each in self._workers_of(generation) if each.env.local_rank == local_rank]
+        found = [each for each in self._of(generation) if each.env.local_rank == local_rank]
         return next((each for each in found if not each.gone), found[0] if found else None)
-
-    @staticmethod
-    def _tell(worker: WorkerState, message: Message) -> None:
-        with worker.sending, contextlib.suppress(ChannelClosed, OSError):  # It has ended, which its own event says.
-            if not worker.gone:
-                worker.channel.send(message)
 
 
 def _with_error_file(env: WorkerEnv) -> WorkerEnv:

@@ -1,4 +1,6 @@
-"""The ears of a worker group: one thread reads every worker's output and channel, and turns their ends into events.
+"""One thread reads the output and the channels of all workers, and the channel of their parent.
+
+What it reads, and how workers end, it turns into events.
 
 Memory stays flat: a pipe is read as fast as its output can be passed on, and no faster.
 """
@@ -7,19 +9,21 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elasticrt.ipc.cgroups import memory_groups, text_of
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import (
     BuildFailed,
     Claim,
@@ -37,11 +41,12 @@ from elasticrt.ipc.messages import (
     Save,
     Started,
     Step,
+    Warm,
 )
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.wakeup import Wakeup
 from elasticrt.settings import ERR, OUT
-from elasticrt.workers.failures import WorkerFailure, failure_of
+from elasticrt.workers.failures import failure_of, raised
 from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
 from elasticrt.workers.logs import Output
 
@@ -91,7 +96,7 @@ class WorkerEnded:
     pid: int
     code: int
     at_ns: int
-    failure: WorkerFailure | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class GroupEnded:
     at_ns: int
 
 
-GroupEvent = WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded
+GroupEvent = Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded
 
 
 def oom_kills(root: Path = Path("/")) -> int:
@@ -122,129 +127,145 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(eq=False)
 class WorkerState:
-    """One worker, as the group and its listener share it."""
+    """One worker, as the group and its thread share it.
 
+    Attributes:
+        start: the number of the start that it was a part of, as its parent knows it.
+        env: who it is. It may go on in another generation: then that one's.
+        left: the generations that it was in before.
+        pid: 0 until it has been started.
+        ended: its end has been told; `gone`: there is no process any more.
+        unread: its channel is not read any more.
+        stopping: the agent has told it to end.
+        step: the last step that it has said.
+        oom_kills: the count of processes killed for memory when it was started.
+    """
+
+    start: int
     env: WorkerEnv
+    parent: WorkerParent
     output: Output
     channel: Channel
     page: StatusPage
     pipes: dict[str, int]
+    oom_kills: int = 0
+    left: set[int] = field(default_factory=set)
     pid: int = 0
-    ended: bool = False  # Reported by WorkerEnded.
-    gone: bool = False  # Its process is.
+    ended: bool = False
+    gone: bool = False
     lingers: bool = False
-    deaf: bool = False  # Its channel is not read any more.
-    stopping: bool = False  # We have told it to end.
+    unread: bool = False
+    stopping: bool = False
     step: int | None = None
-    left: set[int] = field(default_factory=set)  # The generations that it was in before.
     sending: threading.Lock = field(default_factory=threading.Lock)
 
-
-@dataclass
-class Running:
-    """Workers that were started together, as number `start`. Each is in the generation that its `env` says."""
-
-    start: int
-    workers: dict[int, WorkerState]
-    oom_kills: int
-    parent: WorkerParent
+    def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send it a message. Nothing happens when it has ended, which its own event says."""
+        with self.sending, contextlib.suppress(ChannelClosed, OSError):
+            if not self.gone:
+                self.channel.send(message, fds)
 
 
 class WorkerIO:
-    """The thread. `add` and `put` may be called from anywhere; the sink is called from the thread."""
+    """The thread. Its methods may be called from any other; the sink is called from the thread: it must only enqueue.
+
+    Attributes:
+        seating: held while a worker gets another generation, and while an end is told.
+    """
 
     def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
         self._sink = sink
-        self._inbox: collections.deque[Running | tuple[WorkerParent, ParentEvent]] = collections.deque()
-        self._groups: dict[int, Running] = {}
+        self._calls: collections.deque[Callable[[], object]] = collections.deque()
+        self._workers: list[WorkerState] = []  # Those that are not gone.
         self._closed = False
-        self.seating = threading.Lock()  # Held while a worker gets another generation, and while an end is told.
-        self._bell = Wakeup()
+        self.seating = threading.Lock()
+        self._wakeup = Wakeup()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._take)
         self._thread = threading.Thread(target=self._work, name="elasticrt-group", daemon=True)
         self._thread.start()
 
-    def add(self, running: Running) -> None:
-        """Listen to workers from before they are started."""
-        self._inbox.append(running)
-        self._bell.ring()
+    def follow(self, parent: WorkerParent) -> None:
+        """Listen to a worker parent."""
+        read = functools.partial(self._read_parent, parent)
+        self._call(lambda: self._selector.register(parent, selectors.EVENT_READ, read))
 
-    def put(self, parent: WorkerParent, event: ParentEvent) -> None:
-        """Take an event of a worker parent."""
-        self._inbox.append((parent, event))
-        self._bell.ring()
+    def add(self, workers: Sequence[WorkerState]) -> None:
+        """Listen to workers from before they are started."""
+        self._call(functools.partial(self._add, workers))
+
+    def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
+        """The parent of these workers is gone, and they with it."""
+        self._call(functools.partial(self._lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, after all that was put before."""
+        """End the thread, after all that was there before."""
         self._closed = True
-        self._bell.ring()
+        self._wakeup.ring()
         self._thread.join(timeout_s)
+
+    def _call(self, action: Callable[[], object]) -> None:
+        self._calls.append(action)
+        self._wakeup.ring()
 
     def _work(self) -> None:
         while True:
             closed = self._closed
-            timeout_s = _FLUSH_AFTER_S if any(each.output.unfinished for each in self._alive()) else None
+            timeout_s = _FLUSH_AFTER_S if any(each.output.unfinished for each in self._workers) else None
             ready = self._selector.select(0 if closed else timeout_s)
             for key, _ in ready:
-                if key.data is None:
-                    self._bell.heard()
-                else:
-                    running, worker, stream = key.data
-                    self._read(running, worker, stream)
+                key.data()
             if not ready:
-                for worker in self._alive():
+                for worker in self._workers:
                     worker.output.flush()
-            while self._inbox:
-                self._take(self._inbox.popleft())
             if closed:
                 break
-        for worker in self._alive():
+        self._take()
+        for worker in list(self._workers):
             self._forget(worker)
         self._selector.close()
-        self._bell.close()
+        self._wakeup.close()
 
-    def _alive(self) -> list[WorkerState]:
-        return [worker for running in self._groups.values() for worker in running.workers.values() if not worker.gone]
+    def _take(self) -> None:
+        self._wakeup.heard()
+        while self._calls:
+            self._calls.popleft()()
 
-    def _take(self, item: Running | tuple[WorkerParent, ParentEvent]) -> None:
-        if isinstance(item, Running):
-            self._groups[item.start] = item
-            for worker in item.workers.values():
-                for stream, fd in worker.pipes.items():
-                    self._selector.register(fd, selectors.EVENT_READ, (item, worker, stream))
-                self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, (item, worker, "channel"))
-            return
-        parent, event = item
-        if isinstance(event, Started):
-            found = self._find(event.generation, event.local_rank)
-            if found is not None:
-                running, worker = found
-                worker.pid = event.pid
-                env = worker.env
-                self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
-        elif isinstance(event, Exited):
-            found = self._find(event.generation, event.local_rank)
-            if found is not None:
-                self._gone(*found, event.code, event.at_ns, start_error=event.error)
+    def _add(self, workers: Sequence[WorkerState]) -> None:
+        self._workers += workers
+        for worker in workers:
+            for stream, fd in worker.pipes.items():
+                read = functools.partial(self._read_pipe, worker, stream, _READ_BYTES)
+                self._selector.register(fd, selectors.EVENT_READ, read)
+            self._selector.register(worker.channel, selectors.EVENT_READ, functools.partial(self._read_channel, worker))
+
+    def _read_parent(self, parent: WorkerParent) -> None:
+        number = parent.fileno()
+        for event in parent.receive():
+            if isinstance(event, ParentLost):
+                self._selector.unregister(number)
+            self._heard(parent, event)
+
+    def _heard(self, parent: WorkerParent, event: ParentEvent) -> None:
+        if isinstance(event, Warm):
+            self._sink(event)
         elif isinstance(event, ParentLost):
-            for running in [each for each in self._groups.values() if each.parent is parent]:
-                for worker in running.workers.values():
-                    if not worker.gone:
-                        self._gone(running, worker, -signal.SIGKILL, time.monotonic_ns(), lost=event.reason)
-
-    def _find(self, start: int, local_rank: int) -> tuple[Running, WorkerState] | None:
-        running = self._groups.get(start)
-        worker = running.workers.get(local_rank) if running is not None else None
-        return (running, worker) if running is not None and worker is not None and not worker.gone else None
-
-    def _read(self, running: Running, worker: WorkerState, stream: str) -> None:
-        if worker.gone:
-            return  # It ended in the same turn.
-        if stream == "channel":
-            self._read_channel(running, worker)
+            self._lost([each for each in self._workers if each.parent is parent], event.reason)
+            if not event.asked:
+                self._sink(event)
         else:
-            self._read_pipe(worker, stream, _READ_BYTES)
+            wanted = (event.generation, event.local_rank)
+            worker = next((each for each in self._workers if (each.start, each.env.local_rank) == wanted), None)
+            if worker is not None and isinstance(event, Started):
+                worker.pid, env = event.pid, worker.env
+                self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
+            elif worker is not None and isinstance(event, Exited):
+                self._gone(worker, event.code, event.at_ns, start_error=event.error)
+
+    def _lost(self, workers: Sequence[WorkerState], reason: str) -> None:
+        for worker in workers:
+            if not worker.gone:
+                self._gone(worker, -signal.SIGKILL, time.monotonic_ns(), lost=reason)
 
     def _read_pipe(self, worker: WorkerState, stream: str, max_bytes: int) -> None:
         """Pass on what is there, up to about `max_bytes`."""
@@ -261,9 +282,9 @@ class WorkerIO:
             worker.output.write(stream, data)
             max_bytes -= len(data)
 
-    def _read_channel(self, running: Running, worker: WorkerState) -> None:
-        if worker.deaf:
-            return
+    def _read_channel(self, worker: WorkerState) -> None:
+        if worker.unread:
+            return  # It ended in the same turn.
         try:
             count = 0
             # What is buffered has to be taken now: the selector does not know of it.
@@ -271,20 +292,20 @@ class WorkerIO:
                 received = worker.channel.receive(0)
                 if received is None:
                     return
-                self._said(running, worker, *received)
+                self._said(worker, *received)
                 count += 1
         except (ChannelClosed, OSError):
             self._stop_reading(worker)
         except ValueError as error:
-            _LOG.warning("rank %d says what is no message, and is not listened to any more: %s", worker.env.rank, error)
+            _LOG.warning("rank %d says what is no message, and is not read any more: %s", worker.env.rank, error)
             self._stop_reading(worker)
 
     def _stop_reading(self, worker: WorkerState) -> None:
-        if not worker.deaf:
-            worker.deaf = True
-            self._selector.unregister(worker.channel.fileno())
+        if not worker.unread:
+            worker.unread = True
+            self._selector.unregister(worker.channel)
 
-    def _said(self, running: Running, worker: WorkerState, message: Message, fds: list[int]) -> None:
+    def _said(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
         wanted = 1 if isinstance(message, Copied) else 0
         for fd in fds[wanted:]:
             os.close(fd)
@@ -297,28 +318,24 @@ class WorkerIO:
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
         if isinstance(message, Done):
             worker.lingers = True
-            self._ended(running, worker, message.code, time.monotonic_ns())
-            if worker.stopping:  # The group is being ended: nobody needs its store any more.
-                with worker.sending, contextlib.suppress(ChannelClosed, OSError):
-                    worker.channel.send(Release())
+            self._ended(worker, message.code, time.monotonic_ns())
+            if worker.stopping:  # The group is being ended, so that its store is not needed any more.
+                worker.tell(Release())
 
-    def _gone(
-        self, running: Running, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = ""
-    ) -> None:
+    def _gone(self, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = "") -> None:
         """The process is no more: read what it has left, say how it ended, and let go of it."""
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
-        self._read_channel(running, worker)
+        self._read_channel(worker)
         with self.seating:
-            self._ended(running, worker, code, at_ns, start_error=start_error, lost=lost)
+            self._ended(worker, code, at_ns, start_error=start_error, lost=lost)
             self._forget(worker)
             generation = worker.env.generation
-        if all(each.gone for each in running.workers.values()):
-            del self._groups[running.start]
-        if all(each.env.generation != generation for each in self._alive()):
+        if all(each.env.generation != generation for each in self._workers):
             self._sink(GroupEnded(generation, at_ns))
 
     def _forget(self, worker: WorkerState) -> None:
+        self._workers.remove(worker)
         with worker.sending:
             worker.gone = True
             self._stop_reading(worker)
@@ -329,36 +346,33 @@ class WorkerIO:
         worker.pipes.clear()
         worker.output.close()
 
-    def _ended(
-        self, running: Running, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = ""
-    ) -> None:
+    def _ended(self, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = "") -> None:
         if worker.ended:
             return
         worker.ended = True
-        env = worker.env
-        failure = None
+        env, failure = worker.env, None
         if code != 0:
-            pages = [each.page for each in running.workers.values() if not each.page.entered]
-            failure = failure_of(
-                rank=env.rank,
-                local_rank=env.local_rank,
-                node=env.node,
-                generation=env.generation,
-                code=code,
-                error_file=_read_text(env.error_file),
-                last_lines=worker.output.tail(),
-                log_path=worker.output.path,
-                step=worker.step or worker.page.step or None,
-                stepped=_stepped(worker),
-                beats=0 if worker.page.entered else worker.page.beats,
-                loaded=max((page.loaded for page in pages if page.beats), default=0),
-                start_error=start_error,
-                oom=code == -signal.SIGKILL and not worker.stopping and oom_kills() > running.oom_kills,
-            )
-            if lost:
-                failure = replace(failure, message=lost)
-            if worker.stopping and (code in (-signal.SIGTERM, -signal.SIGKILL) or not failure.exception):
-                failure = None  # We have asked for it.
+            error_file, lines = _read_text(env.error_file), worker.output.tail()
+            by_us = code in (-signal.SIGTERM, -signal.SIGKILL) or not raised(code, error_file, lines).exception
+            if not (worker.stopping and by_us):
+                pages = [each.page for each in self._workers if each.start == worker.start and not each.page.entered]
+                failure = failure_of(
+                    rank=env.rank,
+                    local_rank=env.local_rank,
+                    node=env.node,
+                    generation=env.generation,
+                    code=code,
+                    error_file=error_file,
+                    last_lines=lines,
+                    log_path=worker.output.path,
+                    step=worker.step or worker.page.step or None,
+                    stepped=_stepped(worker),
+                    beats=0 if worker.page.entered else worker.page.beats,
+                    loaded=max((page.loaded for page in pages if page.beats), default=0),
+                    start_error=start_error,
+                    lost=lost,
+                    oom=code == -signal.SIGKILL and oom_kills() > worker.oom_kills,
+                )
         self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, worker.pid, code, at_ns, failure))
 
 

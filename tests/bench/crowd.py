@@ -27,12 +27,13 @@ from typing import Any
 
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
+from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import Answer
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
 from elasticrt.rendezvous.member import Joining, Member, Probed
-from elasticrt.rendezvous.records import FailureRecord, Report, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.rendezvous.records import Report, Seat
 from elasticrt.rendezvous.requests import Notice
 from elasticrt.rendezvous.view import Verdict
 from elasticrt.spec import RunSpec
@@ -127,9 +128,9 @@ class VirtualAgent:
         """As `Agent._fold`."""
         match event:
             case Notice() | Probed():
-                self.member.member.handle(event, time.monotonic())
+                self.member.handle(event, time.monotonic())
             case "fail":
-                failure = FailureRecord(rank=0, code=1, collateral=True, summary="the connection was reset")
+                failure = Failure(rank=0, code=1, collateral=True, summary="the connection was reset")
                 record = self.member.me.record
                 report = Report(
                     generation=self.member.me.started,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.workers.outcomes import PHASES
+from elasticrt.liveness.progress import PHASES
 from tests.chaos.history import History
 from tests.cluster import RECORDER, REPOSITORY, TOGETHER, AgentProcess, Cluster, gone, kill
 

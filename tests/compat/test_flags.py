@@ -22,7 +22,7 @@ from elasticrt.cli.torchrun_flags import FLAGS, conf_values
 from elasticrt.errors import ConfigError
 from elasticrt.settings import OUT, Settings
 from elasticrt.spec import RunSpec
-from elasticrt.workers.group import worker_environment
+from elasticrt.workers.environment import worker_environment
 from tests.compat import flags as page
 
 

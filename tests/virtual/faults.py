@@ -360,4 +360,4 @@ class Faults:
             step=step, epoch=0, generation=0, nonce=nonce, parent="", directory="/ckpt", file="another",
             digest="d" * 64, size=1,
         )  # fmt: skip
-        self.sim.server.commit(Txn((), (Put(Keys("run").checkpoint, head.encode()),), "by hand"))
+        self.sim.server.commit(Txn((), (Put(Keys("run").checkpoint, head.to_json().encode()),), "by hand"))

@@ -31,7 +31,7 @@ HARMLESS: dict[str, str] = {
         "harmless because the next line asks when the min-nodes-th member was ready, and there is no such member: "
         "nothing can be published. What the rule decides is broken by the mutant of min-nodes, which is caught."
     ),
-    "_after_failure without: only_collateral": _FOR_PEOPLE,
+    "_after_failure without: first.collateral": _FOR_PEOPLE,
     "_after_failure without: led.now < until": _FOR_PEOPLE,
     "_after_failure without: first.unmet": (
         "harmless because the budget of restarts ends such a run as well, only later, and with a less helpful reason; "

@@ -217,7 +217,7 @@ class Invariants:
         require(new.generation == self.number(), "S2", f"generation {new.generation} commits in {self.number()}")
         require(not self._ended(), "S2", f"step {new.step} is committed after the result")
         if old is not None and new.nonce == old.parent:
-            disks.check_going_back(self.sim, old.commit(), new.commit(), self.roster())
+            disks.check_going_back(self.sim, old, new, self.roster())
             self.work.gone_back(self.generations[-1].nonce, new.step)
             self.heads.append(new)
             self.sim.engine.say("etcd", f"= head: back to step {new.step} in generation {new.generation}")
@@ -290,7 +290,7 @@ class Invariants:
 
     def _s6_result(self, new: Result) -> None:
         if new.code == EXIT_CHECKPOINT and disks.NOBODY_HAS_IT in new.text:
-            disks.check_end(self.sim, self.heads[-1].commit(), self.roster())
+            disks.check_end(self.sim, self.heads[-1], self.roster())
 
     def _l3_result(self, new: Result) -> None:
         if new.code == 3:

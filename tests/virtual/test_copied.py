@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticrt.rendezvous.records import CopyRecord, FailureRecord, HeadRecord
+from elasticrt.ipc.failure import Failure
+from elasticrt.rendezvous.records import CopyRecord, HeadRecord
 from elasticrt.store.protocol import Put, Txn
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
@@ -14,7 +15,7 @@ def _copy(step: int, digest: str = "c") -> CopyRecord:
 
 
 def _fail(member: VirtualMember, copy: CopyRecord | None) -> None:
-    failure = FailureRecord(rank=0, code=1, collateral=False, summary=f"rank 0 on {member.name}")
+    failure = Failure(rank=0, code=1, collateral=False, summary=f"rank 0 on {member.name}")
     member.report("failed", failure, memory=copy)
 
 
@@ -32,7 +33,7 @@ def _commit(world: World, step: int) -> None:
         digest="f" * 64,
         size=1,
     )
-    assert member.store.commit(Txn((), (Put(member.keys.checkpoint, head.encode()),))).succeeded
+    assert member.store.commit(Txn((), (Put(member.keys.checkpoint, head.to_json().encode()),))).succeeded
     world.settle()
 
 

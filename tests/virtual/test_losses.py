@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elasticrt.ipc.failure import ENDED_EARLY, Failure
 from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
-from elasticrt.rendezvous.records import ENDED_EARLY, FailureRecord
 from elasticrt.store.protocol import Delete, Txn
 from tests.virtual.world import World, check_ranks, running, spec
 
@@ -287,7 +287,7 @@ def test_a_store_that_lost_its_data_before_the_first_generation_stops_the_run() 
 def test_workers_that_never_meet() -> None:
     """N13: agents that reach each other while their workers do not, once more, end the run; a real cause goes first."""
     world = running(2, max_restarts=50)
-    unmet = FailureRecord(rank=0, code=1, collateral=True, summary="out of reach", text="how to meet", unmet=True)
+    unmet = Failure(rank=0, code=1, collateral=True, summary="out of reach", text="how to meet", unmet=True)
     world.members["n0"].report("failed", unmet)
     world.pass_time(1.0)
     ended = world.members["n0"].ended
@@ -296,6 +296,6 @@ def test_workers_that_never_meet() -> None:
     assert (result.status, result.code, result.reason, result.text) == ("failed", 1, "out of reach", "how to meet")
     world = running(2, max_restarts=50)
     world.members["n0"].report("failed", unmet)
-    world.members["n1"].report("failed", FailureRecord(rank=1, code=1, collateral=False, summary="a real cause"))
+    world.members["n1"].report("failed", Failure(rank=1, code=1, collateral=False, summary="a real cause"))
     world.settle()
     assert world.members["n0"].ran[-1][0].cause == "a real cause"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decision import Ask, Leave
-from elasticrt.rendezvous.records import FailureRecord
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
 
@@ -20,8 +20,8 @@ def _drain(member: VirtualMember) -> None:
     member.me = replace(member.me, record=member.me.record.model_copy(update={"draining": True}))
 
 
-def _failure(name: str) -> FailureRecord:
-    return FailureRecord(rank=1, code=1, collateral=False, summary=f"rank 1 on {name}")
+def _failure(name: str) -> Failure:
+    return Failure(rank=1, code=1, collateral=False, summary=f"rank 1 on {name}")
 
 
 def test_a_join_with_loops_loses_no_step() -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import STACKS_GRACE_S
 from elasticrt.rendezvous.decision import End, Fence, Probe
 from elasticrt.rendezvous.member import Probed
-from elasticrt.rendezvous.records import FailureRecord
 from elasticrt.rendezvous.view import Verdict
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
@@ -179,9 +179,7 @@ def _hang(member: VirtualMember) -> None:
     rank = member.ran[-1][1].rank_offset
     summary = f"on {member.name}: no progress for 600 s after step 7"
     text = f"rank {rank} on {member.name}:\n" + "  | File train.py, line 7\n" * 200
-    member.report(
-        "failed", FailureRecord(rank=rank, code=-9, collateral=False, summary=summary, text=text, stalled=True)
-    )
+    member.report("failed", Failure(rank=rank, code=-9, collateral=False, summary=summary, text=text, stalled=True))
     member.me = replace(member.me, running=member.me.started)  # Its workers hang on, until the next generation.
 
 

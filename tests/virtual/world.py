@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decision import (
     Decision,
     Drain,
@@ -30,7 +31,7 @@ from elasticrt.rendezvous.decision import (
     Wait,
 )
 from elasticrt.rendezvous.member import Joining, Member, Probed
-from elasticrt.rendezvous.records import CopyRecord, FailureRecord, Generation, Keys, Report, Result, Seat
+from elasticrt.rendezvous.records import CopyRecord, Generation, Keys, Report, Result, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import Conversation, Notice
 from elasticrt.rendezvous.view import Verdict, View
@@ -116,7 +117,7 @@ class VirtualMember:
         """The worker parent is ready."""
         self.me = replace(self.me, record=self.me.record.model_copy(update={"warm": True}))
 
-    def report(self, status: str, failure: FailureRecord | None = None, **more: object) -> None:
+    def report(self, status: str, failure: Failure | None = None, **more: object) -> None:
         """This node's workers have ended."""
         self.me = replace(
             self.me,
@@ -139,7 +140,7 @@ class VirtualMember:
         rank = self.ran[-1][1].rank_offset
         self.report(
             "failed",
-            FailureRecord(
+            Failure(
                 rank=rank,
                 code=1,
                 collateral=collateral,

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.runtime_dir import read_record, runtime_directory
 from tests.cluster import TOGETHER, Cluster, gone, kill
 from tests.servers import EtcdServer, wheel_binary
 
@@ -192,9 +193,10 @@ def test_the_embedded_etcd_dies_and_the_run_goes_on(tmp_path: Path) -> None:
         run.start("n0")
         run.start("n1")
         run.wait_for_training(1, 2)
-        record = read_record(runtime_directory(), run.run_id)
-        assert record is not None
-        kill(record["etcd_pid"])
+        served = find(run.run_id)
+        assert served is not None
+        (etcd,) = psutil.Process(served.keeper_pid).children()
+        kill(etcd.pid)
         run.wait_for_training(2, 2)
         run.finish()
         assert run.ended() == {"n0": 0, "n1": 0}

@@ -16,11 +16,10 @@ import psutil
 import pytest
 
 from elasticrt.errors import ConfigError, StoreError
-from elasticrt.store.embedded import Served, find, find_or_start
+from elasticrt.store.embedded import Served, find, find_or_start, read_record, runtime_directory
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.etcd_server import claim
 from elasticrt.store.protocol import Address, Put, Txn
-from elasticrt.store.runtime_dir import read_record, runtime_directory
 from tests.servers import free_port, refused_to_others, wait_until
 
 LONG_S = 60.0
@@ -35,10 +34,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = tmp_path / "elasticrt"
     yield directory
     for path in directory.glob("*.json"):
-        record = read_record(directory, path.stem)
-        assert record is not None, path.read_text()
-        if psutil.pid_exists(record["keeper_pid"]):
-            os.kill(record["keeper_pid"], signal.SIGINT)
+        served = read_record(path)
+        assert served is not None, path.read_text()
+        if served.lives():
+            os.kill(served.keeper_pid, signal.SIGINT)
     wait_until(lambda: not directory.exists(), "all keepers have ended")
 
 
@@ -66,11 +65,10 @@ def write(served: Served, key: str, ttl_s: float = 0) -> int:
     return lease
 
 
-def etcd_pid(runtime: Path) -> int:
+def etcd_pid(served: Served) -> int:
     """The server's own process."""
-    record = read_record(runtime, "r")
-    assert record is not None
-    return int(record["etcd_pid"])
+    (etcd,) = psutil.Process(served.keeper_pid).children()
+    return etcd.pid
 
 
 def test_agents_that_start_together_share_one_server() -> None:
@@ -78,24 +76,22 @@ def test_agents_that_start_together_share_one_server() -> None:
     program = (
         "import json, dataclasses; from elasticrt.store.embedded import find_or_start\n"
         f"served = find_or_start('r', linger_s={LONG_S})\n"
-        "print(json.dumps([str(served.address), served.keeper_pid, served.token, served.started]))"
+        "print(json.dumps([str(served.address), served.keeper_pid, served.data]))"
     )
     agents = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     answers = [json.loads(agent.communicate(timeout=60)[0]) for agent in agents]
-    assert len({tuple(answer[:3]) for answer in answers}) == 1
-    assert sorted(answer[3] for answer in answers) == [False, False, False, True]
+    assert len({tuple(answer) for answer in answers}) == 1
     # Those that asked have ended by now; the server has not.
     found = find("r")
     assert found is not None
-    assert (str(found.address), found.token, found.started) == (answers[0][0], answers[0][2], False)
+    assert [str(found.address), found.keeper_pid, found.data] == answers[0]
     other = find_or_start("another", linger_s=LONG_S)
-    assert other.token != found.token
-    assert other.started
+    assert other.data != found.data
     assert EtcdStore((other.address,)).read("/").store_id != EtcdStore((found.address,)).read("/").store_id
 
 
 def test_server_is_for_this_user_alone(runtime: Path) -> None:
-    """SEC10: no port is open; keeper and server have a session of their own, and a private directory with the socket.
+    """SEC10: no port is open; keeper and server have sessions of their own, and a private directory with the socket.
 
     Somebody else can neither find out where the server is nor connect to it, whatever the umask was.
     """
@@ -104,11 +100,11 @@ def test_server_is_for_this_user_alone(runtime: Path) -> None:
         served = find_or_start("r", linger_s=LONG_S)
     finally:
         os.umask(before)
-    etcd = psutil.Process(etcd_pid(runtime))
+    etcd = psutil.Process(etcd_pid(served))
     assert not [c for c in etcd.net_connections("inet") if c.status == "LISTEN"]
     refused_to_others(served.address, runtime / "r.json")
     assert etcd.ppid() == served.keeper_pid
-    assert os.getsid(etcd.pid) == os.getsid(served.keeper_pid) != os.getsid(0)
+    assert len({os.getsid(pid) for pid in (etcd.pid, served.keeper_pid, 0)}) == 3
     assert psutil.Process(served.keeper_pid).ppid() != os.getpid()
     for path in (runtime, *(Path(tempfile.gettempdir(), name) for name in data_directories())):
         assert path.stat().st_mode & 0o777 == 0o700
@@ -178,12 +174,11 @@ def test_killed_keeper(runtime: Path) -> None:
     """With its keeper the server dies at once; the next agent removes what is left and starts another, empty one."""
     first = find_or_start("r", linger_s=LONG_S)
     write(first, "generation")
-    old_etcd, old_data = etcd_pid(runtime), data_directories()
+    old_etcd, old_data = etcd_pid(first), data_directories()
     os.kill(first.keeper_pid, signal.SIGKILL)
     wait_until(lambda: gone(old_etcd), "etcd died with its keeper")
     second = find_or_start("r", linger_s=LONG_S)
-    assert second.started
-    assert second.token != first.token
+    assert second.keeper_pid != first.keeper_pid
     assert not set(old_data) & set(data_directories())
     store = EtcdStore((second.address,))
     assert store.read("/").count == 0
@@ -198,7 +193,7 @@ def test_killed_keeper_of_another_run(runtime: Path) -> None:
     wait_until(lambda: gone(first.keeper_pid), "the keeper died")
     find_or_start("another", linger_s=LONG_S)
     assert not set(old_data) & set(data_directories())
-    assert sorted(path.name for path in runtime.iterdir()) == ["another.json", "another.lock"]
+    assert sorted(path.name for path in runtime.iterdir()) == ["another.json"]
 
 
 def test_killed_server(runtime: Path) -> None:
@@ -207,7 +202,7 @@ def test_killed_server(runtime: Path) -> None:
     store = EtcdStore((first.address,))
     identity = store.read("/").store_id
     store.close()
-    os.kill(etcd_pid(runtime), signal.SIGKILL)
+    os.kill(etcd_pid(first), signal.SIGKILL)
     wait_until(lambda: nothing_is_left(first, runtime), "the keeper cleaned up")
     second = find_or_start("r", linger_s=LONG_S)
     store = EtcdStore((second.address,))
@@ -227,15 +222,16 @@ def test_keeper_asked_to_end(runtime: Path) -> None:
 
 
 def test_sigterm_to_everybody(runtime: Path) -> None:
-    """K04: after SIGTERM to keeper and server they serve until the last member has left, and then end at once."""
+    """K04: after SIGTERM to keeper and server the members are served until the last has left; nothing is lost."""
     served = find_or_start("r", linger_s=LONG_S)
     one, two = write(served, "members/a", 60), write(served, "members/b", 60)
-    for pid in (served.keeper_pid, etcd_pid(runtime)):
+    for pid in (served.keeper_pid, etcd_pid(served)):
         os.kill(pid, signal.SIGTERM)
     store = EtcdStore((served.address,))
     store.revoke(one)
     with pytest.raises(subprocess.TimeoutExpired):
         psutil_wait(served.keeper_pid, 1.0)
+    assert [each.key for each in store.read("/elasticrt/r/members/").keys] == ["/elasticrt/r/members/b"]
     write(served, "checkpoint")
     store.revoke(two)
     store.close()
@@ -275,7 +271,7 @@ def test_etcd_variables_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own ETCD_ variables, which would stop etcd from starting, do not reach it."""
     monkeypatch.setenv("ETCD_NAME", "mine")
     monkeypatch.setenv("ETCD_DATA_DIR", "/nonexistent")
-    assert find_or_start("r", linger_s=LONG_S).started
+    assert find_or_start("r", linger_s=LONG_S).lives()
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ import pytest
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Warm
 from elasticrt.settings import Command, LogOptions
+from elasticrt.workers.environment import worker_environment
 from elasticrt.workers.fork_server import WorkerParent
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerStarted, worker_environment
+from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerStarted
 from elasticrt.workers.logs import WorkerConsole
 
 WAIT_S = 60.0
@@ -42,7 +43,7 @@ class Rig:
 
     def __init__(self, method: str, env: dict[str, str] | None = None, **options: Any) -> None:
         self.events: queue.Queue[Any] = queue.Queue()
-        self.parent = WorkerParent(self.events.put)
+        self.parent = WorkerParent()
         self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
         self.parent.start(method=method, env=self.base_env, directory=Path.cwd(), **options)
         logs = LogOptions(console_ranks=frozenset())

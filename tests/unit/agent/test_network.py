@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 
 import psutil
 import pytest
 
 from elasticrt.agent.network_interfaces import interface_of
-from elasticrt.workers.failures import failure_of
-from elasticrt.workers.outcomes import UNMET_MAX, failure_record, network
+from elasticrt.workers.environment import network
+from elasticrt.workers.failures import UNMET_MAX, failure_of, of_node
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 REFUSED = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"
@@ -51,9 +50,8 @@ def test_interfaces_of_this_machine() -> None:
 
 def test_workers_out_of_reach_of_each_other() -> None:
     """N13: the address that was announced is named first, with the remedy; it is final when it was so before."""
-    records = [failure_record([UNMET], unmet=unmet) for unmet in range(UNMET_MAX + 1)]
+    records = [of_node([UNMET], unmet=unmet) for unmet in range(UNMET_MAX + 1)]
     assert [record.unmet for record in records] == [*[False] * UNMET_MAX, True]
     assert records[0].summary.startswith("rank 1 on b: another worker is out of reach at the address 127.0.1.1,")
     assert records[0].text.startswith("another worker is out of reach")
     assert "--local-addr" in records[0].summary
-    assert "out of reach" not in failure_record([replace(UNMET, message="Connection closed by peer")]).summary

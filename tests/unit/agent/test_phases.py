@@ -10,8 +10,7 @@ import pytest
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.liveness.progress import Progress
-from elasticrt.workers.outcomes import PHASES, phases
+from elasticrt.liveness.progress import PHASES, Progress, phases
 
 MS = 1_000_000
 

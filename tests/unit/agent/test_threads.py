@@ -165,7 +165,7 @@ def test_a_watch_thread_that_dies_is_replaced(agent):
 def test_all_threads_of_an_agent_are_named_as_ours():
     """The agent hears of the end of threads by their names, so each that the package starts for it has one."""
     package = Path(__file__).parents[3] / "elasticrt"
-    for folder in ("agent", "store"):
+    for folder in ("agent", "workers", "liveness", "store"):
         for path in (package / folder).glob("*.py"):
             if path.name == "embedded_supervisor.py":  # A process of its own.
                 continue

@@ -10,11 +10,11 @@ import pytest
 SCRIPT = """
 import io, os, pickle, sys, tempfile, torch
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.status_page import Page
+from elasticrt.ipc.status_page import StatusPage
 from elasticrt.bootstrap import optimizer_heartbeat as pulse
 
-fd = Page.create()
-page = Page(fd)
+fd = StatusPage.create()
+page = StatusPage(fd)
 fields = dict(rank=0, local_rank=0, world_size=1, local_world_size=1, group_rank=0, group_world_size=1)
 fields |= dict(master_addr="127.0.0.1", master_port=1, restart_count=0, max_restarts=3, run_id="run", attempt=1)
 fields |= dict(generation=1, nonce="a" * 32, node="n0", run_dir="/nowhere", page_fd=fd)

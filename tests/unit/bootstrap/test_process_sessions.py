@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from elasticrt.bootstrap import child_process, process_sessions
+from elasticrt.ipc.leash import die_with_parent
 from elasticrt.ipc.messages import Start
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
@@ -118,7 +119,7 @@ def test_a_worker_whose_parent_has_gone_does_not_begin():
     pid = os.fork()
     if pid == 0:
         try:
-            process_sessions.die_with_parent(1 << 22)
+            die_with_parent(1 << 22, signal.SIGKILL)
         except ProcessLookupError:
             os._exit(3)
         os._exit(0)

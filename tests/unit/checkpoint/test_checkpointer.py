@@ -209,22 +209,6 @@ def test_valid_digest_over_code_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_manifests_of_before_are_read(tmp_path, monkeypatch):
-    """A directory of an older version, whose manifests number themselves and name no node, goes on as it was."""
-    save(tmp_path, 1, 2)
-    for path in tmp_path.glob("*.json"):
-        fields = json.loads(path.read_text())
-        fields["serial"] = fields["commit"].pop("serial")
-        del fields["commit"]["node"]
-        path.write_text(signed(fields))
-    assert restored(tmp_path) == 2
-    head = commit_of(tmp_path, 2)
-    old = {name: value for name, value in head.__dict__.items() if name not in ("serial", "node")}
-    with under(Agent(head=head.nonce), monkeypatch, resume=Commit.from_fields(old)):
-        save(tmp_path, 3)
-    assert (commit_of(tmp_path, 3).serial, commit_of(tmp_path, 3).node) == (3, "a")
-
-
 def test_uncommitted_is_not_resumed(tmp_path):
     """Payload and manifest without a mark: an interrupted save, unless a committed one descends from it."""
     save(tmp_path, 1, 2, 3)

@@ -14,10 +14,14 @@ def _history(*chains: str, marked: str) -> History:
     for chain in chains:
         parent = "" if chain[0] in "ax" else chr(ord(chain[0]) - 1)
         for serial, name in enumerate(chain):
-            commit = Commit(serial, 0, 1, name, parent, "/ckpt", f"{name}.pt", "d" * 64, 1, serial)
-            manifests[name] = Manifest(commit, "run" if name.islower() else "other", 1)
+            commit = Commit(serial, 0, 1, _nonce(name), _nonce(parent), "/ckpt", f"{name}.pt", "d" * 64, 1, serial)
+            manifests[commit.nonce] = Manifest(commit, "run" if name.islower() else "other", 1)
             parent = name
-    return History(manifests, frozenset(marked))
+    return History(manifests, frozenset(map(_nonce, marked)))
+
+
+def _nonce(name: str) -> str:
+    return name and f"{ord(name):016x}"
 
 
 @pytest.mark.parametrize(
@@ -36,5 +40,5 @@ def _history(*chains: str, marked: str) -> History:
 )
 def test_beyond(chains: list[str], marked: str, head: str, beyond: str) -> None:
     """E20, S8: newest first, the committed descendants of the head; nobody else's history."""
-    found = _history(*chains, marked=marked).beyond(head, "run")
-    assert "".join(manifest.commit.nonce for manifest in found) == beyond
+    found = _history(*chains, marked=marked).beyond(_nonce(head), "run")
+    assert "".join(manifest.commit.file[0] for manifest in found) == beyond

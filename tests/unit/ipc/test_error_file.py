@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt.ipc.error_file import write_error_file
-from elasticrt.workers.failures import failure_of
+from elasticrt.workers.failures import failure_of, raised
 
 READ_BYTES = 1 << 18
 """As much of an error file as an agent reads."""
@@ -26,6 +26,7 @@ def test_an_exception_with_a_long_message_keeps_its_type(
     failure = failure_of(
         rank=0, local_rank=0, node="n", generation=1, code=1, error_file=content.decode()
     )  # fmt: skip
-    assert failure.exception == "ValueError"
-    assert failure.message.startswith("begins ")
+    found = raised(1, content.decode())
+    assert found.exception == "ValueError"
+    assert found.message.startswith("begins ")
     assert failure.final_code == 6

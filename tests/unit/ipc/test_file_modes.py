@@ -47,7 +47,7 @@ def logs(path: Path) -> None:
     events = EventLog("a", path / "run")
     events.write("something")
     events.close()
-    keep(Stacks(1, 3, 1.0, False, {0: ("line",)}), {0: 0}, "a", path / "run")
+    keep(Stacks("stalled", 1, 3, 1.0, False), {0: ("line",)}, "a", path / "run")
 
 
 def error_file(path: Path) -> None:

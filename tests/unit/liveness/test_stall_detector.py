@@ -7,7 +7,7 @@ import os
 import pytest
 
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.liveness.hang_monitor import _sight_of_beats
+from elasticrt.liveness.hang_monitor import sight_of_beats
 from elasticrt.liveness.stall_detector import AWAY_S, LOOK_S, Sight, StallDetector, StallLimits
 
 
@@ -93,7 +93,7 @@ def test_a_script_without_a_loop_has_a_pace_from_the_first_look_on() -> None:
     page = StatusPage(fd)
     os.close(fd)
     page.begun_at_ns, page.beat_at_ns, page.beats = int(100e9), int(103e9), 4
-    pace = StallDetector().looked(_sight_of_beats([page], held=False), 103.4)
+    pace = StallDetector().looked(sight_of_beats([page], held=False), 103.4)
     assert pace.standing_since(114.9) is None, "three seconds may have been one step"
     assert pace.standing_since(115.1) == pytest.approx(115.0)
 

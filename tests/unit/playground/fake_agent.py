@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from elasticrt.ipc.leash import command_of
+
 STEP_S = 0.005
 
 
@@ -89,8 +91,7 @@ class Agent:
         step = self.read("step", 0)
         self.say("generation", number=number, nodes=nodes, world_size=len(nodes), cause="start",
                  resume_step=step, restarts=0)  # fmt: skip
-        leash = [sys.executable, "-m", "elasticrt.playground.leash", str(os.getpid()), "--"]
-        self.worker = subprocess.Popen([*leash, "sleep", "100"], close_fds=True)
+        self.worker = subprocess.Popen(command_of(["sleep", "100"]), close_fds=True)
         self.say("workers_started", generation=number, pids=[self.worker.pid], ranks=[nodes.index(self.node)])
         pause = None if number == 1 else 0.25
         self.say("first_step", generation=number, step=step + 1, resumed_from=step, pause_s=pause, redone=0)

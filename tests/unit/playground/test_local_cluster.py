@@ -247,20 +247,3 @@ def test_colour_is_for_terminals(out, env, shown):
     """Tags are coloured on a terminal only, and not with NO_COLOR; a carriage return never hides a tag."""
     Screen(out, env).show(Line("10%\r20%\r", "node-1"))
     assert out.getvalue() == shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [([], 2), (["1"], 2), (["x", "--", "true"], 2), (["1", "--", "true"], 143), (["PARENT", "--", "/no/such"], 2),
-     (["PARENT", "--", "sh", "-c", "exit 9"], 9)],
-)  # fmt: skip
-def test_the_leash_becomes_the_command(arguments, code):
-    """The leash execs the command for its own parent only, and refuses what it does not understand."""
-    words = [str(os.getpid()) if word == "PARENT" else word for word in arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "elasticrt.playground.leash", *words],
-        capture_output=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr

@@ -12,7 +12,7 @@ from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.rendezvous.view import View, apply
 from elasticrt.store.protocol import Event, KeyValue
 from elasticrt.workers.failures import failure_of, stalled
-from elasticrt.workers.outcomes import WorkerOutcomes
+from tests.unit.workers.states import ended
 
 KEYS = Keys("r")
 PIECES = {"NUL": "\0", "CJK": "漢", "emoji": "🦊", "surrogate": "\udce9", "quote": '"', "escape": "\x1b[2J"}
@@ -23,7 +23,7 @@ def _seen(report) -> object:
     """What a leader that reads the report knows of it; None where it takes it for somebody else's."""
     key = KEYS.report(report.generation, report.node)
     event = Event(key, KeyValue(key, report.encode(), 5, 5, 1), 5)
-    view = apply(View("n0"), KEYS, [event], 0.0)
+    view = apply(View("node-0"), KEYS, [event], 0.0)
     return view.filed[key].record if key in view.filed else None
 
 
@@ -37,10 +37,10 @@ def test_a_report_of_any_output_is_read_by_the_leader(piece):
         failure_of(rank=rank, code=1, error_file=said, last_lines=lines, log_path=f"/{piece * 2000}", **where)
         for rank in range(40)
     ]
-    hung = [stalled(rank=rank, step=7, age_s=9.0, stacks=lines, **where) for rank in range(3)]
+    hung = [stalled(node="n0", generation=1, message="no progress", stacks=dict.fromkeys(range(3), lines))]
     lost = failure_of(rank=0, code=126, start_error=piece * 9000, **where)
     for failures in (failed, hung, [lost]):
-        report = WorkerOutcomes(1, 40, failures=tuple(failures)).report("n0", "0" * 16)
+        report = ended(40, failures=tuple(failures))
         assert _seen(report) == report
         result = Result(attempt=1, status="failed", code=1, reason=piece * 5000, generation=1, text=piece * 9000)
         assert type(result).model_validate_json(result.encode()) == result
@@ -52,7 +52,7 @@ def test_the_last_line_is_in_the_report():
     found = failure_of(
         rank=0, local_rank=0, node="n0", generation=1, code=1, last_lines=lines, log_path="/logs/rank-0.n0.err"
     )
-    report = WorkerOutcomes(1, 1, failures=(found,)).report("n0", "0" * 16)
+    report = ended(1, failures=(found,))
     assert report.failure.text.endswith("  | ValueError: at last\n  log: /logs/rank-0.n0.err")
 
 
@@ -66,7 +66,7 @@ def test_a_report_gives_a_terminal_no_orders():
         code=1,
         error_file=json.dumps({"message": "ValueError: \x1b]0;owned\x07 \x9b2J \x1b[31mred\x1b[0m \u202etxt.exe"}),
     )
-    report = WorkerOutcomes(1, 1, failures=(found,)).report("n0", "0" * 16)
+    report = ended(1, failures=(found,))
     assert r"ValueError: \x1b]0;owned\x07 \x9b2J red \u202etxt.exe" in report.failure.text
 
 

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from elasticrt.rendezvous.records import ENDED_EARLY
-from elasticrt.workers.failures import WorkerFailure, describe, failure_of, first_cause, is_collateral, render
-from elasticrt.workers.outcomes import WorkerOutcomes, failure_record
+from elasticrt.ipc.failure import ENDED_EARLY, Failure, first_cause
+from elasticrt.workers.failures import failure_of, is_collateral, of_node, raised
+from tests.unit.workers.states import ended
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 IN_TORCH = 'File "/x/torch/distributed/distributed_c10d.py", line 2780, in all_reduce'
 
 
-def failure(rank: int = 0, **changes: object) -> WorkerFailure:
+def failure(rank: int = 0, **changes: object) -> Failure:
     """A failure with some fields changed."""
     fields: dict[str, object] = {"rank": rank, "local_rank": 0, "node": "node-0", "generation": 1, "code": 1}
     return failure_of(**{**fields, **changes})
@@ -73,32 +73,32 @@ def test_collateral_through_a_chain():
 def test_log_noise_is_not_evidence():
     """A warning about a peer in the output does not make a plain error collateral."""
     lines = [f"W1121 {GLOO}Connection closed by peer", "Traceback (most recent call last):", "ValueError: x"]
-    found = failure(last_lines=lines)
-    assert (found.exception, found.message, found.collateral) == ("ValueError", "x", False)
+    found = raised(1, last_lines=lines)
+    assert (found.exception, found.message) == ("ValueError", "x")
+    assert not failure(last_lines=lines).collateral
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "signal", "words"),
+    ("given", "words"),
     [
-        ({"code": 1}, "exit", "", "exit code 1"),
-        ({"code": -11}, "signal", "SIGSEGV", "killed by SIGSEGV"),
-        ({"code": -9}, "signal", "SIGKILL", "killed by SIGKILL"),
-        ({"code": -9, "oom": True}, "oom", "SIGKILL", "out of memory"),
-        ({"code": -7, "oom": True}, "signal", "SIGBUS", "killed by SIGBUS"),
-        ({"code": -42}, "signal", "signal 42", "killed by signal 42"),
-        ({"code": 127, "start_error": "no such file"}, "start", "", "could not be started: no such file"),
-        ({"code": 1, "error_file": error_file("ValueError: a: b")}, "exit", "", "exit code 1: ValueError: a: b"),
-        ({"code": 1, "error_file": error_file("a message of words")}, "exit", "", "exit code 1: a message of words"),
-        ({"code": 1, "error_file": '{"message": "plain"}'}, "exit", "", "exit code 1: plain"),
-        ({"code": 1, "error_file": "not json"}, "exit", "", "exit code 1"),
-        ({"code": 1, "error_file": "[1]"}, "exit", "", "exit code 1"),
+        ({"code": 1}, "exit code 1"),
+        ({"code": -11}, "killed by SIGSEGV"),
+        ({"code": -9}, "killed by SIGKILL"),
+        ({"code": -9, "oom": True}, "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"),
+        ({"code": -9, "lost": "its parent is gone"}, "killed by SIGKILL: its parent is gone"),
+        ({"code": -7, "oom": True}, "killed by SIGBUS"),
+        ({"code": -42}, "killed by signal 42"),
+        ({"code": 127, "start_error": "no such file"}, "could not be started: no such file"),
+        ({"code": 1, "error_file": error_file("ValueError: a: b")}, "exit code 1: ValueError: a: b"),
+        ({"code": 1, "error_file": error_file("a message of words")}, "exit code 1: a message of words"),
+        ({"code": 1, "error_file": '{"message": "plain"}'}, "exit code 1: plain"),
+        ({"code": 1, "error_file": "not json"}, "exit code 1"),
+        ({"code": 1, "error_file": "[1]"}, "exit code 1"),
     ],
 )
-def test_kinds(given, kind, signal, words):
-    """W04, W06, W17: exit, signal, out of memory and failed start are told apart, and described."""
-    found = failure(**given)
-    assert (found.kind, found.signal) == (kind, signal)
-    assert words in describe(found)
+def test_summaries(given, words):
+    """W04, W06, W17: exit, signal, out of memory and failed start are told apart."""
+    assert failure(**given).summary == f"rank 0 on node-0: {words}"
 
 
 def test_a_signal_is_never_collateral():
@@ -213,13 +213,10 @@ def test_the_others_are_told_the_first_cause():
     """W02: what a node reports of its workers names the cause, in number, code and words, not who failed earlier."""
     peer = failure(0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
     cause, later = failure(1, code=-11), failure(2, code=3)
-    ends = WorkerOutcomes(generation=1, workers=3, failures=(peer, cause, later))
-    report = ends.report("node-0", "0" * 16)
-    assert report is not None
-    assert report.failure is not None
+    report = ended(3, failures=(peer, cause, later))
     assert (report.status, report.failure.rank, report.failure.code) == ("failed", 1, -11)
     assert (report.failure.collateral, report.failure.summary) == (False, "rank 1 on node-0: killed by SIGSEGV")
-    assert failure_record([peer]).collateral, "only consequences: the cause is on another node"
+    assert of_node([peer]).collateral, "only consequences: the cause is on another node"
 
 
 def test_the_report_that_people_read():
@@ -235,7 +232,7 @@ def test_the_report_that_people_read():
         log_path="/run/logs/rank-1.err",
         step=120,
     )
-    assert render([peer, cause, failure(2, code=-15)]).splitlines() == [
+    assert of_node([peer, cause, failure(2, code=-15)]).text.splitlines() == [
         "rank 1 failed first, on node-7 (local rank 1), in generation 3, after step 120",
         "  exit code 1: ValueError: bad batch",
         "  the end of its error output:",
@@ -246,7 +243,6 @@ def test_the_report_that_people_read():
         f"  collateral: rank 0 on node-0: exit code 1: RuntimeError: {GLOO}Connection closed by peer",
         "  also: rank 2 on node-0: killed by SIGTERM",
     ]
-    assert render([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -255,14 +251,14 @@ def test_the_report_that_people_read():
 )
 def test_a_bare_sigkill_says_where_to_look(changes, hinted):
     """W06: nothing in a worker tells who killed it; the report names who does such things, and where they say so."""
-    assert ("`dmesg`" in render([failure(**changes)])) is hinted
+    assert ("`dmesg`" in failure(**changes).text) is hinted
 
 
 def test_who_ended_early_is_named_before_collateral_failures():
     """W02: a worker that ended with 0 while another was in a collective is the cause, if nobody else is."""
     lost = failure(rank=0, error_file=error_file(f"RuntimeError: {GLOO}Connection closed by peer"))
-    record = WorkerOutcomes(1, 2, well=(1,), failures=(lost,)).report("node-0", "0" * 16).failure
-    assert (record.rank, record.code, record.collateral) == (1, 0, True)
+    record = ended(2, well=(1,), failures=(lost,)).failure
+    assert (record.code, record.collateral) == (0, True)
     assert record.text.splitlines()[0] == record.summary == f"rank 1 on node-0: {ENDED_EARLY}"
     own = failure(rank=0, error_file=error_file("ValueError: x"))
-    assert WorkerOutcomes(1, 2, well=(1,), failures=(own,)).report("node-0", "0" * 16).failure.rank == 0
+    assert ended(2, well=(1,), failures=(own,)).failure.rank == 0

@@ -7,18 +7,9 @@ import os
 
 import pytest
 
+from elasticrt.settings import ERR, OUT, LogOptions, Streams
 from elasticrt.workers import logs
-from elasticrt.workers.logs import (
-    ERR,
-    LINE_MAX_BYTES,
-    OUT,
-    TAIL_LINES_MAX,
-    LogOptions,
-    Output,
-    Streams,
-    WorkerConsole,
-    WorkerLabel,
-)
+from elasticrt.workers.logs import LINE_MAX_BYTES, TAIL_LINES_MAX, Output, WorkerConsole, WorkerLabel
 
 
 @pytest.fixture

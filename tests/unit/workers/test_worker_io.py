@@ -15,11 +15,9 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Copied, Exited, Message, Started, Step
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.settings import ERR, LogOptions
-from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
 from elasticrt.workers.worker_io import (
     GroupEnded,
-    Running,
     WorkerEnded,
     WorkerIO,
     WorkerSaid,
@@ -31,6 +29,32 @@ ENV = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 1, "nonce", "n
 STEP = Step(7, 0, 1, 0, first=False)
 
 
+class Played:
+    """A worker parent that says what this test says."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = Channel.pair()
+        self._theirs = Channel(theirs)
+
+    def fileno(self) -> int:
+        """See `WorkerParent`."""
+        return self._ours.fileno()
+
+    def receive(self) -> list[Message]:
+        """See `WorkerParent`."""
+        received = self._ours.receive(0)
+        return [received[0]] if received else []
+
+    def say(self, message: Message) -> None:
+        """To the listener."""
+        self._theirs.send(message)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._ours.close()
+        self._theirs.close()
+
+
 class Heard:
     """A listener with one worker, which this test plays. `busy` keeps the listener from hearing anything."""
 
@@ -38,7 +62,7 @@ class Heard:
         self.events: queue.Queue[Any] = queue.Queue()
         self.busy = threading.Event()
         self.listener = WorkerIO(self._sink)
-        self.parent = WorkerParent(lambda _: None)
+        self.parent = Played()
         channel, theirs = Channel.pair()
         self.worker = Channel(theirs)
         page = StatusPage.create()
@@ -46,10 +70,11 @@ class Heard:
         output = Output(
             WorkerLabel("node-0", 0, 0, 1, ""), None, LogOptions(console_ranks=frozenset()), WorkerConsole({})
         )
-        state = WorkerState(ENV, output, channel, StatusPage(page), {ERR: reader})
+        state = WorkerState(1, ENV, self.parent, output, channel, StatusPage(page), {ERR: reader})
         os.close(page)
-        self.listener.add(Running(1, {0: state}, 0, self.parent))
-        self.listener.put(self.parent, Started(1, 0, 4711, 1))
+        self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
+        self.listener.add([state])
+        self.parent.say(Started(1, 0, 4711, 1))
         assert isinstance(self.next(), WorkerStarted)
 
     def _sink(self, event: Any) -> None:
@@ -65,7 +90,7 @@ class Heard:
         """The worker's process is gone, with exit code 3."""
         os.close(self.errors)
         self.worker.close()
-        self.listener.put(self.parent, Exited(1, 0, 4711, 3, 2))
+        self.parent.say(Exited(1, 0, 4711, 3, 2))
         self.busy.set()
 
 
@@ -76,6 +101,7 @@ def heard() -> Iterator[Heard]:
     yield one
     one.busy.set()
     one.listener.close(20)
+    one.parent.close()
 
 
 def test_last_words_are_heard_although_the_end_is_known(heard: Heard) -> None:
@@ -88,7 +114,8 @@ def test_last_words_are_heard_although_the_end_is_known(heard: Heard) -> None:
     assert said.message == STEP
     assert isinstance(ended, WorkerEnded)
     assert ended.failure is not None
-    assert (ended.code, ended.failure.step, ended.failure.message) == (3, 7, "bad batch")
+    assert (ended.code, ended.failure.summary) == (3, "rank 0 on node-0: exit code 3: ValueError: bad batch")
+    assert "after step 7" in ended.failure.text
     assert isinstance(group, GroupEnded)
 
 

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from elasticrt.liveness.laggards import Waiting, cpu_s, where
+from elasticrt.liveness.hang_monitor import cpu_s, where
+from elasticrt.liveness.stall_detector import Idle
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from elasticrt.liveness.laggards import Waiting, cpu_s, where
 )
 def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
     """It is said after 5 s, and too long counts from the last work that it did."""
-    waiting, said, over = Waiting(0.0, 0.0, 0.0), None, None
+    waiting, said, over = Idle(0.0, 0.0, 0.0), None, None
     for at, used in enumerate(used_s):
         waiting = waiting.looked(used, float(at), limit_s)
         said = at if said is None and waiting.said else said

@@ -1,0 +1,75 @@
+"""How workers failed: the one shape in which agents, reports in etcd and people know it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elasticrt.text import cut
+
+FinalCode = Literal[0, 1, 5, 6, 7]
+
+SUMMARY_MAX_BYTES = 400
+TEXT_MAX_BYTES = 6000
+"""A report in etcd, and the result of a run, hold so much text."""
+
+COUNT_MAX = 2**53
+ENDED_EARLY = "ended with exit code 0, while others were in a collective"
+_EARLY = re.compile(r"([0-9a-f]{16})?")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker failed, or all workers of a node. Too long texts are cut; other wrong values raise ValueError.
+
+    Attributes:
+        rank: global rank of the worker.
+        code: exit code, or minus the signal number.
+        collateral: it failed only because another worker had.
+        summary: where and how, in one line.
+        text: the same in full: the end of the worker's output, or what its threads were doing.
+        final_code: the exit code that the run ends with, because no restart can cure this; 0 otherwise.
+        stalled: no process ended, but no step was made for too long.
+        unmet: the worker could not reach another one. In a node's report: not for several generations in a row.
+        early: a digest of what was raised before the first step, and where: the same twice is certain to come again.
+        beats: optimizer steps that the worker made, in a script without a Loop.
+        loaded: when the newest snapshot was written from which it made them, in microseconds since the epoch, or 0.
+    """
+
+    rank: int
+    code: int
+    collateral: bool
+    summary: str
+    text: str = ""
+    final_code: FinalCode = 0
+    stalled: bool = False
+    unmet: bool = False
+    early: str = ""
+    beats: int = 0
+    loaded: int = 0
+
+    __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  How records read it; pydantic's own word.
+
+    def __post_init__(self) -> None:
+        """Cut texts, refuse numbers and digests that no worker has."""
+        object.__setattr__(self, "summary", cut(self.summary, SUMMARY_MAX_BYTES))
+        object.__setattr__(self, "text", cut(self.text, TEXT_MAX_BYTES))
+        if not all(0 <= number <= COUNT_MAX for number in (self.rank, self.beats, self.loaded)):
+            raise ValueError("a number is negative or too large")
+        if not _EARLY.fullmatch(self.early):
+            raise ValueError("early is no digest")
+
+
+def first_cause(failures: Sequence[Failure], ended: Sequence[str] = ()) -> Failure | None:
+    """The failure to blame; None for no failures.
+
+    It is the first that is not collateral. Without one, the others waited for a worker that had ended with code 0:
+    a failure that says so, or one of `ended` (where each such worker is, in words). Without one of these, the first.
+    """
+    causes = [each for each in failures if not each.collateral] or [each for each in failures if each.code == 0]
+    if not causes and failures and ended:
+        said = f"{ended[0]}: {ENDED_EARLY}"
+        return replace(failures[0], code=0, summary=said, text=f"{said}\n{failures[0].text}")
+    return next(iter([*causes, *failures]), None)
