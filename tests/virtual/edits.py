@@ -34,17 +34,17 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
     "the youngest leads": ((_HANDLER, "Conversations.complete", "self._read(range_, limit=1, by_create=True)", "self._read(range_)"),),
     "silence fences a majority": (
-        (_DECIDE, "_fence_or_wait", "if not led.deaf:", "if True:"),
+        (_DECIDE, "_fence_or_wait", "if not led.isolated:", "if True:"),
     ),
-    "a deaf leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.deaf", "or True"),),
-    "a deaf leader passes over who has come back": (
-        (_DECIDE, "_doubted", "if key is not None and led.deaf:", "if False:"),
+    "an isolated leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.isolated", "or True"),),
+    "an isolated leader passes over who has come back": (
+        (_DECIDE, "_suspected", "if key is not None and led.isolated:", "if False:"),
     ),
-    "who has lost its key is not asked": ((_DECIDE, "_doubted", "if key is None:", "if False:"),),
+    "who has lost its key is not asked": ((_DECIDE, "_suspected", "if key is None:", "if False:"),),
     "an old silence is believed": (
-        (_DECIDE, "_doubted", "max(led.since, away - SILENCE_TERMS * led.spec.lease_ttl_s)", "-math.inf"),
+        (_DECIDE, "_suspected", "max(led.since, vanished - SILENCE_TERMS * led.spec.lease_ttl_s)", "-math.inf"),
     ),
-    "a next life is asked only when it is warm": ((_DECIDE, "_strangers", " or entry.record.node in view.seats", ""),),
+    "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
     "old news take back what a node has written": ((_HANDLER, "Conversations._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
     "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
@@ -57,7 +57,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_VIEW, "_generation", "if report.record.generation >= entry.record.number", ""),
         (_VIEW, "_report", " and entry.record.generation >= view.number", ""),
     ),
-    "members that left are seated": ((_LED, "startable", "left | away", "away"),),
+    "members that left are seated": ((_LED, "startable", "left | absent", "absent"),),
     "cold members are seated": ((_VIEW, "_member", "ready = entry.record.warm and not entry.record.draining", "ready = True"),),
     "old deliveries replace newer reads": (
         (_VIEW, "_known_until", "covers(range_, key)", "False"),
