@@ -140,39 +140,51 @@ class Agent:
 
     # What the loop wants of its side.
 
-    def describe(self, me: Me, now: float) -> Me:
+    def do_what_is_due(self, now: float) -> None:
         """See `Side`."""
-        view = self.member.view
-        leaves = me.leaving or me.record.draining
-        generation = view.generation.record if view.generation is not None else None
-        go_on = generation is not None and others_go_on(view, me.record.node)
-        said = view.number if go_on and view.leads and not (generation and generation.in_place) else 0
-        if said != me.record.goes_on:
-            me = replace(me, record=me.record.model_copy(update={"goes_on": said}))
-        if generation is not None and view.roster_known and not leaves and go_on:
-            seat = view.seat_of(me.record.node, me.record.incarnation)
-            if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
-                self.node.attend(generation, generation.nodes if seat is None else seat.index)
-        reports = view.reports.values()
-        ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
-        self.node.do_what_is_due(now, [node for node in ended if node != me.record.node])
-        me = self.node.describe(me, now)
+        member, view, node = self.member, self.member.view, self.member.me.record.node
+        self._attend()
+        ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
+        self.node.do_what_is_due(now, [other for other in ended if other != node])
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
-            me = replace(me, leaving=f"not handed over within {self.settings.drain_timeout_s:g} s")
+            late = f"not handed over within {self.settings.drain_timeout_s:g} s"
+            member.me = replace(member.me, leaving=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
             if view.leads and len(view.members) == 1:
                 self.voice.say(self.settings.alone)
-        self.voice.generation(view, me)
-        if self.health is not None:
-            step, outage = self.node.progress.step(), self.member.outage
-            since = {"away_since": outage.since, "alone_since": outage.alone_since}
-            self.health.noted = health_state.member(self.settings.run_id, me, view, now, step=step, **since)
-        return me
+        self.voice.generation(view, member.me)
+
+    def _attend(self) -> None:
+        """Where workers go on in place, what this node has no worker for sets up beside them."""
+        me, view = self.member.me, self.member.view
+        if view.generation is None or not view.roster_known or me.leaving or me.record.draining:
+            return
+        seat = view.seat_of(me.record.node, me.record.incarnation)
+        seated = seat is None or me.started >= view.number  # Else its workers are about to get their seats.
+        if seated and others_go_on(view, me.record.node):
+            generation = view.generation.record
+            self.node.attend(generation, generation.nodes if seat is None else seat.index)
+
+    def describe(self, me: Me, now: float) -> Me:
+        """See `Side`. Where workers go on in place before a generation says so, the leader's key does."""
+        view = self.member.view
+        tells = view.leads and view.generation is not None and not view.generation.record.in_place
+        goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
+        if goes_on != me.record.goes_on:
+            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on}))
+        return self.node.describe(me, now)
 
     def decided(self, decision: Decision) -> None:
-        """See `Side`."""
+        """See `Side`. Who asks for this agent's health is told what is so now."""
+        del decision
+        if self.health is None:
+            return
+        member, step = self.member, self.node.progress.step()
+        since = {"away_since": member.outage.since, "alone_since": member.outage.alone_since}
+        now = self.clock.monotonic()
+        self.health.noted = health_state.member(self.settings.run_id, member.me, member.view, now, step=step, **since)
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""

@@ -61,8 +61,11 @@ class ThreadDied:
 class Side(Protocol):
     """Whose workers a member's loop is about."""
 
+    def do_what_is_due(self, now: float) -> None:
+        """Do what time alone makes due."""
+
     def describe(self, me: Me, now: float) -> Me:
-        """The member's own state as of now: what its key and its report should say."""
+        """The member's own state as of now: what its key and its report should say. Only looks."""
 
     def decided(self, decision: Decision) -> None:
         """Something was decided."""
@@ -150,6 +153,7 @@ class EventLoop:
         member, now = self.member, self._clock.monotonic()
         if member.outage.is_due(now):
             self._read_again(now)
+        self._side.do_what_is_due(now)
         member.me = self._side.describe(member.catch_up(), now)
         asked = member.listens_to(now)
         if asked:

@@ -202,8 +202,11 @@ class Participant:
 
     # What the loop wants of its side.
 
-    def describe(self, me: Me, now: float) -> Me:
+    def do_what_is_due(self, now: float) -> None:
         """See `Side`. Nothing here is a matter of time: events say all that is known of the other side."""
+
+    def describe(self, me: Me, now: float) -> Me:
+        """See `Side`."""
         del now
         if me.record.port == self._ports.port:
             return me

@@ -136,6 +136,7 @@ class VirtualAgent(Agent):
             self.process.sim.say(self.process, f"{type(decision).__name__}: {decision.reason}")
             self.reason = decision.reason
         self.process.sim.invariants.conduct.decided(self.process, decision)
+        super().decided(decision)
 
     def _join(self) -> bool:
         joined = super()._join()
