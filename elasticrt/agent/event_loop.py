@@ -198,8 +198,10 @@ class EventLoop:
                 # A wrong word about a node costs little where workers go on in place: there, two agree sooner.
                 self.prober.ask(decision.seats, member.view.witnesses if member.me.record.has_state else nobody)
                 return self._clock.monotonic() + PROBE_S
-            case Rejoin() if not side.left_out(decision.reason):
-                return None
+            case Rejoin():
+                if not side.left_out(decision.reason):
+                    return None
+                self.driver.run(member.carry_out(decision))
             case _:
                 before = member.view
                 done = self.driver.run(member.carry_out(decision))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from elasticrt.clock import Clock
 from elasticrt.errors import StoreError
+from elasticrt.rendezvous.member import told_too_early
 from elasticrt.rendezvous.requests import (
     AskOwner,
     Commit,
@@ -111,5 +112,5 @@ class StoreDriver:
     def _pause(self, seconds: float) -> None:
         if seconds:
             if self._told_to_leave():
-                raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
+                raise told_too_early()
             self._clock.sleep(seconds)

@@ -343,6 +343,11 @@ def no_answer(error: StoreUnavailable, wait_s: float) -> StoreError:
     )
 
 
+def told_too_early() -> StoreError:
+    """What a newcomer ends with that is told to leave while it waits."""
+    return StoreError("told to leave before the run was joined (signal). Nothing has been started")
+
+
 def _same_name(other: MemberRecord) -> str:
     return explain(
         "a live agent has this node's name",
