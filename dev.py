@@ -26,8 +26,7 @@ from pathlib import Path
 
 # The demo, in one place: about 90 seconds of training on two cores, while a node is killed, one joins and one leaves.
 DEMO_NODES = 3
-DEMO_MIN_NODES = 1
-DEMO_MAX_NODES = 4
+DEMO_NNODES = "1:4"
 DEMO_FAULTS = ("step 150: kill node 2", "step 300: add node", "step 500: kill worker 1", "step 700: drain node 0")
 DEMO_SCRIPT = "examples/mnist_ddp.py"
 DEMO_SCRIPT_ARGS = ("--epochs", "8", "--save-every", "3s")
@@ -169,8 +168,8 @@ def demo(rest: list[str]) -> int:
     print(f"setup: the digits are prepared in data/ ({time.monotonic() - begin:.1f} s)", flush=True)
     checkpoints = Path(tempfile.mkdtemp(prefix="demo-ckpt-"))
     faults = [word for fault in DEMO_FAULTS for word in ("--fault", fault)]
-    nodes = ["--nodes", DEMO_NODES, "--min-nodes", DEMO_MIN_NODES, "--max-nodes", DEMO_MAX_NODES]
-    where = ["--run-dir", checkpoints / "runs"]
+    nodes = ["--nodes", DEMO_NODES, "--nnodes", DEMO_NNODES]
+    where = ["--log-dir", checkpoints / "runs"]
     script = [DEMO_SCRIPT, *DEMO_SCRIPT_ARGS, DEMO_CHECKPOINT_OPTION, checkpoints / "ckpt", *rest]
     # The leash ends the simulation if this process is killed.
     leash = [PYTHON, "elasticrt/ipc/leash.py", os.getpid(), int(signal.SIGTERM)]

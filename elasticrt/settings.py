@@ -1,20 +1,14 @@
-"""What one agent is told by its command line: the part of the options that the other nodes need not know."""
+"""What one agent works with: its options, and what they mean on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 from typing import Literal
 
+from elasticrt.option_values import NO_STREAMS, Streams
+from elasticrt.run_options import RESTARTS, STOP_TIMEOUT_S, RunOptions
 from elasticrt.store.protocol import ETCD_WAIT_S, Address, Credentials
-
-SIGNALS = (SIGTERM, SIGINT, SIGHUP, SIGQUIT)
-"""What makes an agent leave, if nothing else is said: the same as torchrun."""
-
-
-OUT, ERR = "out", "err"
 
 
 @dataclass(frozen=True)
@@ -35,18 +29,6 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Streams of workers: those of `some`, by local rank, and `others` of everybody else."""
-
-    others: frozenset[str] = frozenset()
-    some: Mapping[int, frozenset[str]] = field(default_factory=dict)
-
-    def of(self, local_rank: int) -> frozenset[str]:
-        """The streams of one worker."""
-        return self.some.get(local_rank, self.others)
-
-
-@dataclass(frozen=True)
 class LogOptions:
     """Where output goes.
 
@@ -61,75 +43,83 @@ class LogOptions:
 
     prefix: str = ""
     console_ranks: frozenset[int] | None = None
-    redirected: Streams = Streams()
+    redirected: Streams = NO_STREAMS
     files: bool = True
     file_max_bytes: int = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One agent's own options.
+    """One agent's own. What it must agree on with the others of its run is a `RunSpec`.
 
     Attributes:
-        node: its name; with `node_given` false another one is taken when a live agent has this one already.
-        node_rank: where it would like to sit among newcomers; None: behind those that say.
+        options: as they were given; below is what had to be found out.
+        run_id: the run's name.
+        node: this node's name; with `node_given` false another one is taken when a live agent has this one already.
         address: what the others reach this machine at; None: found from the way to etcd.
-        shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
         workers: processes on this node.
+        command: what each of them runs.
         etcd: endpoints; empty: the embedded server of this machine, found or started by the run id.
+        credentials: how to authenticate there.
         serve: serve the embedded etcd on this address instead of loopback.
-        again: start another attempt of a run that has succeeded.
         run_dir: logs and events; shared by all nodes that see the same directory.
         logs: what of the workers' output is kept and shown.
         notes: what people should know of their options.
-        etcd_linger_s: how long an embedded etcd stays when no member is left and the run has not ended.
-        etcd_runs: an etcd is said to run at its endpoints: where nothing listens, nothing is waited for.
-        etcd_wait_s: how long this agent waits for an answer of etcd until it has joined.
+        shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
         fresh: whether the user has asked for a start from the beginning; workers read that from their environment.
         alone: what to say if no other node has come after a while, "" for nothing.
-        drain_timeout_s: how long this agent tries to hand over before it leaves without.
-        stop_timeout_s: grace between SIGTERM and SIGKILL for workers when this agent is told to leave.
-        restart_grace_s: the same for workers of a generation that is replaced; 0: they are killed at once.
-        signals: what tells this agent to leave.
-        hang_timeout_s: how long a Loop may make no step before its workers are ended, at least; 0: for ever.
-        as_srun: give workers the variables that `srun` gives its tasks.
         gpus: the one GPU that each worker sees, which then is told that its local rank is 0; empty: all see all.
-        health_port: answer questions about health there, 0: at any free port; None: nowhere.
-        events_fd: an inherited descriptor for events, -1 for none; with one, nothing is narrated.
     """
 
+    options: RunOptions
     run_id: str
     node: str
-    node_given: bool
     address: str | None
     workers: int
     command: Command
-    start_method: Literal["fork", "exec"]
-    preload: tuple[str, ...]
     etcd: tuple[Address, ...]
     credentials: Credentials
     serve: Address | None
-    again: bool
     run_dir: Path
     logs: LogOptions = field(default_factory=LogOptions)
     notes: tuple[str, ...] = ()
     shared_options: tuple[str, ...] = ()
-    node_rank: int | None = None
-    max_restarts: int = 3
-    stop_timeout_s: float = 10.0
-    restart_grace_s: float = 0.0
-    signals: tuple[Signals, ...] = SIGNALS
-    drain_timeout_s: float = 15.0
-    ride_through_s: float = 900.0
-    etcd_linger_s: float = 30.0
-    etcd_runs: bool = False
-    etcd_wait_s: float = ETCD_WAIT_S
     fresh: bool = False
     alone: str = ""
-    hang_timeout_s: float = 600.0
-    role: str = "default"
-    as_srun: bool = False
     gpus: tuple[str, ...] = ()
-    health_port: int | None = None
-    health_host: str = "127.0.0.1"
-    events_fd: int = -1
+    ride_through_s: float = 900.0
+
+    @property
+    def node_given(self) -> bool:
+        """Whether people have chosen the node's name."""
+        return self.options.node is not None
+
+    @property
+    def start_method(self) -> Literal["fork", "exec"]:
+        """How the worker parent starts workers. A program is never a fork of it."""
+        return "exec" if self.options.start_method == "spawn" or self.command.kind == "program" else "fork"
+
+    @property
+    def max_restarts(self) -> int:
+        """Restarts that are allowed: in all, or without new commits."""
+        return RESTARTS if self.options.max_restarts is None else self.options.max_restarts
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Grace between SIGTERM and SIGKILL for workers when this agent is told to leave."""
+        return STOP_TIMEOUT_S if self.options.stop_timeout_s is None else self.options.stop_timeout_s
+
+    @property
+    def restart_grace_s(self) -> float:
+        """The same for workers of a generation that is replaced; 0: they are killed at once."""
+        return self.options.stop_timeout_s or 0.0
+
+    @property
+    def etcd_runs(self) -> bool:
+        """Whether an etcd is said to run at its endpoints: where nothing listens, nothing is waited for."""
+        return bool(self.options.etcd) and self.options.etcd_wait_s is None
+
+    @property
+    def etcd_wait_s(self) -> float:
+        """How long this agent waits for an answer of etcd until it has joined."""
+        return ETCD_WAIT_S if self.options.etcd_wait_s is None else self.options.etcd_wait_s

@@ -6,20 +6,17 @@ one node needs to know (its name, its log directory, its etcd endpoints) is not 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.option_values import NODES_MAX
+from elasticrt.run_options import RESTARTS, RunOptions
 from elasticrt.text import known, size
 
 PROTOCOL = 1
 """Raised whenever records or their meaning change: agents of different protocols never share a run."""
 
-RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-
-NODES_MAX = 100_000
 ROLE_MAX_BYTES = 128
 COMMAND_MAX_BYTES = 8192
 WORD_MAX_BYTES = 4096
@@ -62,14 +59,14 @@ class RunSpec(BaseModel):
     min_nodes: int = Field(ge=1, le=NODES_MAX)
     max_nodes: int = Field(ge=1, le=NODES_MAX)
     command: Annotated[tuple[str, ...], BeforeValidator(_command)] = Field(strict=False)
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=RESTARTS, ge=0)
     restarts_reset: bool = True
-    join_timeout_s: float = Field(default=600.0, gt=0, le=1e7)
-    lease_ttl_s: float = Field(default=5.0, ge=1, le=3600)
-    join: Literal["now", "budget", "failure"] = "budget"
-    settle_quiet_s: float = Field(default=0.5, ge=0, le=60)
-    settle_max_s: float = Field(default=3.0, ge=0, le=600)
-    role: Annotated[str, BeforeValidator(_role)] = "default"
+    join_timeout_s: float = Field(default=RunOptions.join_timeout_s, gt=0, le=1e7)
+    lease_ttl_s: float = Field(default=RunOptions.lease_ttl_s, ge=1, le=3600)
+    join: Literal["now", "budget", "failure"] = RunOptions.join
+    settle_quiet_s: float = Field(default=RunOptions.settle_quiet_s, ge=0, le=60)
+    settle_max_s: float = Field(default=RunOptions.settle_max_s, ge=0, le=600)
+    role: Annotated[str, BeforeValidator(_role)] = RunOptions.role
 
 
 def difference(mine: RunSpec, theirs: RunSpec) -> str:
@@ -83,44 +80,3 @@ def difference(mine: RunSpec, theirs: RunSpec) -> str:
 def resized(spec: RunSpec, to: RunSpec) -> RunSpec:
     """`spec` with the numbers of nodes of `to`."""
     return spec.model_copy(update={"min_nodes": to.min_nodes, "max_nodes": to.max_nodes})
-
-
-def parse_nodes(text: str, where: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX` as two numbers. Raises ConfigError."""
-    parts = text.split(":")
-    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len(parts) > 2:
-        raise ConfigError(
-            explain("not a number of nodes", where, got=text, expected="N or MIN:MAX", remedy="Example: 1:4")
-        )
-    least, most = int(parts[0]), int(parts[-1])
-    check_nodes(least, most, where)
-    return least, most
-
-
-def check_nodes(least: int, most: int, where: str) -> None:
-    """Refuse ranges that no run can have. Raises ConfigError."""
-    if not 1 <= least <= most <= NODES_MAX:
-        raise ConfigError(
-            explain(
-                "not a range of nodes",
-                where,
-                got=f"{least}:{most}",
-                expected=f"1 <= min <= max <= {NODES_MAX}",
-                remedy="Example: 1:4",
-            )
-        )
-
-
-def check_name(text: str, where: str) -> str:
-    """A run id or a node name, or ConfigError: it becomes part of keys in etcd and of paths."""
-    if not RUN_ID.fullmatch(text):
-        raise ConfigError(
-            explain(
-                "not a usable name",
-                where,
-                got=text,
-                expected="1 to 128 of the characters A-Z a-z 0-9 . _ -, not starting with a dot",
-                remedy="Choose another name",
-            )
-        )
-    return text

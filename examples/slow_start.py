@@ -1,6 +1,6 @@
 r"""Ten seconds of set-up, and a kill that does not cost them again.
 
-    elasticrt simulate --nodes 3 --min-nodes 1 --max-nodes 4 \
+    elasticrt simulate --nodes 3 --nnodes 1:4 \
         --fault "step 40: kill worker 1" --fault "step 120: add node" examples/slow_start.py
 
 A real script builds the index of its data set, compiles its model and warms its loaders before the first step; here a

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elasticrt.cli.playground import end_embedded_store
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORDER = REPOSITORY / "tests" / "chaos" / "recorder.py"
-TOGETHER = ("--settle", "60")
+TOGETHER = ("--rdzv-conf", "last_call_timeout=60")
 """The first generation begins when max-nodes are ready, however far apart a busy machine starts them."""
 
 
@@ -52,7 +54,6 @@ class Cluster:
         self.run_id = run_id
         self.options = options
         self.script = script
-        self.linger = "2s"
         self.agents: dict[str, AgentProcess] = {}
         self._changed = threading.Condition()
         self._readers: list[threading.Thread] = []
@@ -72,14 +73,19 @@ class Cluster:
                 agent.process.wait(15)
         for reader in self._readers:
             reader.join(15)
+        end_embedded_store(self.run_id)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where logs and events are."""
+        return self.directory / "run" / self.run_id
 
     def start(self, name: str, *extra: str) -> AgentProcess:
         """Start an agent as one more node, with `extra` options of its own."""
         reader, writer = os.pipe()
         output = self.directory / f"{name}-{len(self.agents)}.out"
         command = [sys.executable, "-m", "elasticrt", "run", "--run-id", self.run_id, "--node", name]
-        command += ["--run-dir", str(self.directory / "run"), "--events-fd", str(writer), *self.options]
-        command += ["--etcd-linger", self.linger]
+        command += ["--log-dir", str(self.directory / "run"), "--events-fd", str(writer), *self.options]
         command = self.wrap(name, [*command, *extra, *self.script])
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with output.open("wb") as sink:

@@ -23,6 +23,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticrt.cli.playground import end_embedded_store
+
 MARK = "ELASTICRT_TEST_RUN"
 GRACE_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -109,6 +111,12 @@ def describe_and_kill(leftovers: list[psutil.Process]) -> list[str]:
     return lines
 
 
+def end_embedded_stores() -> None:
+    """End each etcd that agents have started for themselves: for a run without a result it would wait half a minute."""
+    for path in Path(os.environ["XDG_RUNTIME_DIR"]).glob("elasticrt/*.json"):
+        end_embedded_store(path.stem)
+
+
 def wait_for_end(pids: set[int]) -> list[psutil.Process]:
     """Those of `pids` that still run after the grace time."""
     deadline = time.monotonic() + GRACE_S
@@ -150,6 +158,8 @@ def nothing_left_behind(session_mark: Processes) -> Iterator[None]:
     children_before, names_before = children(os.getpid()), shared_names()
     yield
     left = (children(os.getpid()) - children_before) | session_mark.marked()
+    if left:
+        end_embedded_stores()
     names = shared_names() - names_before
     if not left and not names:
         return

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import options_page
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
 ALONE = [sys.executable]
-TWO_WORKERS = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", "--etcd-linger", "1s"]
+TWO_WORKERS = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2"]
 
 
 def example() -> str:
@@ -61,6 +63,12 @@ def test_messages_that_are_explained_are_said():
     ]
     assert len(pieces) > 100
     assert not [piece for piece in pieces if piece not in texts()]
+
+
+def test_the_tables_of_options_are_made_from_the_options():
+    """docs/commands.md says what `--help` says: `python -m tests.options_page` renews it."""
+    page = options_page.PAGE.read_text()
+    assert options_page.renewed(page) == page
 
 
 def named_options() -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ from elasticrt.agent.store_discovery import ride_out
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
-from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Save, Warm
+from elasticrt.ipc.messages import Request, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
@@ -36,7 +36,8 @@ from elasticrt.rendezvous.records import Generation, HeadRecord, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import View
-from elasticrt.settings import SIGNALS, Settings
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -85,7 +86,7 @@ class Agent:
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
-        for number in self.settings.signals:
+        for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
         self.loop.watch_threads()
@@ -113,7 +114,7 @@ class Agent:
         """A signal has come, in the middle of anything. After the second one nothing is waited for, not even etcd."""
         self.queue.put(signal.Signals(number))
         self._signals += 1
-        if self._signals == 2 and signal.SIGALRM not in self.settings.signals:
+        if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
 
@@ -148,7 +149,7 @@ class Agent:
         self.node.do_what_is_due(now, [other for other in ended if other != node])
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
-            late = f"not handed over within {self.settings.drain_timeout_s:g} s"
+            late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
             member.me = replace(member.me, leaving=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
@@ -215,7 +216,7 @@ class Agent:
         match event:
             case signal.Signals():
                 self._signalled(event)
-            case WorkerSaid(message=Save() | Own() | Claim() | Published() | BuildFailed()):
+            case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
             case HeadRecord():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
@@ -227,7 +228,7 @@ class Agent:
     # Coming.
 
     def _answer_for_health(self) -> None:
-        if self.settings.health_port is None:
+        if self.settings.options.health is None:
             return
         from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
 
@@ -235,7 +236,7 @@ class Agent:
         noted = health_state.HealthState(
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
-        self.health = HealthServer(self.settings.health_host, self.settings.health_port, noted)
+        self.health = HealthServer(*self.settings.options.health, noted)
         self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
 
     def _join(self) -> bool:
@@ -259,7 +260,7 @@ class Agent:
             workers=settings.workers,
             probe_port=self.probes.port,
             port=self.node.seating.ports.port,
-            node_rank=settings.node_rank,
+            node_rank=settings.options.node_rank,
         )
         self.loop.member = Member(
             Me(record=record, spec=self.spec),
@@ -332,7 +333,7 @@ class Agent:
     def _send_errand(self, said: WorkerSaid) -> None:
         member, request = self.member, said.message
         view, me = member.view, member.me
-        assert isinstance(request, Save | Own | Claim | Published | BuildFailed)
+        assert isinstance(request, Request)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
         number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
         current = view.generation is not None and view.number == number
@@ -365,7 +366,7 @@ class Agent:
                 self.voice.say(f"leaving: {decision.reason}")
                 told = self._say_goodbye()
                 # One that was asked for beyond the usual ones means something to the script: it gets that very one.
-                passed_on = self.last_signal if self.last_signal not in SIGNALS else signal.SIGTERM
+                passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 if self.voice.narrates:
                     self.voice.left(decision, self._newest() if told else None)
@@ -392,7 +393,7 @@ class Agent:
             self.member.me = replace(self.member.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
-        self.drain_until = self.clock.monotonic() + self.settings.drain_timeout_s
+        self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         self.member.drain()
 
     def _say_goodbye(self) -> bool:

@@ -26,12 +26,12 @@ class Console:
         self._how_to_join = edges.how_to_join
         self._unheard = False
         self._said = 0  # The newest generation that people know of.
-        self.events = edges.event_log(settings.node, settings.run_dir, settings.events_fd)
+        self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
 
     @property
     def narrates(self) -> bool:
         """Whether people are told anything: not where somebody reads the events instead, or nobody reads our lines."""
-        return self._settings.events_fd < 0 and not self._unheard
+        return self._settings.options.events_fd < 0 and not self._unheard
 
     def say(self, text: str) -> None:
         """Tell people."""
@@ -59,8 +59,8 @@ class Console:
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """`--fresh` is for runs that nobody knows yet; a node that starts again must not throw away what others do."""
-        self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
+        """ELASTICRT_FRESH is for a run that is new; a node that starts again must not throw away what others do."""
+        self.say(f"run {self._settings.run_id} goes on from step {step:,}: ELASTICRT_FRESH is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 
     def nothing_to_do(self, result: Result) -> None:

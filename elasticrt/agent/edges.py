@@ -20,8 +20,8 @@ from elasticrt.agent.supervisor import Supervisor
 from elasticrt.clock import Clock
 from elasticrt.event_log import EventLog
 from elasticrt.liveness import stacks
-from elasticrt.liveness.probe import ProbeServer, ask
-from elasticrt.liveness.prober import Prober
+from elasticrt.liveness.probe import ProbeServer
+from elasticrt.liveness.prober import Prober, ask
 from elasticrt.rendezvous.records import SEATS_PER_CHUNK
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_driver import StoreDriver
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.liveness.prober import nobody
 from elasticrt.rendezvous.decision import (
     Decision,
@@ -34,7 +35,7 @@ from elasticrt.rendezvous.decision import (
     Run,
     Wait,
 )
-from elasticrt.rendezvous.member import LOOK_AGAIN_S, Member, Probed
+from elasticrt.rendezvous.member import Member, Probed
 from elasticrt.rendezvous.outage import Heard
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.requests import Notice

@@ -60,7 +60,7 @@ class HealthServer:
             raise ConfigError(
                 explain(
                     "the health port cannot be had",
-                    "--health-port, --health-host",
+                    "--health-port",
                     got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
                     expected="a free port and an address of this machine",
                     remedy="Choose another one (0: any free port)",

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from elasticrt.ipc.time_bounds import JOIN_AGAIN_S, JOIN_AGAIN_S_MAX
 from elasticrt.rendezvous.records import Generation
 from elasticrt.rendezvous.view import View
 
 READY = 2
 """What the status page of one says that waits to be let in (`in_place`)."""
-
-AGAIN_S = 1.0
-AGAIN_S_MAX = 60.0
-"""Between a failure and the next try: doubled each time, up to the second."""
 
 
 class JoiningWorkers:
@@ -60,7 +57,7 @@ class JoiningWorkers:
         if local_rank not in self.ranks:
             return None
         self.ranks.discard(local_rank)
-        wait_s = min(AGAIN_S * 2.0**self._tries, AGAIN_S_MAX)
+        wait_s = min(JOIN_AGAIN_S * 2.0**self._tries, JOIN_AGAIN_S_MAX)
         self._tries += 1
         self.at = now + wait_s
         return wait_s

@@ -52,9 +52,8 @@ class Membership:
         )
         self.courier = edges.store_proxy(store, Keys(settings.run_id), put)
         timeout_s = member.me.spec.join_timeout_s
-        how = Joining(
-            timeout_s, settings.etcd_wait_s, settings.again, settings.node_given, _too_late(settings.run_id, timeout_s)
-        )
+        late = _too_late(settings.run_id, timeout_s)
+        how = Joining(timeout_s, settings.etcd_wait_s, settings.options.again, settings.node_given, late)
         result = self.driver.run(member.join(how))
         if result is not None:
             return result
@@ -75,7 +74,7 @@ class Membership:
     def _has_succeeded(self, member: Member) -> str:
         """How the run ended, if it is told to nobody but by its logs: this machine's etcd has ended with it."""
         alone = len(member.view.members) == 1
-        asked = alone and self.meeting.served is not None and not self._settings.again
+        asked = alone and self.meeting.served is not None and not self._settings.options.again
         return success(self._settings.run_dir) if asked else ""
 
     def embedded_died(self) -> bool:

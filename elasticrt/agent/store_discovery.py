@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from elasticrt.clock import Clock
 from elasticrt.errors import StoreError, explain
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.member import no_answer, told_too_early
 from elasticrt.rendezvous.records import Keys
 from elasticrt.settings import Settings
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
 """Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
-
-LOOK_AGAIN_S = 0.1
 
 ELSEWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737), behind every default route."""
@@ -48,7 +47,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     served = None
     endpoints = settings.etcd
     if not endpoints:
-        served = find_or_start(settings.run_id, listen=settings.serve, linger_s=settings.etcd_linger_s)
+        served = find_or_start(settings.run_id, listen=settings.serve)
         endpoints = (served.address,)
     elif settings.etcd_runs:
         _check_listening(endpoints)
@@ -158,7 +157,7 @@ def _route(host: str, port: int) -> str:
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
     """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine."""
-    nodes = ("--min-nodes", str(spec.min_nodes), "--max-nodes", str(spec.max_nodes))
+    nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
     if meeting.served is None or settings.serve is not None:
         carries = ["this machine now carries the run: it ends when this machine does"] if meeting.served else []

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import BuildFailed, Claim, Own, Published, Reply, Save
+from elasticrt.ipc.messages import Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
@@ -28,7 +28,6 @@ from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
 
-Request = Save | Own | Claim | Published | BuildFailed
 
 ASK_AGAIN_S = 0.5
 """Between two questions about a commit whose outcome is unknown. They go on until the outcome is known: a worker that
@@ -220,14 +219,12 @@ class StoreRequests:
             return Reply(request.request, True)
         return Reply(request.request, False, "wait: another node")
 
-    def _settle(self, errand: StoreRequest, request: Published | BuildFailed) -> Reply:
+    def _settle(self, errand: StoreRequest, request: Built) -> Reply:
         current, record = self._preparation(request.name)
         if current is None or record is None or record.incarnation != errand.incarnation or record.state != "building":
             return Reply(request.request, False, "the claim is gone: another node may be building")
-        if isinstance(request, Published):
-            settled = self._preparing(errand, request.version, "done", digest=request.digest)
-        else:
-            settled = self._preparing(errand, request.version, "failed", error=request.error)
+        state: Literal["done", "failed"] = "failed" if request.error else "done"
+        settled = self._preparing(errand, request.version, state, digest=request.digest, error=request.error)
         txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
         done = self._store.commit(txn).succeeded
         return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")

@@ -21,12 +21,12 @@ from elasticrt.agent.joining import READY, JoiningWorkers
 from elasticrt.agent.seating import Seating
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
-from elasticrt.ipc.messages import Copied, Damaged, Down, HandedOver, Ready, Reply, Step, Warm
+from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
 from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX, STANDING_IN_PLACE_S
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.liveness.stall_detector import STANDING_IN_PLACE_S
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
@@ -41,20 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOLD_SEEN_S = 0.002
-"""A worker that did not see `stop` had written `entered` before it looked; its store buffer needs microseconds."""
-
-EXIT_HOOKS_S = 0.1
-"""What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
-
-LATE_S = 2.0
-"""Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
-expected of it or it was meeting others, the stacks are kept ..."""
-
-SEATED_S_MAX = 10.0
-"""... and so long after it, it is ended: the others do not wait for it any longer."""
-
-PARENT_END_S = 5.0
 PARENT_TRIES = 3
 """A worker parent that dies so often before it is warm will not come: what it imports is broken."""
 
@@ -107,7 +93,7 @@ class Supervisor:
             method=settings.start_method,
             env=self.seating.env,
             directory=Path.cwd(),
-            preload=settings.preload,
+            preload=settings.options.preload,
             kind=command.kind,
             target=command.argv[0],
         )
@@ -364,7 +350,7 @@ class Supervisor:
         self._stop_joining()
         generation = self._state.number
         if self._state.handed >= self._state.seated and self._able():  # They wait for a seat, and get none.
-            self._workers.dismiss(generation)
+            self._workers.release(generation)
             self._wait_for_end(self._clock.monotonic() + grace_s, hurry)
         if self._state.running:
             self._announce_end()
@@ -502,20 +488,16 @@ class Supervisor:
         match event.message:
             case Copied() as copied:
                 self._copied(event, copied)
-            case Down() as down:
-                self._lost_peer(event, down)
-            case Ready():
+            case Left(generation=0):
                 self._events.write("ready", local_rank=event.local_rank)
+            case Left() as left:
+                self._left(left, event)
             case Step() as step if self._is_current(event):
                 self._stepped(event, step)
             case Damaged() as found if self._is_current(event):
                 # No node is to resume from this copy again; the next generation takes another one's, or the head.
                 self.seating.memory.forget()
                 self._events.write("copy_damaged", generation=event.generation, step=found.step, problem=found.problem)
-            # Else it is of the generation before: the worker was seated in this one while the news was under way.
-            case HandedOver() as left if self._is_current(event) and 0 < self._state.going <= left.step:
-                self.progress.remember()
-                self._state = replace(self._state, handed=self._state.handed | {event.local_rank})
 
     def _is_current(self, event: WorkerSaid | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
@@ -569,15 +551,20 @@ class Supervisor:
         self.seating.memory.put(copy, event.fd)
         self._events.write("copied", generation=event.generation, step=copied.step, bytes=copied.size)
 
-    def _lost_peer(self, event: WorkerSaid, down: Down) -> None:
-        """A worker that lives has lost its group: another one has ended, here or elsewhere."""
+    def _left(self, left: Left, event: WorkerSaid) -> None:
+        """A worker that lives has handed over, or lost its group: another one has ended, here or elsewhere."""
         state = self._state
-        if not state.running or down.generation != state.number or state.seat is None or state.failed_at is not None:
+        # It may have been seated in another generation while the news was under way.
+        if not state.running or left.generation != state.number or state.seat is None:
             return
-        failure = lost_peer(rank=event.rank, node=self._settings.node, message=f"lost its group: {down.error}")
-        self._state = state.failed(failure, self._clock.monotonic())
-        self.progress.disturbed()
-        self.progress.remember()
+        if left.error and state.failed_at is None:
+            failure = lost_peer(rank=event.rank, node=self._settings.node, message=f"lost its group: {left.error}")
+            self._state = state.failed(failure, self._clock.monotonic())
+            self.progress.disturbed()
+            self.progress.remember()
+        elif not left.error and 0 < state.going <= left.step:
+            self.progress.remember()
+            self._state = replace(state, handed=state.handed | {event.local_rank})
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)

@@ -24,6 +24,7 @@ from elasticrt.bootstrap import child_process, process_sessions
 from elasticrt.bootstrap.child_process import Job
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Message, Signal, Start, Started, Warm
+from elasticrt.ipc.std_streams import occupy
 from elasticrt.ipc.wakeup import Wakeup
 
 SWEEP_AGAIN_S = 0.02
@@ -263,8 +264,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if not getattr(sys.flags, "safe_path", False):
         # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
         sys.path.pop(0)
-    for number in (0, 1, 2):
-        _ensure_open(number)
+    occupy()  # Descriptors that arrive must never get the numbers of the standard streams.
     process_sessions.adopt_orphans()
     script, directory = _script(options)
     parent = ForkServer(Channel.adopt(options.channel_fd), program=options.kind == "program")
@@ -343,17 +343,6 @@ def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
         return f"{script.name} {found}, which is too late in a fork", []
     found = script_scan.early_spawn(tree)
     return (f"{script.name} {found}" if found else ""), script_scan.first_imports(tree)
-
-
-def _ensure_open(number: int) -> None:
-    # Descriptors that arrive must never get the numbers of the standard streams.
-    try:
-        os.fstat(number)
-    except OSError:
-        null = os.open(os.devnull, os.O_RDWR)
-        if null != number:
-            os.dup2(null, number)
-            os.close(null)
 
 
 if __name__ == "__main__":

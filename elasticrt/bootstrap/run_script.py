@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import importlib.machinery
 import io
-import itertools
 import os
 import runpy
 import signal
@@ -49,7 +48,7 @@ _LOADED_BY_ANY_PYTHON = frozenset(
 def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> NoReturn:
     """Run the script (`command[0]`, or with `module` the module of that name) and what follows it, and end."""
     _take_environment(env)
-    _fresh_multiprocessing()
+    _take_identity()
     _fresh_random_numbers()
     _set_threads(env, torch_threads)
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
@@ -98,21 +97,12 @@ def _take_environment(env: Mapping[str, str]) -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  It is a descriptor, and stays open.
 
 
-def _fresh_multiprocessing() -> None:
-    # A forked child of multiprocessing keeps its parent's key and counters; a program of its own has its own.
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None:
-        # Of the class _MainProcess, which multiprocessing hides from everybody else.
-        process._current_process = type(process._current_process)()  # type: ignore[attr-defined]
-        process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
-        process._children = set()  # type: ignore[attr-defined]
-        process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # noqa: PTH109  A string, as it was.
-    util = sys.modules.get("multiprocessing.util")
-    if util is not None:
-        util._run_after_forkers()
-    tempfile = sys.modules.get("tempfile")
-    if tempfile is not None:
-        tempfile.tempdir = None  # type: ignore[attr-defined]  # TMPDIR may be another one here.
+def _take_identity() -> None:
+    """What a program of its own has for itself: the secret of its multiprocessing, and its temporary directory."""
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]  # TMPDIR may be another one here.
 
 
 def _fresh_random_numbers() -> None:

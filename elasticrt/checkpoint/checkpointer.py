@@ -385,9 +385,7 @@ class Checkpointer:
             _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
     def _how_to_start_over(self) -> str:
-        if self._worker is None:
-            return "ELASTICRT_FRESH=1"
-        return "--fresh" if self._resume is None else "--fresh with another --run-id"
+        return "ELASTICRT_FRESH=1" if self._resume is None else "ELASTICRT_FRESH=1 with another --run-id"
 
     def _refusal(self, outcome: Outcome) -> str:
         """Why the run stops here, for whoever has to decide what is to become of it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,10 +22,9 @@ from typing import Any
 
 import torch
 
-from elasticrt.checkpoint import numpy_state
 from elasticrt.data.position import Position
 from elasticrt.distributed.collectives import gather_numbers, rank_and_world
-from elasticrt.errors import explain
+from elasticrt.errors import CheckpointError, explain
 
 KINDS = ("python", "torch", "numpy")
 """The generators. A GPU's goes with torch's: whoever seeds one seeds the other."""
@@ -104,7 +104,8 @@ def capture() -> dict[str, Any]:
 def note() -> Callable[[], dict[str, Any]]:
     """`capture`, in two halves: notes the states now, and gives what makes plain values of them, which takes longer."""
     python = random.getstate()
-    numpy = numpy_state.note()
+    numpy = sys.modules.get("numpy")  # Where the script does not use it, it is not loaded.
+    numpys = None if numpy is None else numpy.random.get_state(legacy=False)
     state: dict[str, Any] = {"torch": torch.default_generator.get_state(), "seed": torch.initial_seed()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
@@ -112,15 +113,22 @@ def note() -> Callable[[], dict[str, Any]]:
     def make() -> dict[str, Any]:
         version, words, gauss = python
         state["python"] = [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss]
-        if numpy is not None:
-            state["numpy"] = numpy_state.plain(numpy)
+        if numpys is not None:
+            state["numpy"] = _without_arrays(numpys)
         return state
 
     return make
 
 
 def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
-    """Put a captured state back, as far as this process has the generators. Raises CheckpointError; see numpy_state."""
+    """Put a captured state back, as far as this process has the generators.
+
+    Args:
+        state: from `capture`.
+        kinds: which generators.
+
+    Raises CheckpointError when the script has set another of numpy's generators than the saved one.
+    """
     if "python" in kinds:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
@@ -129,7 +137,45 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in kinds and "numpy" in state:
-        numpy_state.put_back(state["numpy"])
+        _restore_numpy(state["numpy"])
+
+
+def _restore_numpy(state: dict[str, Any]) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return
+    try:
+        numpy.random.set_state(state)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            explain(
+                "numpy's generator is not the one that was saved",
+                "numpy.random",
+                got=numpy.random.get_state(legacy=False)["bit_generator"],
+                expected=state["bit_generator"],
+                remedy="Call numpy.random.set_bit_generator before the Loop as when it was saved",
+            )
+        ) from error
+
+
+def _seed_numpy(number: int) -> None:
+    """Seed numpy's global generator with 32 bits. `numpy.random.seed` knows only MT19937, the usual one."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return
+    kind = numpy.random.get_state(legacy=False)["bit_generator"]
+    if kind == "MT19937":
+        numpy.random.seed(number)
+    else:
+        fresh = getattr(numpy.random, kind)(number)
+        numpy.random.set_state({**fresh.state, "has_gauss": 0, "gauss": 0.0})
+
+
+def _without_arrays(value: Any) -> Any:
+    """A state of numpy's with lists for its arrays."""
+    if isinstance(value, dict):
+        return {key: _without_arrays(each) for key, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def derive(seed: int, rank: int, step: int, kinds: Collection[str] = KINDS) -> None:
@@ -161,7 +207,7 @@ def _seed_others(digest: bytes, kinds: Collection[str]) -> None:
     if "python" in kinds:
         random.seed(digest)
     if "numpy" in kinds:
-        numpy_state.seed(int.from_bytes(digest[8:12], "big"))
+        _seed_numpy(int.from_bytes(digest[8:12], "big"))
 
 
 def _fingerprints() -> list[int]:

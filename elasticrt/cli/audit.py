@@ -35,9 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     checking = commands.add_parser(
         "check",
         help="prove that each sample counts exactly once",
-        description="Check a ledger that `elasticrt run --ledger DIR`, or Loop(ledger=DIR), has written. Nodes without "
-        "a shared directory each have a part of it: copy each node's to a directory of its own, and give all of them. "
-        "A file that is in several counts once, as far as the longest copy goes.",
+        description="Check a ledger that Loop(ledger=DIR), or a run with ELASTICRT_LEDGER=DIR, has written. "
+        "Nodes without a shared directory each have a part of it: copy each node's to a directory of its own, and give "
+        "all of them. A file that is in several counts once, as far as the longest copy goes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -11,14 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.cli.etcd_options import declare_etcd, read_credentials, where_etcd_is
-from elasticrt.cli.options import Options, positive_seconds
+from elasticrt.cli.configure import read_credentials, where_etcd_is
+from elasticrt.cli.options import declare, read
+from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
-from elasticrt.store.address import check_security
+from elasticrt.option_values import option, parse_nodes, positive_seconds
+from elasticrt.run_options import EtcdOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +30,16 @@ if TYPE_CHECKING:
     from elasticrt.rendezvous.records import Generation, HeadRecord, Keys, Member, Result, SpecRecord
     from elasticrt.store.protocol import KeyValue, Store
 
-LOOK_AGAIN_S = 0.1
+
+@dataclass(frozen=True, kw_only=True)
+class DrainOptions(EtcdOptions):
+    """Of `elasticrt drain`."""
+
+    timeout_s: float = option(
+        120.0, "--timeout", text="wait so long until it has left", value="T", parse=positive_seconds
+    )
+
+
 TRIES = 20
 """A member's key changes a few times in a recovery; more changes in a row than this mean that something is wrong."""
 
@@ -34,18 +47,22 @@ TRIES = 20
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     _command(subparsers, "status", show, "show a live run: its nodes, generation and newest checkpoint", "")
-    drain, options = _command(
-        subparsers, "drain", drain_node, "make a node hand over and leave; no step is lost", "node-3"
-    )
+    told = "make a node hand over and leave; no step is lost"
+    drain = _command(subparsers, "drain", drain_node, told, "node-3", kind=DrainOptions)
     drain.add_argument("name", metavar="NODE", help="the node's name, as `elasticrt status` shows it")
-    options.add("--timeout", parse=positive_seconds, default=120.0, value="T", text="wait so long until it has left")
-    resize, _ = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have", "1:8")
+    resize = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have", "1:8")
     resize.add_argument("nodes", metavar="MIN:MAX", type=_nodes, help="nodes, e.g. 1:8; one number for both")
 
 
 def _command(
-    subparsers: argparse._SubParsersAction[Any], name: str, act: Callable[..., int], text: str, example: str
-) -> tuple[argparse.ArgumentParser, Options]:
+    subparsers: argparse._SubParsersAction[Any],
+    name: str,
+    act: Callable[..., int],
+    text: str,
+    example: str,
+    *,
+    kind: type[EtcdOptions] = EtcdOptions,
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=text,
@@ -53,45 +70,42 @@ def _command(
         epilog=f"example: {' '.join(filter(None, ('elasticrt', name, example)))} --run-id calm-fox-k7m2p",
         allow_abbrev=False,
     )
-    options = Options(parser)
-    options.add("--run-id", "--rdzv-id", value="ID", text="the run's name")
-    declare_etcd(options)
-    parser.set_defaults(func=lambda arguments: _main(act, arguments, options))
-    return parser, options
+    declare(parser, kind, MeetingFlags)
+    parser.set_defaults(func=lambda arguments: _main(act, arguments, kind()))
+    return parser
 
 
-def _main(act: Callable[..., int], arguments: argparse.Namespace, options: Options) -> int:
+def _main(act: Callable[..., int], arguments: argparse.Namespace, base: EtcdOptions) -> int:
     from elasticrt.rendezvous.records import Keys
-    from elasticrt.spec import check_name
 
-    values = options.read(arguments, os.environ)
-    if values["run_id"] is None:
+    flags = read(MeetingFlags(), arguments, os.environ)
+    options = flags.placed(read(base, arguments, os.environ))
+    if options.run_id is None:
         raise ConfigError(explain("which run?", "--run-id", expected="the name that `elasticrt run` has printed"))
-    with _store(values) as store:
-        return act(store, Keys(check_name(values["run_id"], "--run-id")), arguments, values)
+    with _store(options.run_id, options) as store:
+        return act(store, Keys(options.run_id), arguments, options)
 
 
 @contextmanager
-def _store(values: Mapping[str, Any]) -> Iterator[Store]:
+def _store(run_id: str, options: EtcdOptions) -> Iterator[Store]:
     """The run's etcd: as given, else the one that agents on this machine have started."""
     from elasticrt.store.embedded import find
     from elasticrt.store.etcd import EtcdStore
 
-    etcd, _ = where_etcd_is(values)
-    check_security(etcd, values["insecure_etcd"])
+    etcd, _ = where_etcd_is(options)
     if not etcd:
-        served = find(values["run_id"])
+        served = find(run_id)
         if served is None:
             raise ConfigError(
                 explain(
                     "no such run on this machine",
-                    f"run {values['run_id']}",
+                    f"run {run_id}",
                     expected="an agent of it here, or --etcd",
                     remedy="Name the etcd that the run's agents meet in: --etcd ENDPOINTS",
                 )
             )
         etcd = (served.address,)
-    store = EtcdStore(etcd, read_credentials(values))
+    store = EtcdStore(etcd, read_credentials(options))
     try:
         yield store
     finally:
@@ -101,7 +115,7 @@ def _store(values: Mapping[str, Any]) -> Iterator[Store]:
 # Looking.
 
 
-def show(store: Store, keys: Keys, _: argparse.Namespace, __: Mapping[str, Any]) -> int:
+def show(store: Store, keys: Keys, _: argparse.Namespace, __: EtcdOptions) -> int:
     """Print what etcd knows of the run. Raises ConfigError when there is no such run."""
     from elasticrt.rendezvous.records import Generation, HeadRecord, Result
 
@@ -140,11 +154,11 @@ def describe(
 # Changing.
 
 
-def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: Mapping[str, Any]) -> int:
+def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, options: DrainOptions) -> int:
     """Ask a node to drain and wait until it has left. Raises ConfigError, RendezvousTimeoutError, StoreError."""
     from elasticrt.rendezvous import transactions
 
-    name, deadline = arguments.name, time.monotonic() + values["timeout"]
+    name, deadline = arguments.name, time.monotonic() + options.timeout_s
     life = ""
     while time.monotonic() < deadline:
         members = _members(store, keys)
@@ -165,14 +179,14 @@ def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, values: 
         explain(
             "the node is still there",
             f"node {name}",
-            got=f"no farewell within {values['timeout']:g} s",
+            got=f"no farewell within {options.timeout_s:g} s",
             expected="it to hand over and leave",
             remedy="It goes on trying: look again with `elasticrt status`, or end its agent by SIGTERM",
         )
     )
 
 
-def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mapping[str, Any]) -> int:
+def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: EtcdOptions) -> int:
     """Change the numbers of nodes. Raises ConfigError, StoreError."""
     from elasticrt.rendezvous import transactions
 
@@ -191,8 +205,6 @@ def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: Mappi
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    from elasticrt.spec import parse_nodes
-
     return parse_nodes(text, "MIN:MAX")
 
 

@@ -9,15 +9,33 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elasticrt.cli import run
-from elasticrt.cli.options import Options, choice
+from elasticrt.cli.configure import ORDER
+from elasticrt.cli.options import read
 from elasticrt.errors import ConfigError
+from elasticrt.option_values import choice, option
 
 LOCAL_RANK = "${local_rank}"
 """What stands for its local rank in a worker's arguments, as under torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What `launch` has besides the options of `run`. The script's arguments show what it did."""
+
+    use_env: bool = option(False, "--use-env", text="append nothing: the script reads LOCAL_RANK")
+    local_rank_argument: str = option(
+        "auto",
+        "--local-rank-argument",
+        text="--local-rank or --local_rank; auto: whichever the script names",
+        value="HOW",
+        parse=choice("auto", "dash", "underscore"),
+    )
+
 
 _UNDERSCORE = re.compile(r"""["']--local_rank["']""")
 _DASH = re.compile(r"""["']--local-rank["']""")
@@ -29,38 +47,26 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "launch",
         help="run a script written for torch.distributed.launch (--local_rank)",
         description="As `elasticrt run`, but each worker gets its local rank as its first argument.",
-        epilog=f"example:\n  elasticrt launch --nproc-per-node 2 train.py --epochs 10\n\n{run.ORDER}",
+        epilog=f"example:\n  elasticrt launch --nproc-per-node 2 train.py --epochs 10\n\n{ORDER}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options = run.declare(parser)
-    options.flag("--use-env", text="append nothing: the script reads LOCAL_RANK")
-    options.add(
-        "--local-rank-argument",
-        parse=choice("auto", "dash", "underscore"),
-        default="auto",
-        value="HOW",
-        text="--local-rank or --local_rank; auto: whichever the script names",
-    )
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, passed on as they are"
-    )
-    parser.set_defaults(func=lambda arguments: main(arguments, options))
+    run.declare_all(parser, LaunchOptions)
+    parser.set_defaults(func=main)
 
 
-def main(arguments: argparse.Namespace, options: Options) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Run the agent; its exit code."""
-    values = options.read(arguments, os.environ)
-    if not values["use_env"]:
-        if values["no_python"]:
+    own = read(LaunchOptions(), arguments, os.environ)
+    if not own.use_env:
+        if run.options_given(arguments, os.environ).no_python:
             raise ConfigError(
                 "a program that is not Python gets no argument of ours (--no-python). Add --use-env; read LOCAL_RANK"
             )
-        how = values["local_rank_argument"]
+        how = own.local_rank_argument
         name = argument_of(_source(arguments.script)) if how == "auto" else _NAMES[how]
         arguments.arguments = [f"{name}={LOCAL_RANK}", *arguments.arguments]
-    return run.main(arguments, options)
+    return run.main(arguments)
 
 
 _NAMES = {"dash": "--local-rank", "underscore": "--local_rank"}

@@ -7,23 +7,36 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from elasticrt.cli import run
-from elasticrt.cli.options import Options, whole
+from elasticrt.cli.configure import configure as configure_run
+from elasticrt.cli.configure import count_workers
+from elasticrt.cli.options import read
 from elasticrt.errors import ConfigError, explain
-from elasticrt.playground.fault_plan import GRAMMAR, AddNode, Fault, parse_fault
+from elasticrt.option_values import option, whole
+from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.playground.local_cluster import Simulation, play
 from elasticrt.playground.screen import Screen
+from elasticrt.run_options import RunOptions
 
 NODES_MAX = 256  # Real processes of one machine, each with its workers.
 
 STORE_END_S = 10.0  # Stopping etcd takes a fraction of a second.
 
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What `simulate` has besides the options of `run`."""
+
+    nodes: int = option(2, "--nodes", text="start so many nodes", value="N", parse=whole(1, NODES_MAX))
+
+
 _OURS = frozenset({
-    "min_nodes", "max_nodes", "nnodes", "nproc_per_node", "run_id", "run_dir", "log_dir", "node",
-    "node_rank", "standalone", "events_fd", "health_port", "nodes",
+    "nnodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone", "events_fd", "health",
 })  # fmt: skip
 """Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
 
@@ -45,32 +58,18 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    options = declare(parser)
-    parser.set_defaults(func=lambda arguments: main(arguments, options))
-
-
-def declare(parser: argparse.ArgumentParser) -> Options:
-    """Add all options and the script."""
-    options = run.declare(parser)
-    options.add("--nodes", parse=whole(1, NODES_MAX), default=2, value="N", text="start so many nodes")
     parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="may be given several times")
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
-    parser.add_argument(
-        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments, passed on as they are"
-    )
-    return options
+    run.declare_all(parser, SimulateOptions)
+    parser.set_defaults(func=main)
 
 
-def main(arguments: argparse.Namespace, options: Options) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything has been started."""
-    values = options.read(arguments, os.environ)
-    if values["health_port"] is not None:  # One port cannot be several agents': each takes a free one.
-        os.environ["ELASTICRT_HEALTH_PORT"] = "0"
-    simulation = configure(arguments, values, options)
+    simulation = configure(arguments, os.environ)
     try:
         return play(simulation, Screen(sys.stdout, os.environ))
     finally:
-        if values["etcd"] is None:
+        if not run.options_given(arguments, os.environ).etcd:
             end_embedded_store(simulation.run_id)
 
 
@@ -97,8 +96,8 @@ def end_embedded_store(run_id: str) -> None:
         os.close(pidfd)
 
 
-def configure(arguments: argparse.Namespace, values: dict[str, Any], options: Options) -> Simulation:
-    """What to play, checked as `elasticrt run` would check it."""
+def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulation:
+    """What to play, checked as `elasticrt run` would check it. Raises ConfigError."""
     for name in ("node", "node_rank", "standalone"):
         # A variable such as ELASTICRT_NODE may be there for a later `run`; each agent's command line overrules it.
         if getattr(arguments, name) is not None:
@@ -106,35 +105,35 @@ def configure(arguments: argparse.Namespace, values: dict[str, Any], options: Op
                 f"simulate names its nodes itself: node-0, node-1, ... (--{name.replace('_', '-')}). Leave it out"
             )
     faults = tuple(parse_fault(text) for text in arguments.fault)
-    if values["nnodes"] is None:
-        if values["min_nodes"] is None:
-            values["min_nodes"] = 1
-        if values["max_nodes"] is None:
-            values["max_nodes"] = max(values["min_nodes"], values["nodes"] + _added(faults))
-    settings, spec = run.configure(values, arguments.script, arguments.arguments, os.environ)
-    if values["nodes"] + _added(faults) < spec.min_nodes:
+    nodes = read(SimulateOptions(), arguments, env).nodes
+    options = run.options_given(arguments, env, nnodes=(1, nodes + _added(faults)))
+    settings, spec = configure_run(options, arguments.script, arguments.arguments, env)
+    if nodes + _added(faults) < spec.min_nodes:
         raise ConfigError(
             explain(
                 "the run would wait for nodes that never come",
                 "--nodes",
-                got=values["nodes"],
+                got=nodes,
                 expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
-                remedy="Start more nodes or lower --min-nodes",
+                remedy="Start more nodes or lower the minimum of --nnodes",
             )
         )
-    workers = values["nproc_per_node"] or 1
+    words = [*run.words_given(arguments, {}, without=_OURS)]  # Agents read the environment by themselves.
+    if options.log_dir != RunOptions.log_dir:
+        words += ["--log-dir", str(Path(options.log_dir).absolute())]
+    if options.health is not None:  # One port cannot be several agents': each takes a free one.
+        words += ["--health-port", "0"]
     return Simulation(
         run_id=settings.run_id,
-        nodes=values["nodes"],
+        nodes=nodes,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
-        workers_per_node=run.count_workers(workers, os.environ, cpus=values["nproc_per_node"] == "auto"),
+        workers_per_node=count_workers(options.nproc_per_node or 1, env),
         command=(arguments.script, *arguments.arguments),
-        options=tuple(options.words(arguments, {}, without=_OURS)),  # Agents read the environment by themselves.
+        options=tuple(words),
         faults=faults,
-        run_dir=str(settings.run_dir) if values["run_dir"] or values["log_dir"] else None,
     )
 
 
 def _added(faults: Sequence[Fault]) -> int:
-    return sum(isinstance(fault.action, AddNode) for fault in faults)
+    return sum(fault.what == "add node" for fault in faults)

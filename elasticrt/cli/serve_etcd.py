@@ -10,19 +10,31 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from elasticrt.cli.options import Options
+from elasticrt.cli.options import declare, read
 from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.std_streams import write
+from elasticrt.option_values import option
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import SOCKET_PATH_MAX_BYTES, is_loopback, parse_endpoints
+from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address
 from elasticrt.text import shell
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What is also read from a variable."""
+
+    insecure_etcd: bool = option(
+        False, "--insecure-etcd", text="accept that whoever reaches the port can read and change the runs"
+    )
+
 
 _TLS_OPTIONS = ("cert_file", "key_file", "client_ca_file")
 
@@ -46,20 +58,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--cert-file", metavar="FILE", help="serve with TLS: the certificate")
     parser.add_argument("--key-file", metavar="FILE", help="its private key")
     parser.add_argument("--client-ca-file", metavar="FILE", help="demand certificates of this authority from clients")
-    options = Options(parser)
-    options.flag("--insecure-etcd", text="accept that whoever reaches the port can read and change the runs")
-    parser.set_defaults(func=lambda arguments: main(arguments, options))
+    declare(parser, ServeOptions)
+    parser.set_defaults(func=main)
 
 
-def main(arguments: argparse.Namespace, options: Options) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Serve. Exit code 0 after SIGINT, 143 after SIGTERM. Raises ConfigError, StoreError."""
     tls = check_tls(arguments)
     given = None if arguments.listen is None else parse_listen(arguments.listen, tls=tls)
-    if (
-        given is not None
-        and arguments.client_ca_file is None
-        and not options.read(arguments, os.environ)["insecure_etcd"]
-    ):
+    insecure = read(ServeOptions(), arguments, os.environ).insecure_etcd
+    if given is not None and arguments.client_ca_file is None and not insecure:
         raise ConfigError(
             explain(
                 "an etcd that authenticates nobody",
@@ -137,10 +145,6 @@ def check_tls(arguments: argparse.Namespace) -> bool:
         raise ConfigError(
             explain("no certificate to serve with", "--client-ca-file", expected="--cert-file, --key-file")
         )
-    for name in _TLS_OPTIONS:
-        path = getattr(arguments, name)
-        if path is not None and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            raise ConfigError(explain("an unreadable file", "--" + name.replace("_", "-"), got=path))
     if arguments.cert_file is None:
         return False
     import ssl  # It takes a while to load, and few need it.
@@ -167,34 +171,32 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, argume
     options += ["--client-cert-auth"] if arguments.client_ca_file is not None else []
     # With a directory of its own the identity lasts as long as the data; without one every server is another.
     token = "elasticrt" if arguments.data_dir is not None else uuid4().hex
-    command = etcd_server.command(binary, listen, token, tuple(options))
-    try:
-        etcd = etcd_server.launch(command, directory)
-    except OSError as error:
-        got, remedy = etcd_server.in_our_words(str(error))
-        raise StoreError(explain("etcd did not start", str(binary), got=got, remedy=remedy)) from error
+    etcd = EtcdProcess(binary, directory, listen, token, tuple(options))
     received: list[int] = []
 
     def end(number: int, _: object) -> None:
-        # The first signal asks etcd to end, which ends the wait below; the second insists.
+        # The first signal asks etcd to end, which ends the waits below; the second insists.
         received.append(number)
-        etcd.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
+        if etcd.process is not None:
+            etcd.process.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ready = etcd_server.await_ready(etcd, etcd_server.reached_from_here(listen))
-        if ready:
+        etcd.start()
+        if etcd.process is not None and not received:
             write(sys.stdout, "\n".join(how_to_join(given, arguments, etcd_server.version_of(binary))) + "\n")
-            etcd.wait()
+            etcd.process.wait()
+    except StoreError:
+        if not received:
+            raise
     finally:
-        etcd_server.stop(etcd)
+        etcd.stop()
         for number, handler in before.items():
             signal.signal(number, handler)
     if received:
         return EXIT_OK if received[0] == signal.SIGINT else EXIT_TERMINATED
-    what = "etcd ended by itself" if ready else "etcd did not start"
-    got, remedy = etcd_server.why_it_ended(directory)
-    raise StoreError(explain(what, str(binary), got=got or "no sign of life", remedy=remedy))
+    got, remedy = etcd.why_it_ended()
+    raise StoreError(explain("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy))
 
 
 def how_to_join(address: Address, arguments: argparse.Namespace, version: tuple[int, ...]) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
+from elasticrt.cli.torchrun_flags import meeting_place
 from elasticrt.errors import ConfigError, explain
+from elasticrt.run_options import RunOptions
 from elasticrt.text import shell
 
 _OWN_STEPS = 0xFFFFFFF0
@@ -81,20 +82,20 @@ class Slurm:
         return f"{self.cluster}-{job}" + (f".{self.step}" if self.step else "")
 
 
-def placed(values: Mapping[str, Any], slurm: Slurm | None, max_nodes: int) -> Mapping[str, Any]:
+def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
     """The options with the run and the way to etcd filled in, where they were not given and SLURM knows.
 
     Raises ConfigError when the agents of one run would each start an etcd of their own.
     """
-    run_id = slurm.run_id(max_nodes) if slurm is not None else None
-    if slurm is None or run_id is None or values["standalone"]:
-        return values
-    found = {**values, "run_id": values["run_id"] if values["run_id"] is not None else run_id}
-    if values["etcd"] or values["rdzv_endpoint"]:
-        return found
-    if slurm.step_nodes > 1 and slurm.first and values["insecure_etcd"]:
-        return {**found, "rdzv_backend": "c10d", "rdzv_endpoint": f"{slurm.first}:{slurm.port}"}
+    run_id = slurm.run_id(options.nnodes[1]) if slurm is not None else None
+    if slurm is None or run_id is None:
+        return options
+    options = replace(options, run_id=options.run_id or run_id)
+    if options.etcd or options.meet_at is not None:
+        return options
     first = slurm.step_nodes > 1 and bool(slurm.first)
+    if first and options.insecure_etcd:
+        return replace(options, meet_at=meeting_place(f"{slurm.first}:{slurm.port}"))
     raise ConfigError(
         explain(
             "nodes of a SLURM job that have no etcd to meet in",

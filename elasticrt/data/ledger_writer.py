@@ -30,7 +30,7 @@ class Ledger:
     """This rank's. Without a directory nothing is written, and only the history that was restored is carried on.
 
     Args:
-        directory: created when missing; None: as ELASTICRT_LEDGER says, which `elasticrt run --ledger` sets.
+        directory: created when missing; None: as ELASTICRT_LEDGER says.
         sampler: that of the Loop. Raises ConfigError for another than ElasticBatchSampler if a ledger is wanted.
 
     Attributes:

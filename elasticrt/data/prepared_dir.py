@@ -10,11 +10,10 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticrt.data.durable_files import sync_directory, sync_tree
+from elasticrt.data.durable_files import sync_tree
 from elasticrt.errors import PreparationError, explain
 from elasticrt.ipc.file_modes import write_text
 
@@ -25,55 +24,44 @@ _FAILURE_S = 60.0
 """How long a failure speaks for those who come late. After that the build is tried again."""
 
 
-class PreparedRecord:
-    """Functions on the record of one directory; the file is the only state."""
+def describe(directory: Path, version: str, shown: str) -> None:
+    """Write the record of everything in `directory`, and make all of it durable.
 
-    @staticmethod
-    def make(directory: Path, version: str, shown: str) -> None:
-        """Describe everything in `directory` and make all of it durable. PreparationError when there is nothing."""
-        files = [_describe(path, directory) for path in _files(directory)]
-        if not files:
-            raise PreparationError(
-                explain("the build function made nothing", shown, got="an empty directory", expected="some file")
-            )
-        text = json.dumps({"format": _FORMAT, "version": version, "files": files}, indent=1)
-        write_text(directory / RECORD, text + "\n")
-        sync_tree(directory)
+    Raises PreparationError, with the name `shown`, when there is nothing in it; OSError.
+    """
+    files = [_describe(path, directory) for path in _files(directory)]
+    if not files:
+        raise PreparationError(
+            explain("the build function made nothing", shown, got="an empty directory", expected="some file")
+        )
+    text = json.dumps({"format": _FORMAT, "version": version, "files": files}, indent=1)
+    write_text(directory / RECORD, text + "\n")
+    sync_tree(directory)
 
-    @staticmethod
-    def exists(directory: Path) -> bool:
-        """Whether we made this directory, whatever has become of it."""
-        return (directory / RECORD).is_file()
 
-    @staticmethod
-    def fits(directory: Path, version: str, *, refresh: bool = False) -> bool:
-        """Whether the directory is there, of this version, and every file is as it was published.
+def fits(directory: Path, version: str, *, refresh: bool = False) -> bool:
+    """Whether the directory is there, of this version, and every file is as it was published.
 
-        A file of the same size and modification time is taken as unchanged, so that a restart need not read all data
-        again; any other is compared by digest. `refresh` (only while holding the lock) notes new times that proved
-        harmless, such as those of a copy.
-        """
-        try:
-            record = json.loads((directory / RECORD).read_text())
-            if record["format"] != _FORMAT or record["version"] != version:
-                return False
-            stale = [entry for entry in record["files"] if not _same(directory, entry)]
-            unchanged = all(_same_content(directory, entry) for entry in stale)
-        except (OSError, ValueError, KeyError, TypeError):
+    A file of the same size and modification time is taken as unchanged, so that a restart need not read all data
+    again; any other is compared by digest. `refresh` (only with the right to build) notes new times that proved
+    harmless, such as those of a copy.
+    """
+    try:
+        record = json.loads((directory / RECORD).read_text())
+        if record["format"] != _FORMAT or record["version"] != version:
             return False
-        if stale and unchanged and refresh:
-            _refresh(directory, record)
-        return unchanged
+        stale = [entry for entry in record["files"] if not _same(directory, entry)]
+        unchanged = all(_same_content(directory, entry) for entry in stale)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if stale and unchanged and refresh:
+        _refresh(directory, record)
+    return unchanged
 
-    @staticmethod
-    def digest(directory: Path) -> str:
-        """SHA-256 of the record itself. OSError when there is none."""
-        return hashlib.sha256((directory / RECORD).read_bytes()).hexdigest()
 
-    @staticmethod
-    def sync_parent(directory: Path) -> None:
-        """Make the directory's name durable."""
-        sync_directory(directory.parent)
+def digest_of(directory: Path) -> str:
+    """SHA-256 of the record itself. Raises OSError when there is none."""
+    return hashlib.sha256((directory / RECORD).read_bytes()).hexdigest()
 
 
 def _files(directory: Path) -> list[Path]:
@@ -118,41 +106,33 @@ def _refresh(directory: Path, record: dict[str, Any]) -> None:
         temporary.replace(directory / RECORD)
 
 
-@dataclass(frozen=True)
-class BuildFailure:
-    """What the builder's error was, and in which attempt: a later one tries again."""
-
-    error: str
-    attempt: str
-    version: str
-
-    @staticmethod
-    def _path(target: Path) -> Path:
-        return target.with_name(f".{target.name}.failed.json")
-
-    @classmethod
-    def find(cls, target: Path) -> BuildFailure | None:
-        """The failure noted lately for `target`; None when there is none, or nothing readable."""
-        path = cls._path(target)
-        try:
-            if time.time() - path.stat().st_mtime > _FAILURE_S:
-                return None
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    @classmethod
-    def clear(cls, target: Path) -> None:
-        """Remove the note."""
-        cls._path(target).unlink(missing_ok=True)
-
-    def leave(self, target: Path) -> None:
-        """Write the note. Without it (disk full) those who wait build and fail by themselves."""
-        with contextlib.suppress(OSError):
-            write_text(self._path(target), json.dumps(asdict(self)))
+def note_failure(target: Path, version: str, error: str) -> None:
+    """Leave the builder's error for those who wait. Without the note (disk full) they build and fail by themselves."""
+    with contextlib.suppress(OSError):
+        write_text(_failure(target), json.dumps([_attempt(), version, error]))
 
 
-def attempt() -> str:
+def noted_failure(target: Path, version: str) -> str:
+    """The builder's error in this start of the job, if it was noted lately for this version; else ""."""
+    try:
+        if time.time() - _failure(target).stat().st_mtime > _FAILURE_S:
+            return ""
+        *of, error = json.loads(_failure(target).read_text())
+    except (OSError, ValueError, TypeError):
+        return ""
+    return str(error) if of == [_attempt(), version] else ""
+
+
+def clear_failure(target: Path) -> None:
+    """Remove the note."""
+    _failure(target).unlink(missing_ok=True)
+
+
+def _failure(target: Path) -> Path:
+    return target.with_name(f".{target.name}.failed.json")
+
+
+def _attempt() -> str:
     """Names this start of this job on this node: equal for all its processes, another one after a restart."""
     generation = os.environ.get("ELASTICRT_NONCE", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     # Processes of one job have a launcher in common; a process alone has only itself.

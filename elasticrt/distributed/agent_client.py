@@ -22,7 +22,7 @@ from functools import lru_cache
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.messages import Dismiss, Done, Message, Release, Reply, Reseat
+from elasticrt.ipc.messages import Done, Message, Release, Reply, Reseat
 from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ class AgentClient:
         self._news = threading.Condition()
         self._seat: WorkerEnv | None = None
         self._announced = self._noted = self._taken = 0  # Numbers of seats: the newest, the one noted, the one taken.
-        self._dismissed = False
         self._on_seat: Callable[[], object] | None = None
 
     @property
@@ -125,7 +124,7 @@ class AgentClient:
         """The newest seat that the agent has given this worker; None when there will be none, or none came in time."""
         deadline = time.monotonic() + timeout_s
         with self._news:
-            while self._seat is None and not self._dismissed and not self._closed:
+            while self._seat is None and not self._released.is_set() and not self._closed:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return None
@@ -185,16 +184,14 @@ class AgentClient:
             return
         for fd in fds:
             os.close(fd)
-        if isinstance(message, Dismiss):
-            with self._news:
-                self._dismissed = True
-                self._news.notify_all()
-        elif isinstance(message, Reply):
+        if isinstance(message, Reply):
             pending = self._pending.pop(message.request, None)
             if pending is not None:
                 pending.answer(message)
         elif isinstance(message, Release):
             self._released.set()
+            with self._news:
+                self._news.notify_all()
         else:
             _log.warning("the agent sent a %s, which is not for a worker", type(message).__name__)
 

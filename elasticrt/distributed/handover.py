@@ -16,7 +16,7 @@ from types import TracebackType
 
 from elasticrt.distributed import agent_client
 from elasticrt.errors import Handover
-from elasticrt.ipc.messages import HandedOver
+from elasticrt.ipc.messages import Left
 from elasticrt.ipc.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ def must_leave(page: StatusPage, step: int) -> bool:
 
 def stay(step: int) -> None:
     """Say that this process has stopped after `step`, as agreed: it waits for its seat in the next generation."""
-    agent = agent_client.agent_link()
-    if agent is not None:
-        agent.say(HandedOver(step))
+    agent, worker = agent_client.agent_link(), agent_client.worker_env()
+    if agent is not None and worker is not None:
+        agent.say(Left(worker.generation, step))
 
 
 def leave(step: int) -> Handover:

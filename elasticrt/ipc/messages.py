@@ -7,15 +7,15 @@ Who says what:
 
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Started, Exited.
-* worker -> agent: Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done.
-* agent -> worker: Reply, Reseat, Dismiss, Release.
+* worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built.
+* agent -> worker: Reply, Reseat, Release.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 HANDED_OVER_CODE = 79
 """Exit code of a forked worker that has left its loop to hand over. The message says it; the code only agrees."""
@@ -152,23 +152,17 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Published:
-    """The claimed preparation is in place (renamed, synced); `digest` is that of its record. Answered by Reply."""
+class Built:
+    """The claimed preparation is in place (renamed, synced), and `digest` is that of its record. Answered by Reply.
+
+    With `error`: the user's build function raised that, and all who wait for `name` fail with it.
+    """
 
     request: int
     name: str
     version: str
     digest: str
-
-
-@dataclass(frozen=True)
-class BuildFailed:
-    """The user's build function raised: everybody who waits for `name` fails with this error. Answered by Reply."""
-
-    request: int
-    name: str
-    version: str
-    error: str
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,13 +173,17 @@ class Done:
 
 
 @dataclass(frozen=True)
-class HandedOver:
-    """The worker has stopped after `step` of the run, as agreed, and leaves its loop, or waits in it for another seat.
+class Left:
+    """The worker takes part in `generation` no more. It lives, and waits for another seat, or leaves its loop.
 
-    Where it leaves, local rank 0 has sent its state as of `step` first, by Copied.
+    Without `error` it has stopped after `step` of the run, as agreed. Where it leaves its loop, local rank 0 has sent
+    its state as of `step` first, by Copied. With `error` it has lost its group, in the step after `step`. `generation`
+    0: it has set up beside the training.
     """
 
-    step: int
+    generation: int
+    step: int = 0
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -224,20 +222,6 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The worker has set up beside the training, and waits for a seat."""
-
-
-@dataclass(frozen=True)
-class Down:
-    """The worker has lost its generation's group in the step after `step`, lives, and waits for another seat."""
-
-    generation: int
-    step: int
-    error: str
-
-
-@dataclass(frozen=True)
 class Reseat:
     """The worker goes on in another generation: it leaves its group at once, wherever it is, and meets in the new one.
 
@@ -249,46 +233,16 @@ class Reseat:
 
 
 @dataclass(frozen=True)
-class Dismiss:
-    """The worker has stopped after an agreed step, and there is no seat for it: it leaves its loop."""
-
-
-@dataclass(frozen=True)
 class Release:
-    """A lingering worker may end: its group has."""
+    """The worker may end: there is no other seat for it, or the group whose store it holds has ended."""
 
 
-Message = (
-    Start
-    | Signal
-    | Warm
-    | Started
-    | Exited
-    | Step
-    | Save
-    | Own
-    | Claim
-    | Published
-    | BuildFailed
-    | Done
-    | Copied
-    | Damaged
-    | HandedOver
-    | Ready
-    | Down
-    | Reply
-    | Reseat
-    | Dismiss
-    | Release
-)
+Request = Save | Own | Claim | Built
+FromParent = Warm | Started | Exited
+FromWorker = Step | Copied | Damaged | Left | Done | Request
+Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Start, Signal, Warm, Started, Exited, Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged,
-        Done, HandedOver, Ready, Down, Reply, Reseat, Dismiss, Release,
-    )
-}  # fmt: skip
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -21,22 +21,12 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import in_sessions, stat
 from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.liveness.stall_detector import (
-    LOOK_IN_PLACE_S,
-    LOOK_S,
-    STANDING_IN_PLACE_S,
-    Idle,
-    Sight,
-    StallDetector,
-    StallLimits,
-)
+from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
 from elasticrt.workers.group import WorkerGroup
-
-LOOK_IDLE_S = 1.0
-"""Between two looks for the first step of a script without a Loop, and at workers that others wait for."""
 
 WARN_PART = 0.5
 """At this part of the time after which nothing moves for sure, people are warned."""
@@ -55,7 +45,7 @@ class HangMonitor:
     ) -> None:
         self._take = take
         self._settings = settings
-        self._limits = StallLimits(hang_s=settings.hang_timeout_s)
+        self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
         self._put = put
         self._events = events
         self._say = say

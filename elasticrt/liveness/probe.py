@@ -1,24 +1,12 @@
-"""Asking an agent whether it lives, and answering.
-
-A probe sends a nonce over TCP and wants this life's incarnation and the same nonce back, from a thread that does
-nothing else: an accepted connection alone is silence (the kernel accepts for a stopped process too). What can be said:
-
-* the right answer: "alive";
-* refused, reset, or another life answers: "dead", at once; the process that held this port is gone;
-* anything else, to questions that come one after the other: "silent". That is no proof; `rendezvous.decide` says what
-  may follow.
+"""Answering agents that ask whether this one lives. `prober` asks, and says what answers mean.
 
 A question may name a third life: the agent then asks that one once, if it knows its seat, and says what came of it.
-
-The answer also names the generation that the agent has workers of. An agent that cannot reach etcd asks for that: when
-others of its run are in a newer generation, its own is over.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import secrets
 import selectors
 import socket
 import threading
@@ -26,30 +14,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
+from elasticrt.ipc.time_bounds import PROBE_STEP_S, PROBE_STEPS
 from elasticrt.ipc.wakeup import Wakeup
+from elasticrt.liveness.prober import LINE_MAX_BYTES, Answer, Prober, fields_in
 from elasticrt.rendezvous.records import Seat
 from elasticrt.workers.store_ports import listen
 
 log = logging.getLogger(__name__)
 
-TRIES = 3
-TRY_S = 0.5
-"""Between two questions to the same agent."""
-
-QUESTION_S = TRIES * TRY_S
-"""After that nobody waits for an answer any more."""
-
-WITNESS_S = 0.3
-"""How long an agent waits for a third one's answer when it is asked about it."""
+QUESTION_S = PROBE_STEPS * PROBE_STEP_S
+"""After that an answer is not waited for any more."""
 
 CHECKS_MAX = 4
 """So many others an agent asks at a time because it was asked about them."""
 
-LINE_MAX_BYTES = 512
 NONCE_MAX = 64
-GENERATION_MAX = 2**53
 CONNECTIONS_MAX = 128
 """Open at a time; a further one takes the place of the oldest."""
 
@@ -57,8 +37,6 @@ SHORT_S = 0.05
 """The pause of a process that has no descriptor left for another connection."""
 
 CLOSE_S = 2.0
-
-Answer = Literal["alive", "dead", "silent"]
 
 
 @dataclass(eq=False)
@@ -72,12 +50,17 @@ class _Asking:
 
 
 class ProbeServer:
-    """Answers probes on `address` from `start` until `close`. `state` gives (incarnation, generation) from any thread,
-    and `seats` those that it may be asked about: never does it connect to an address that came with a question.
+    """Answers probes from `start` until `close`.
 
     One thread serves all connections, each until a deadline of its own: what one of them sends, or does not send,
     delays no other. The port is bound before anything is answered, because it is a part of what its agent says of
     itself; questions of that time wait.
+
+    Args:
+        address: where to listen, at any free `port`.
+        run_id: the agent's run.
+        state: gives (incarnation, generation), from any thread.
+        seats: those that it may be asked about: never does it connect to an address that came with a question.
     """
 
     def __init__(
@@ -94,17 +77,18 @@ class ProbeServer:
         self._seats = seats
         self.port: int = self._socket.getsockname()[1]
         self._selector = selectors.DefaultSelector()
-        self._bell = Wakeup()
+        self._wakeup = Wakeup()
         self._asking: list[_Asking] = []  # In order of `ends`: all have equally long.
+        self._prober = Prober(self._checked)
         self._checks: dict[str, list[_Asking]] = {}  # Who waits for a word about whom.
-        self._checked: deque[tuple[str, Answer]] = deque()
+        self._words: deque[tuple[str, Answer]] = deque()
         self._short = self._closed = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Answer from now on."""
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="elasticrt-probe", daemon=True)
         self._thread.start()
 
@@ -112,10 +96,11 @@ class ProbeServer:
         """Stop answering: from now on the port refuses."""
         self._closed = True
         self._socket.close()
+        self._prober.close()
         if self._thread is None:
             self._end()
         else:
-            self._bell.ring()
+            self._wakeup.ring()
             self._thread.join(CLOSE_S)
 
     def _serve(self) -> None:
@@ -124,8 +109,8 @@ class ProbeServer:
             for key, _ in self._selector.select(timeout_s):
                 if isinstance(key.data, _Asking):
                     self._hear(key.data)
-                elif key.fileobj is self._bell:
-                    self._bell.heard()
+                elif key.fileobj is self._wakeup:
+                    self._wakeup.heard()
                     self._pass_on()
                 elif not self._closed:
                     self._accept()
@@ -139,7 +124,7 @@ class ProbeServer:
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, ConnectionError):
-            return  # It has gone again.
+            return  # It has hung up again.
         except OSError as error:
             if self._asking:
                 self._drop(self._asking[0])
@@ -165,14 +150,14 @@ class ProbeServer:
             self._drop(asking)
             return
         asking.text += piece
-        if asking.answer:  # It has asked, and goes before it is answered, or says too much.
+        if asking.answer:  # It has asked, and hangs up before it is answered, or says too much.
             self._drop(asking)
         elif not piece or b"\n" in asking.text or len(asking.text) >= LINE_MAX_BYTES:
             self._understand(asking)
 
     def _understand(self, asking: _Asking) -> None:
-        """Answer what somebody has said, now or when it is known; nothing to what is no question."""
-        question = _fields(asking.text.partition(b"\n")[0]) or {}
+        """Answer a question, now or when the answer is known; nothing to what is no question."""
+        question = fields_in(asking.text.partition(b"\n")[0]) or {}
         nonce = question.get("nonce")
         if not isinstance(nonce, str) or len(nonce) > NONCE_MAX:
             log.debug("a probe that was none: %r", asking.text[:80])
@@ -188,26 +173,22 @@ class ProbeServer:
     def _check(self, asking: _Asking, about: object) -> bool:
         """Ask that life, once for all who ask about it meanwhile. False: it is unknown, or too many are being asked."""
         seat = next((seat for seat in self._seats() if seat.incarnation == about), None)
-        if seat is None:
+        if seat is None or (seat.incarnation not in self._checks and len(self._checks) >= CHECKS_MAX):
             return False
         if seat.incarnation not in self._checks:
-            if len(self._checks) >= CHECKS_MAX:
-                return False
             self._checks[seat.incarnation] = []
-            threading.Thread(target=self._ask, args=(seat,), name="elasticrt-witness", daemon=True).start()
+            self._prober.ask([seat], steps=1)
         self._checks[seat.incarnation].append(asking)
         return True
 
-    def _ask(self, seat: Seat) -> None:
-        """On a thread of its own: it may have to wait for a name."""
-        answer = _ask_once(seat.address, seat.probe_port, seat.incarnation, WITNESS_S)
-        self._checked.append((seat.incarnation, answer))
-        self._bell.ring()
+    def _checked(self, seat: Seat, answer: Answer, _: float) -> None:
+        self._words.append((seat.incarnation, answer))
+        self._wakeup.ring()
 
     def _pass_on(self) -> None:
-        """Answer those who wait for a word about somebody, and are still there."""
-        while self._checked:
-            life, answer = self._checked.popleft()
+        """Answer those who wait for a word about another life, and have not hung up."""
+        while self._words:
+            life, answer = self._words.popleft()
             for asking in self._checks.pop(life):
                 if asking.connection.fileno() >= 0:
                     self._answer(asking, answer)
@@ -229,90 +210,4 @@ class ProbeServer:
         for asking in list(self._asking):
             self._drop(asking)
         self._selector.close()
-        self._bell.close()
-
-
-def ask(address: str, port: int, incarnation: str) -> Answer:
-    """Probe one agent, up to three times within 1.5 s."""
-    for _ in range(TRIES):
-        deadline = time.monotonic() + TRY_S
-        answer = _ask_once(address, port, incarnation)
-        if answer != "silent":
-            return answer
-        # A failure that came early (no route, say) is not asked again in the same instant.
-        time.sleep(max(0.0, deadline - time.monotonic()))
-    return "silent"
-
-
-def generation_of(address: str, port: int, run_id: str) -> int:
-    """The newest generation that this run's agent there has had workers in; 0 when no agent of this run answers.
-
-    In whatever life: an agent that was left out and came back knows best that the generation has moved on.
-    """
-    answer = _exchange(address, port)
-    if isinstance(answer, str) or answer.get("run") != run_id:
-        return 0
-    number = answer.get("generation")
-    return number if type(number) is int and 0 <= number <= GENERATION_MAX else 0
-
-
-def new_question(about: str = "") -> tuple[str, bytes]:
-    """A nonce, and the line that asks with it, `about` another life if that is given."""
-    nonce = secrets.token_hex(8)
-    return nonce, json.dumps({"nonce": nonce, "about": about} if about else {"nonce": nonce}).encode() + b"\n"
-
-
-def fields_of(line: bytes, nonce: str) -> dict[str, Any] | None:
-    """What a line answers to the question with this nonce; None when it is no answer to it."""
-    fields = _fields(line)
-    return fields if fields is not None and fields.get("nonce") == nonce else None
-
-
-def answer_of(fields: dict[str, Any] | None, incarnation: str) -> Answer:
-    """What `fields_of` an answer says about one life."""
-    if fields is None:
-        return "silent"
-    return "alive" if fields.get("incarnation") == incarnation else "dead"
-
-
-def _ask_once(address: str, port: int, incarnation: str, limit_s: float = TRY_S) -> Answer:
-    answer = _exchange(address, port, limit_s)
-    return answer if isinstance(answer, str) else answer_of(answer, incarnation)
-
-
-def _exchange(address: str, port: int, limit_s: float = TRY_S) -> dict[str, Any] | Literal["dead", "silent"]:
-    """One question; an agent's answer, or what its absence means."""
-    nonce, text = new_question()
-    deadline = time.monotonic() + limit_s
-    try:
-        with socket.create_connection((address, port), timeout=limit_s) as connection:
-            connection.sendall(text)
-            answer = fields_of(_read_line(connection, deadline), nonce)
-    except (ConnectionRefusedError, ConnectionResetError):
-        return "dead"
-    except (OSError, ValueError):
-        return "silent"
-    return "silent" if answer is None else answer
-
-
-def _read_line(connection: socket.socket, deadline: float) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the time was over before the line was")
-        connection.settimeout(left_s)
-        piece = connection.recv(LINE_MAX_BYTES)
-        if not piece or len(line) > LINE_MAX_BYTES:
-            raise ValueError("the connection ended before the line did")
-        line += piece
-    return line
-
-
-def _fields(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that a line holds; None for any other bytes. Total: anybody can connect, and say anything."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):  # Brackets, a thousand deep.
-        return None
-    return fields if isinstance(fields, dict) else None
+        self._wakeup.close()

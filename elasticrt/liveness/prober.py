@@ -1,54 +1,59 @@
-"""Asking many agents at once whether they live, from one thread. `probe` says what is asked, and what answers mean.
+"""Asking agents whether they live, many at once, from one thread. `probe` answers.
+
+A question is a line of JSON over TCP with a nonce; the answer has the same nonce, and this life's incarnation. An
+accepted connection alone is silence (the kernel accepts for a stopped process too). What can be said of an agent:
+
+* "alive": the right answer came;
+* "dead": refused, reset, or another life answered; the process that held this port has ended;
+* "silent": anything else, to questions that come one after the other. That is no proof; `rendezvous.decide` says what
+  may follow.
+
+The answer also names the generation that the agent has workers of. An agent that cannot reach etcd asks for that: when
+others of its run are in a newer generation, its own is over.
 
 A thread per question would be simpler. But after the loss of one of a thousand nodes all others are asked before
 anything else can happen: threads that take turns need three times as long for that. And where half of a cluster is cut
 off, hundreds of questions wait for their time to end; they do so together, and not a few at a time.
 
-Who does not answer at once is asked about (the indirect probe of SWIM, Das et al. 2002): two agents that both hear
-nothing agree sooner than one alone may be sure.
+An agent that does not answer at once is asked about (the indirect probe of SWIM, Das et al. 2002): two agents that both
+hear nothing agree sooner than one alone may be sure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import queue
 import random
+import secrets
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS
 from elasticrt.ipc.wakeup import Wakeup
-from elasticrt.liveness.probe import (
-    LINE_MAX_BYTES,
-    QUESTION_S,
-    Answer,
-    answer_of,
-    fields_of,
-    generation_of,
-    new_question,
-)
 from elasticrt.rendezvous.records import Seat
 
 OPEN_AT_ONCE = 256
 """Connections. An agent's usual limit of open files is 1,024."""
 
-STEPS = 5
-STEP_S = QUESTION_S / STEPS
-"""Between two tries of a question; after the last of them it is given up."""
-
 WITNESSES = 2
 """So many others are asked about a seat that has not answered within a step."""
 
-AGREED_STEPS = 2
-"""After so many steps a seat is silent if a witness says so, too."""
+LINE_MAX_BYTES = 512
+GENERATION_MAX = 2**53
 
+Answer = Literal["alive", "dead", "silent"]
 Witnesses = Callable[[Seat], Sequence[Seat]]
-"""Who may be asked about a seat: agents that know it, without the one that asks."""
+"""Which agents may be asked about a seat: those that know it, without the one that asks."""
+
+_To = tuple[socket.AddressFamily, tuple[object, ...]]
 
 
 def nobody(_: Seat) -> Sequence[Seat]:
@@ -56,12 +61,39 @@ def nobody(_: Seat) -> Sequence[Seat]:
     return ()
 
 
-THREADS = 32
-"""For what may have to wait for a name to be resolved, and for questions of another kind."""
+def new_question(about: str = "") -> tuple[str, bytes]:
+    """A nonce, and the line that asks with it, `about` another life if that is given."""
+    nonce = secrets.token_hex(8)
+    return nonce, json.dumps({"nonce": nonce, "about": about} if about else {"nonce": nonce}).encode() + b"\n"
+
+
+def fields_in(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that a line holds; None for any other bytes. Total: any process can connect, and say anything."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):  # Brackets, a thousand deep.
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def ask(address: str, port: int, incarnation: str) -> Answer:
+    """Ask one agent, and wait for its answer, at most 1.5 s."""
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    prober = Prober(lambda _seat, answer, _at: answers.put(answer))
+    seat = Seat(
+        node="asked", incarnation=incarnation, index=0, rank_offset=0, workers=1, address=address, probe_port=port
+    )
+    try:
+        prober.ask([seat])
+        return answers.get(timeout=2 * PROBE_STEPS * PROBE_STEP_S)
+    except queue.Empty:  # A name that is not resolved for so long.
+        return "silent"
+    finally:
+        prober.close()
 
 
 class Gathering:
-    """Answers on their way from many threads to one, which thinks about all of them whenever it gets one.
+    """Answers on their way to one thread, which thinks about all of them whenever it gets one.
 
     That nodes live is passed on when the last of those that are being asked has answered, and not node by node: of a
     thousand nodes any one may be the lost one, and while an answer is missing nothing else can be decided. That a node
@@ -91,20 +123,18 @@ class Gathering:
             self._sink(*each)
 
 
-_To = tuple[socket.AddressFamily, tuple[object, ...]]
-
-
 @dataclass(eq=False)
 class _Question:
-    """One seat's: every STEP_S a try, `made` so far. Those under way are all `open` until one of them is answered.
+    """One seat's: every PROBE_STEP_S a try, `made` so far of `steps`. Those under way are `open` until one is answered.
 
-    `agreed`: a witness has heard nothing either.
+    `done` gets the answer, and its fields. `agreed`: a witness has heard nothing either.
     """
 
     seat: Seat
-    asked_at: float
-    to: _To
-    witnesses: Witnesses
+    done: Callable[[Answer, dict[str, Any]], None]
+    steps: int
+    witnesses: Witnesses = nobody
+    to: _To | None = None
     made: int = 0
     open: list[_Try] = field(default_factory=list)
     agreed: bool = False
@@ -127,119 +157,122 @@ class Prober:
 
     def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
         self._sink = sink
-        self._answers = Gathering(self._heard)
+        self._answers = Gathering(self._pass_on)
         self._asking: set[str] = set()  # Until its answer is passed on: one that is kept back must not be asked again.
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="elasticrt-ask")
         self._new: deque[_Question] = deque()
         self._open = 0
         self._due: deque[tuple[float, _Question]] = deque()  # When each is tried again, or given up; in that order.
         self._selector = selectors.DefaultSelector()
-        self._bell = Wakeup()
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._wakeup = Wakeup()
+        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody) -> None:
+    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody, *, steps: int = PROBE_STEPS) -> None:
         """Start asking those that are not being asked already.
 
-        Who says nothing is silent after 1.5 s; after 0.6 s if one of its `witnesses` hears nothing of it either.
+        An agent that says nothing is silent after `steps` tries, 0.3 s each; after 0.6 s if one of its `witnesses`
+        hears nothing of it either.
         """
         now = time.monotonic()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
-            self._thread.start()
         for seat in self._not_asked(seats):
             self._answers.asked()
-            to = _found(seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
-            if to is None:
-                self._submit(self._look_up, seat, now, witnesses)
-            else:
-                self._new.append(_Question(seat, now, to, witnesses))
-        self._bell.ring()
+
+            def done(answer: Answer, _: dict[str, Any], seat: Seat = seat) -> None:
+                self._answers.answered(seat, answer, now)
+
+            self._begin(_Question(seat, done, steps, witnesses))
+        self._wakeup.ring()
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
-        """Ask those seats once, in the background, which generation they run; `heard` gets what they say."""
+        """Ask which generation those seats' agents run; `heard` gets what each says, 0 if no agent of `run_id` does.
+
+        In whatever life: an agent that was left out and came back knows best that the generation has moved on.
+        """
         for seat in self._not_asked(seats):
-            self._submit(self._listen, seat, run_id, heard)
+
+            def done(_: Answer, fields: dict[str, Any], life: str = seat.incarnation) -> None:
+                with self._lock:
+                    self._asking.discard(life)
+                number = fields.get("generation") if fields.get("run") == run_id else 0
+                heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
+
+            self._begin(_Question(seat, done, LISTEN_STEPS))
+        self._wakeup.ring()
 
     def close(self) -> None:
-        """Take no more questions; those under way are dropped, or end by themselves within 1.5 s."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Take no more questions; those under way are dropped."""
         self._closed = True
         if self._thread is None:
             self._end()
         else:
-            self._bell.ring()
+            self._wakeup.ring()
 
-    def _not_asked(self, seats: Iterable[Seat]) -> Iterator[Seat]:
+    def _not_asked(self, seats: Iterable[Seat]) -> list[Seat]:
         """Those that are not being asked already; from now on they are."""
-        for seat in seats:
-            with self._lock:
-                if seat.incarnation in self._asking:
-                    continue
-                self._asking.add(seat.incarnation)
-            yield seat
+        with self._lock:
+            found = [seat for seat in seats if seat.incarnation not in self._asking]
+            self._asking |= {seat.incarnation for seat in found}
+        return found
 
-    def _heard(self, seat: Seat, answer: Answer, asked_at: float) -> None:
+    def _pass_on(self, seat: Seat, answer: Answer, asked_at: float) -> None:
         with self._lock:
             self._asking.discard(seat.incarnation)
         self._sink(seat, answer, asked_at)
 
-    def _submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Let a thread of the pool do it, and die of what it dies of: a pool would keep that to itself."""
+    def _begin(self, question: _Question) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
+            self._thread.start()
+        question.to = _found(question.seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
+        if question.to is not None:
+            self._new.append(question)
+        else:  # A name may have to be waited for.
+            threading.Thread(target=self._look_up, args=(question,), name="elasticrt-name", daemon=True).start()
 
-        def do() -> None:
-            try:
-                work(*arguments)
-            except BaseException as error:  # noqa: BLE001  Passed on.
-                thread = threading.current_thread()
-                threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
-
-        self._pool.submit(do)
-
-    def _look_up(self, seat: Seat, asked_at: float, witnesses: Witnesses) -> None:
-        for _ in range(STEPS):
-            to = _found(seat)
-            if to is not None:
-                self._new.append(_Question(seat, asked_at, to, witnesses))
-                self._bell.ring()
+    def _look_up(self, question: _Question) -> None:
+        for _ in range(question.steps):
+            question.to = _found(question.seat)
+            if question.to is not None:
+                self._new.append(question)
+                self._wakeup.ring()
                 return
-            time.sleep(STEP_S)
-        self._answers.answered(seat, "silent", asked_at)
-
-    def _listen(self, seat: Seat, run_id: str, heard: Callable[[int], None]) -> None:
-        number = generation_of(seat.address, seat.probe_port, run_id)
-        with self._lock:
-            self._asking.discard(seat.incarnation)
-        heard(number)
+            time.sleep(PROBE_STEP_S)
+        question.done("silent", {})
 
     # On the thread
 
     def _work(self) -> None:
-        while not self._closed:
-            while self._new and self._open < OPEN_AT_ONCE:
-                self._try(self._new.popleft())
-            timeout_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
-            for key, _ in self._selector.select(timeout_s):
-                if key.data is None:
-                    self._bell.heard()
-                elif key.data in key.data.question.open:  # Not hung up since it was selected.
-                    self._go_on(key.data)
-            now = time.monotonic()
-            while self._due and self._due[0][0] <= now:
-                _, question = self._due.popleft()
-                if not question.answered:
-                    self._try(question)
-        self._end()
+        try:
+            while not self._closed:
+                self._turn()
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        while self._new and self._open < OPEN_AT_ONCE:
+            self._try(self._new.popleft())
+        timeout_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._wakeup.heard()
+            elif key.data in key.data.question.open:  # Not hung up since it was selected.
+                self._go_on(key.data)
+        now = time.monotonic()
+        while self._due and self._due[0][0] <= now:
+            _, question = self._due.popleft()
+            if not question.answered:
+                self._try(question)
 
     def _try(self, question: _Question) -> None:
         """Connect once more, or give it up."""
-        if question.made == STEPS or (question.agreed and question.made >= AGREED_STEPS):
-            self._answered(question, "silent")
+        if question.made == question.steps or (question.agreed and question.made >= AGREED_STEPS):
+            self._answered(question, "silent", {})
             return
         question.made += 1
-        self._due.append((time.monotonic() + STEP_S, question))
+        self._due.append((time.monotonic() + PROBE_STEP_S, question))
+        assert question.to is not None
         self._connect(question, question.seat, question.to)
         if question.made == 2:
             self._ask_witnesses(question)
@@ -292,31 +325,34 @@ class Prober:
             return
         one.text += piece
         if one.text.endswith(b"\n"):
-            fields = fields_of(one.text, one.nonce)
-            self._tried(one, answer_of(fields, one.seat.incarnation), fields is not None and fields.get("about"))
+            fields = fields_in(one.text) or {}
+            if fields.get("nonce") != one.nonce:
+                self._tried(one, "silent", {})
+            else:
+                self._tried(one, "alive" if fields.get("incarnation") == one.seat.incarnation else "dead", fields)
         elif not piece or len(one.text) > LINE_MAX_BYTES:
-            self._tried(one, "silent")
+            self._tried(one, "silent", {})
 
     def _failed(self, one: _Try, failure: int) -> None:
-        self._tried(one, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent")
+        self._tried(one, "dead" if failure in (errno.ECONNREFUSED, errno.ECONNRESET) else "silent", {})
 
-    def _tried(self, one: _Try, answer: Answer, about: object = None) -> None:
+    def _tried(self, one: _Try, answer: Answer, fields: dict[str, Any]) -> None:
         """An answer, or a witness's; or nothing of use, and the other tries still may bring one."""
         self._hang_up(one)
         question = one.question
         if one.seat is question.seat:
             if answer != "silent":
-                self._answered(question, answer)
-        elif answer == "alive" and about == "silent":
+                self._answered(question, answer, fields)
+        elif answer == "alive" and fields.get("about") == "silent":
             question.agreed = True
             if question.made > AGREED_STEPS:  # It is time; but what else has come by now is heard first.
                 self._due.appendleft((0.0, question))
 
-    def _answered(self, question: _Question, answer: Answer) -> None:
+    def _answered(self, question: _Question, answer: Answer, fields: dict[str, Any]) -> None:
         question.answered = True
         while question.open:
             self._hang_up(question.open[0])
-        self._answers.answered(question.seat, answer, question.asked_at)
+        question.done(answer, fields)
 
     def _hang_up(self, one: _Try) -> None:
         one.question.open.remove(one)
@@ -330,7 +366,7 @@ class Prober:
             while question.open:
                 self._hang_up(question.open[0])
         self._selector.close()
-        self._bell.close()
+        self._wakeup.close()
 
 
 def _found(seat: Seat, flags: int = 0) -> _To | None:

@@ -14,15 +14,10 @@ from elasticrt.clock import Clock
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.time_bounds import START_S_MAX, START_UNKNOWN_S
 from elasticrt.ipc.wording import counted
 
 log = logging.getLogger(__name__)
-
-START_S_MAX = 60.0
-"""Newcomers wait for a generation's first step so long, in a script that is known to have a Loop ..."""
-
-START_UNKNOWN_S = 3.0
-"""... and so long in a script of which nothing is known."""
 
 
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")

@@ -1,16 +1,12 @@
 """What workers are doing right now: the stacks of their threads, as text.
 
-Two sources. `py-spy`, where it is installed and may look, reads a process from outside, even one that is stopped. Every
-worker with a Loop also writes its stacks on its status page when it gets `STACKS_SIGNAL`; that needs nobody's
-permission, and no interpreter that can still run.
+Every worker with a Loop writes its stacks on its status page when it gets `STACKS_SIGNAL`; that needs no interpreter
+that can still run. Of one that does not answer, the kernel's word for its state is told.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +17,11 @@ from typing import Literal
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.ipc.proc import stat
 from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
+from elasticrt.ipc.time_bounds import STACKS_LOOK_S, STACKS_S_MAX
 from elasticrt.workers.logs import file_of
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0
-"""A signal handler writes its stacks in less than a millisecond, on an idle machine."""
-
-SPY_S = 5.0
-POLL_S = 0.02
 LINES_MAX = 120
 
 
@@ -69,8 +61,7 @@ def take(
         signal(STACKS_SIGNAL)
 
     def work() -> None:
-        spy = _spy()
-        said = {rank: _of(pid, page, before[rank], spy) for rank, (pid, page) in workers.items()}
+        said = {rank: tuple(_text_of(pid, page, before[rank])[:LINES_MAX]) for rank, (pid, page) in workers.items()}
         put(replace(blank, lines=said))
 
     threading.Thread(target=work, name="elasticrt-stacks", daemon=True).start()
@@ -88,46 +79,20 @@ def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, direct
             log.warning("stacks are not kept: %s: %s", path, error.strerror)
 
 
-def _of(pid: int, page: StatusPage, before: int, spy: str) -> tuple[str, ...]:
-    lines = _from_outside(spy, pid) if spy else []
-    return tuple((lines or _from_inside(pid, page, before))[:LINES_MAX])
-
-
-def _from_inside(pid: int, page: StatusPage, before: int) -> list[str]:
+def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
     """What the worker has written on its page since `before`, when it has stopped writing."""
-    deadline, length = time.monotonic() + ANSWER_S, before
+    deadline, length = time.monotonic() + STACKS_S_MAX, before
     while time.monotonic() < deadline:
         now = len(page.text())
         if now == length > before:
             break
         length = now
-        time.sleep(POLL_S)
+        time.sleep(STACKS_LOOK_S)
     if length == before:
-        return [f"it has not answered within {ANSWER_S:g} s: {_state(pid)}"]
+        return [f"it has not answered within {STACKS_S_MAX:g} s: {_state(pid)}"]
     # A process lists its newest thread first; the oldest, the main one, is what matters most.
     threads = page.text()[before:].decode(errors="replace").strip().split("\n\n")
     return "\n".join(reversed(threads)).splitlines()
-
-
-def _from_outside(spy: str, pid: int) -> list[str]:
-    command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SPY_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.info("py-spy: %s", error)
-        return []
-    if done.returncode:
-        log.info("py-spy: %s", done.stderr.strip()[:400])
-        return []
-    return [line for line in done.stdout.splitlines() if line.strip()]
-
-
-def _spy() -> str:
-    """Where py-spy is, on the path or beside this interpreter; "" without one."""
-    beside = Path(sys.executable).parent
-    return shutil.which("py-spy") or shutil.which("py-spy", path=str(beside)) or ""
 
 
 def _catches(pid: int) -> bool:

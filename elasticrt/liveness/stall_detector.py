@@ -20,16 +20,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 
-LOOK_S = 0.25
-"""Between two looks."""
-
-LOOK_IN_PLACE_S = 0.1
-STANDING_IN_PLACE_S = 0.25
-"""The same, and how long steps have to stand, where workers go on in place: taking a node out wrongly costs them no
-more than the time of a step."""
-
-AWAY_S = 2.0
-"""Who has not looked for so long was away."""
+from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of so many measurements: neither one slow step nor a fast one matters."""
@@ -52,9 +43,6 @@ class StallLimits:
     hang_factor: float = 20.0
     hang_from: int = 20
 
-
-SAY_AFTER_S = 5.0
-"""People are told who is waited for at the end of a run, after so long."""
 
 IDLE_SHARE = 0.01
 """Of one core: threads of torch that only wait use less, and any work uses more."""

@@ -19,17 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from elasticrt.errors import (
-    CheckpointError,
-    ConfigError,
-    DuplicateError,
-    ElasticError,
-    PreparationError,
-    RendezvousTimeoutError,
-    StoreError,
-    WorkersFailedError,
-    explain,
-)
+from elasticrt.errors import ConfigError, ElasticError, explain
 from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPayload
 
@@ -41,18 +31,7 @@ FLUSH_S = 5.0
 _LAST_CHARACTERS = 8000
 _COMPLAINT = "elasticrt: error: "
 
-_ERRORS: dict[int, type[ElasticError]] = {
-    kind.exit_code: kind
-    for kind in (
-        CheckpointError,
-        ConfigError,
-        DuplicateError,
-        PreparationError,
-        RendezvousTimeoutError,
-        StoreError,
-        WorkersFailedError,
-    )
-}
+_ERRORS = {kind.exit_code: kind for kind in ElasticError.__subclasses__()}
 
 
 def spawn(
@@ -90,7 +69,7 @@ def spawn(
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or not 1 <= nprocs <= 4096:
         raise ConfigError(explain("not a number of workers", "spawn", got=nprocs, expected="nprocs from 1 to 4096"))
     call = _pickled(fn, tuple(args))
-    command = ["--nproc-per-node", str(nprocs), "--min-nodes", str(min_nodes), "--max-nodes", str(max_nodes)]
+    command = ["--nproc-per-node", str(nprocs), "--nnodes", f"{min_nodes}:{max_nodes}"]
     command += ["--module", WORKER_MODULE, f"{fn.__module__}:{fn.__qualname__}"]
     with _memory() as ours, contextlib.ExitStack() as closing:
         Path(ours).write_bytes(call)

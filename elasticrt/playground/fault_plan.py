@@ -25,155 +25,70 @@ WHEN: WHAT, where
 
 STEP_MAX = 10**9
 SECONDS_MAX = 86_400.0
-NUMBER_MAX = 9_999  # Nodes and ranks: no machine starts more processes than that.
 
-
-@dataclass(frozen=True)
-class PlannedFault:
-    """Due once the training has finished this global step."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class After:
-    """Due this many seconds after the start of the simulation."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class KillNode:
-    """SIGKILL to the agent of node `node` (counted from 0)."""
-
-    node: int
-
-
-@dataclass(frozen=True)
-class DrainNode:
-    """SIGTERM to the agent of node `node`."""
-
-    node: int
-
-
-@dataclass(frozen=True)
-class PauseNode:
-    """SIGSTOP to node `node`'s agent and workers, SIGCONT `for_s` seconds later."""
-
-    node: int
-    for_s: float
-
-
-@dataclass(frozen=True)
-class KillWorker:
-    """SIGKILL to the worker with this global rank."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class AddNode:
-    """Start one more agent."""
-
-
-Trigger = PlannedFault | After
-Action = KillNode | DrainNode | PauseNode | KillWorker | AddNode
+# No sign, no leading zero, no exponent, no underscore, ASCII digits only: what int() would be generous about.
+_WHOLE = "(?:0|[1-9][0-9]{0,9})"
+_SECONDS = rf"{_WHOLE}(?:\.[0-9]{{1,6}})?"
+_NODE = "(?:0|[1-9][0-9]{0,3})"  # No machine starts more processes than that.
+_FAULT = re.compile(
+    rf" *(?:step +(?P<step>{_WHOLE})|(?P<after_s>{_SECONDS})s) *: *"
+    rf"(?:(?P<what>(?:kill|drain|pause) +node|kill +worker) +(?P<number>{_NODE})(?: +for +(?P<pause_s>{_SECONDS})s)?"
+    r"|(?P<add>add +node)) *"
+)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: when, what, and the words it was written in."""
+    """One fault.
 
-    trigger: Trigger
-    action: Action
+    Attributes:
+        text: the words it was written in.
+        what: "kill node", "drain node", "pause node", "kill worker" or "add node".
+        number: of the node, or the worker's global rank; 0 for "add node".
+        step: it is due once the training has finished this global step; None when it waits for a time.
+        after_s: it is due so many seconds after the start of the simulation; None when it waits for a step.
+        pause_s: how many seconds a pause lasts; 0 for anything else.
+    """
+
     text: str
+    what: str
+    number: int = 0
+    step: int | None = None
+    after_s: float | None = None
+    pause_s: float = 0.0
+
+    def is_due(self, step: int, elapsed_s: float) -> bool:
+        """Whether it is, `elapsed_s` after the start, when `step` is the highest global step finished (0: none)."""
+        return step >= self.step if self.step is not None else elapsed_s >= (self.after_s or 0.0)
 
 
-# No sign, no leading zero, no exponent, no underscore, ASCII digits only: what int() would be generous about.
-_WHOLE = r"(0|[1-9][0-9]{0,9})"
-_SECONDS = r"((?:0|[1-9][0-9]{0,9})(?:\.[0-9]{1,6})?)s"
+def parse_fault(text: str) -> Fault:
+    """One `--fault` option. Raises ConfigError, with the grammar as the remedy, for anything else."""
+    found = _FAULT.fullmatch(text)
+    if found is not None:
+        fault = Fault(
+            text=text,
+            what=" ".join((found["what"] or found["add"]).split()),
+            number=int(found["number"] or 0),
+            step=None if found["step"] is None else int(found["step"]),
+            after_s=None if found["after_s"] is None else float(found["after_s"]),
+            pause_s=float(found["pause_s"] or 0.0),
+        )
+        in_range = fault.step is None or 1 <= fault.step <= STEP_MAX
+        in_range = in_range and max(fault.after_s or 0.0, fault.pause_s) <= SECONDS_MAX
+        if in_range and (fault.what == "pause node") == (fault.pause_s > 0):
+            return fault
+    what, remedy = "this is no fault that simulate knows", f"Write it as {GRAMMAR}"
+    raise ConfigError(explain(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy))
 
 
-def _of(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.replace(" ", "[ ]+"), re.ASCII)
-
-
-_AT_STEP = _of(f"step {_WHOLE}")
-_AFTER = _of(_SECONDS)
-_KILL_NODE = _of(f"kill node {_WHOLE}")
-_DRAIN_NODE = _of(f"drain node {_WHOLE}")
-_PAUSE_NODE = _of(f"pause node {_WHOLE} for {_SECONDS}")
-_KILL_WORKER = _of(f"kill worker {_WHOLE}")
-_ADD_NODE = _of("add node")
+def due(faults: Iterable[Fault], step: int, elapsed_s: float) -> tuple[tuple[Fault, ...], tuple[Fault, ...]]:
+    """Split the faults still open into (now, later), both in the order they were given; see `Fault.is_due`."""
+    faults = tuple(faults)
+    now = tuple(fault for fault in faults if fault.is_due(step, elapsed_s))
+    return now, tuple(fault for fault in faults if fault not in now)
 
 
 def node_name(number: int) -> str:
     """The name of the node that a fault calls `node K`."""
     return f"node-{number}"
-
-
-def parse_fault(text: str) -> Fault:
-    """One `--fault` option. Raises ConfigError, with the grammar as the remedy, for anything else."""
-    when, colon, what = text.partition(":")
-    trigger = _trigger(when.strip(" "), text)
-    action = _action(what.strip(" "), text)
-    if not colon or trigger is None or action is None:
-        raise _refuse("this is no fault that simulate knows", text)
-    return Fault(trigger, action, text)
-
-
-def due(faults: Iterable[Fault], step: int, elapsed_s: float) -> tuple[tuple[Fault, ...], tuple[Fault, ...]]:
-    """Split the faults still open into (now, later), both in the order they were given.
-
-    `step` is the highest global step finished so far (0: none), `elapsed_s` the seconds since the start.
-    """
-    now: list[Fault] = []
-    later: list[Fault] = []
-    for fault in faults:
-        match fault.trigger:
-            case PlannedFault(number):
-                is_due = step >= number
-            case After(seconds):
-                is_due = elapsed_s >= seconds
-        (now if is_due else later).append(fault)
-    return tuple(now), tuple(later)
-
-
-def _trigger(when: str, text: str) -> Trigger | None:
-    if found := _AT_STEP.fullmatch(when):
-        return PlannedFault(_whole(found[1], text, 1, STEP_MAX))
-    if found := _AFTER.fullmatch(when):
-        return After(_seconds(found[1], text, zero=True))
-    return None
-
-
-def _action(what: str, text: str) -> Action | None:
-    if found := _KILL_NODE.fullmatch(what):
-        return KillNode(_whole(found[1], text, 0, NUMBER_MAX))
-    if found := _DRAIN_NODE.fullmatch(what):
-        return DrainNode(_whole(found[1], text, 0, NUMBER_MAX))
-    if found := _PAUSE_NODE.fullmatch(what):
-        return PauseNode(_whole(found[1], text, 0, NUMBER_MAX), _seconds(found[2], text, zero=False))
-    if found := _KILL_WORKER.fullmatch(what):
-        return KillWorker(_whole(found[1], text, 0, NUMBER_MAX))
-    return AddNode() if _ADD_NODE.fullmatch(what) else None
-
-
-def _whole(digits: str, text: str, low: int, high: int) -> int:
-    number = int(digits)
-    if not low <= number <= high:
-        raise _refuse(f"the number {number} is outside {low} to {high}", text)
-    return number
-
-
-def _seconds(digits: str, text: str, *, zero: bool) -> float:
-    seconds = float(digits)
-    if seconds > SECONDS_MAX or (seconds == 0 and not zero):
-        raise _refuse(f"{digits} s is outside {'0' if zero else 'more than 0'} to {SECONDS_MAX:.0f}", text)
-    return seconds
-
-
-def _refuse(what: str, text: str) -> ConfigError:
-    return ConfigError(
-        explain(what, "--fault", got=text, expected="WHEN: WHAT", remedy=f"Write it as {GRAMMAR}"),
-    )

@@ -1,4 +1,4 @@
-"""What a simulation tells: a fold from events to lines. Pure.
+"""What a simulation tells: a fold from the agents' events to lines. Pure.
 
 `tell` takes the story so far and one event and gives the story after it and the lines to print; `tick` does the same
 for the time that passes. A change of membership is told in one line, when its cost is known: the agents' first steps
@@ -34,14 +34,14 @@ class Line:
 class Chapter:
     """One generation as it was told.
 
-    `first_step` is None until a member has reported one; `pause_s` and `redone` are the largest that members
-    reported; `headline` is the leader's cause until the line is told, then what the line says, without the step.
+    `cause` is the leader's; `first_step` is None until a member has reported one; `pause_s` and `redone` are the
+    largest that members reported.
     """
 
     number: int
     nodes: tuple[str, ...]
     world_size: int
-    headline: str
+    cause: str
     resume_step: int
     at: float
     step_before: int
@@ -59,8 +59,8 @@ class Narration:
     """Everything known so far.
 
     `pids` are agents by node; `ended` are agents' exit codes by node (negative: signal); `workers` are, by node, the
-    generation and the workers' pids by rank; `lost` says how, of nodes whose loss has not been told yet. `step` is the
-    highest, `newest` the one reported last (lower while steps are done again), `made` counts all, those too.
+    generation and the workers' pids by rank. `step` is the highest, `newest` the one reported last (lower while steps
+    are done again).
     """
 
     started_at: float
@@ -70,17 +70,15 @@ class Narration:
     ended: Mapping[str, int] = field(default_factory=dict)
     workers: Mapping[str, tuple[int, Mapping[int, int]]] = field(default_factory=dict)
     chapters: tuple[Chapter, ...] = ()
-    lost: Mapping[str, str] = field(default_factory=dict)
     step: int = 0
     newest: int = 0
-    made: int = 0
     epoch: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
     committed: int = 0
     first_step_at: float | None = None
     last_step_at: float = 0.0
     status_at: float = 0.0
-    status_made: int = 0
+    status_step: int = 0
     offered: int = 0
     result: Mapping[str, Any] | None = None
 
@@ -105,7 +103,7 @@ Told = tuple[Narration, tuple[Line, ...]]
 
 
 def tell(story: Narration, event: Mapping[str, Any]) -> Told:
-    """Fold one event (as `events.read_event` returns it) into the story."""
+    """Fold one event into the story: one line of an agent's event log, or a `fault` or `agent_exited` of our own."""
     node, at = event["node"], event["at"]
     match event["event"]:
         case "agent_started":
@@ -124,8 +122,6 @@ def tell(story: Narration, event: Mapping[str, Any]) -> Told:
             return story, tuple(Line(text) for text in event["text"].splitlines())
         case "committed":
             return replace(story, committed=max(story.committed, event["step"])), ()
-        case "member_lost":
-            return _member_lost(story, event["lost"], event["how"]), ()
         case "result":
             return _result(story, event)
         case "agent_exited":
@@ -146,7 +142,7 @@ def tick(story: Narration, now: float) -> Told:
             story, lines = _announce(story)
     if now - max(story.status_at, story.started_at) >= STATUS_EVERY_S:
         lines += (Line(_status(story, now)),)
-        story = replace(story, status_at=now, status_made=story.made)
+        story = replace(story, status_at=now, status_step=story.newest)
     return story, lines
 
 
@@ -176,7 +172,7 @@ def summary(story: Narration, now: float, stopped_by: str = "") -> tuple[Line, .
         first = chapter.number == story.chapters[0].number
         pause = "-" if first or chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
-        rows.append((str(chapter.number), chapter.headline, *counts, pause, f"{chapter.redone:,}"))
+        rows.append((str(chapter.number), chapter.cause, *counts, pause, f"{chapter.redone:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "-" * max(map(len, lines)))
@@ -226,44 +222,12 @@ def _generation(story: Narration, event: Mapping[str, Any]) -> Told:
         number=event["number"],
         nodes=tuple(event["nodes"]),
         world_size=event["world_size"],
-        headline=event["cause"],
+        cause=event["cause"],
         resume_step=event["resume_step"],
         at=event["at"],
         step_before=story.step,
     )
     return replace(story, chapters=(*story.chapters, chapter)), lines
-
-
-def _member_lost(story: Narration, node: str, how: str) -> Narration:
-    if node in story.lost or (
-        story.chapter is not None and node not in story.chapter.nodes and story.chapter.announced
-    ):
-        return story  # The first to say so knows how; and what has been told is not told again.
-    # Its own name again says nothing.
-    return replace(story, lost={**story.lost, node: how.removeprefix(f"{node} ").removeprefix("is ")})
-
-
-def _headline(story: Narration) -> str:
-    """What changed, in words: from the members when they changed, otherwise as the leader put it."""
-    chapter = story.chapters[-1]
-    if len(story.chapters) == 1:
-        return chapter.headline
-    before = story.chapters[-2].nodes
-    parts = []
-    for node in before:
-        if node in chapter.nodes:
-            continue
-        code, how = story.ended.get(node, 0), story.lost.get(node, "left")
-        if code < 0:
-            parts.append(f"{node} lost ({describe_code(code)})")
-        elif node not in story.ended and node not in story.lost and f" on {node}: " in chapter.headline:
-            parts.append(chapter.headline)  # It lives, and none of its workers does.
-        elif how.endswith("left"):
-            parts.append(f"{node} left")
-        else:
-            parts.append(f"{node} lost" + ("" if how.endswith("lost") else f" ({how})"))
-    parts += [f"{node} joined" for node in chapter.nodes if node not in before]
-    return ", ".join(parts) or chapter.headline
 
 
 def _first_step(story: Narration, event: Mapping[str, Any]) -> Told:
@@ -290,10 +254,8 @@ def _first_step(story: Narration, event: Mapping[str, Any]) -> Told:
 
 def _stepped(story: Narration, step: int, at: float) -> Narration:
     if story.first_step_at is None:
-        return replace(story, step=step, newest=step, first_step_at=at, last_step_at=at)
-    made = story.made + max(0, step - story.newest)
-    last_at = max(at, story.last_step_at)
-    return replace(story, step=max(story.step, step), newest=step, made=made, last_step_at=last_at)
+        return replace(story, step=step, newest=step, status_step=step, first_step_at=at, last_step_at=at)
+    return replace(story, step=max(story.step, step), newest=step, last_step_at=max(at, story.last_step_at))
 
 
 def _offer(story: Narration) -> Told:
@@ -319,32 +281,21 @@ def _result(story: Narration, event: Mapping[str, Any]) -> Told:
 
 def _announce(story: Narration) -> Told:
     """The line of the newest generation, with its cost if that is known, or the cost alone if it comes late."""
-    chapter = replace(story.chapters[-1], headline=_headline(story))
-    sentences = []
-    first = len(story.chapters) == 1
+    chapter, first = story.chapters[-1], len(story.chapters) == 1
+    name = f"generation {chapter.number}"
+    size = f"{counted(len(chapter.nodes), 'node')}, world size {chapter.world_size}"
     if chapter.announced:
-        sentences.append(f"generation {chapter.number}")
+        sentences = [name]
     elif first:
-        where = f", from step {chapter.resume_step:,}" if chapter.resume_step else ""
-        sentences.append(f"generation {chapter.number}: {_size(chapter)}{where}")
+        sentences = [f"{name}: {size}" + (f", from step {chapter.resume_step:,}" if chapter.resume_step else "")]
     else:
         # The members know at which step they stood; without them, the newest step seen is close.
         step = chapter.resume_step + chapter.redone if chapter.pause_s is not None else chapter.step_before
-        sentences.append(_at_step(chapter.headline, step))
-        sentences.append(f"generation {chapter.number}: {_size(chapter)}")
+        sentences = [chapter.cause + (f" at step {step:,}" if step else ""), f"{name}: {size}"]
     if chapter.reported:
         sentences.append(_cost(story, chapter, first=first))
     chapter = replace(chapter, announced=True, costed=bool(chapter.reported))
-    still = {node: how for node, how in story.lost.items() if node in chapter.nodes}  # Lost since then.
-    return replace(story, chapters=(*story.chapters[:-1], chapter), lost=still), (Line("-- " + ". ".join(sentences)),)
-
-
-def _at_step(headline: str, step: int) -> str:
-    where = f" at step {step:,}" if step else ""
-    if headline.endswith(")") and headline.count(" (") == 1:
-        what, how = headline.split(" (")
-        return f"{what}{where} ({how}"
-    return headline + where
+    return replace(story, chapters=(*story.chapters[:-1], chapter)), (Line("-- " + ". ".join(sentences)),)
 
 
 def _cost(story: Narration, chapter: Chapter, *, first: bool) -> str:
@@ -361,7 +312,7 @@ def _status(story: Narration, now: float) -> str:
         waiting = f"generation {chapter.number}, no step yet" if chapter else "no generation yet"
         return f".. {now - story.started_at:.0f} s: {counted(len(story.alive()), 'agent')}, {waiting}"
     since = max(story.status_at, story.first_step_at)
-    speed = (story.made - story.status_made) / (now - since) if now > since else 0.0
+    speed = max(0, story.newest - story.status_step) / (now - since) if now > since else 0.0
     parts = [f"step {story.newest:,}", f"epoch {story.epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     parts.append(f"{speed:.1f} steps/s")
@@ -370,7 +321,3 @@ def _status(story: Narration, now: float) -> str:
     if story.committed:
         parts.append(f"checkpoint {story.committed:,}")
     return ".. " + "  ".join(parts)
-
-
-def _size(chapter: Chapter) -> str:
-    return f"{counted(len(chapter.nodes), 'node')}, world size {chapter.world_size}"

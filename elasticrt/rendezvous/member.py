@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, ElasticError, StoreError, explain
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.conversations import Conversations, Entered
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
@@ -42,9 +43,6 @@ from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice,
 from elasticrt.rendezvous.view import Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import KeyValue, LeaseLost, StoreFull, StoreUnavailable
-
-LOOK_AGAIN_S = 0.1
-"""Before a newcomer tries again: another one was faster, or the last attempt's members are still leaving."""
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, ReleaseHold, Wait, Withdraw
 from elasticrt.rendezvous.leader_context import LeaderContext, candidates, go_on, list_names, publish, re_form
@@ -27,9 +28,6 @@ from elasticrt.rendezvous.view import Stored, View
 
 JOIN_COST_FACTOR = 20
 """A planned re-form is allowed when this many times the last one's cost has passed: at most 5 % of the time."""
-
-LOOK_AGAIN_S = 0.1
-"""A first step is no event in the store: a leader with newcomers at the door looks for it."""
 
 HOLD_S_MAX = 2.0
 """Agents answer a "hold" at once, whatever their workers do."""

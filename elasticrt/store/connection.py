@@ -7,21 +7,31 @@ endpoint when one fails, and turns every gRPC error into one of `protocol`'s. Th
 from __future__ import annotations
 
 import logging
-import random
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tenacity
+import tenacity  # Repeats what may be repeated until the time is over, with pauses that grow.
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store import proto
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
-from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreFull, StoreRefused, StoreUnavailable
+
+# gRPC's C core would write every failed handshake to stderr. It reads this once, while it is imported; workers and the
+# user's own settings are left alone. Every failure reaches us as an error with the same text anyway.
+if "GRPC_VERBOSITY" in os.environ or "grpc" in sys.modules:
+    import grpc as grpc  # noqa: PLC0414  Others import it from here.
+else:
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+    import grpc as grpc  # noqa: PLC0414  The same.
+
+    del os.environ["GRPC_VERBOSITY"]
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +40,7 @@ TRY_S_MIN = 0.25
 
 PAUSE_S_MIN = 0.02
 PAUSE_S_MAX = 0.5
-"""Pauses between two rounds over all endpoints grow from the one to the other."""
+"""Pauses between two tries are drawn from 0 to a limit that grows from the one to the other."""
 
 _Result = TypeVar("_Result")
 Dial = Callable[[Address, Credentials], Any]
@@ -89,7 +99,11 @@ class Endpoint:
 
 
 class Connections:
-    """All endpoints of one store. Safe to use from several threads."""
+    """All endpoints of one store, at `addresses`. Safe to use from several threads.
+
+    `dial` makes the client of one endpoint with `credentials`; `timeout_s` bounds every operation, its repetitions
+    included.
+    """
 
     def __init__(self, addresses: tuple[Address, ...], credentials: Credentials, dial: Dial, timeout_s: float) -> None:
         self.names = tuple(str(address) for address in addresses)
@@ -129,16 +143,16 @@ class Connections:
         An operation that is not `repeatable` is repeated only after errors that prove that it had no effect.
         Raises StoreUnavailable, StoreRefused, LeaseLost, ConfigError.
         """
-        attempt = _Operation(self, what, repeatable, time.monotonic() + self.timeout_s)
+        operation = _Operation(self, what, repeatable)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_AgainError),
-            stop=lambda _: self._closed.is_set() or attempt.remaining_s() <= 0,
-            wait=lambda state: attempt.pause_s(state.attempt_number),
-            sleep=self._sleep,
+            stop=tenacity.stop_after_delay(self.timeout_s) | tenacity.stop_when_event_set(self._closed),
+            wait=tenacity.wait_random_exponential(multiplier=PAUSE_S_MIN, max=PAUSE_S_MAX),
+            sleep=tenacity.sleep_using_event(self._closed),
             reraise=True,
         )
         try:
-            result: _Result = retrying(attempt.run, send)
+            result: _Result = retrying(operation.attempt, send)
         except _AgainError as error:
             message = f"no answer from etcd to {what} within {self.timeout_s:g} s"
             # What a server with TLS does to a client without: it hangs up.
@@ -156,9 +170,6 @@ class Connections:
             if endpoint is not None:
                 endpoint.close()
 
-    def _sleep(self, pause_s: float) -> None:
-        self._closed.wait(pause_s)
-
     def __len__(self) -> int:
         return len(self._addresses)
 
@@ -166,28 +177,18 @@ class Connections:
 class _Operation:
     """One operation's tries."""
 
-    def __init__(self, connections: Connections, what: str, repeatable: bool, deadline: float) -> None:
+    def __init__(self, connections: Connections, what: str, repeatable: bool) -> None:
         self._connections = connections
         self._what = what
         self._repeatable = repeatable
-        self._deadline = deadline
+        self._deadline = time.monotonic() + connections.timeout_s
         self._logins_left = 1
         self._untrusted: set[str] = set()
         self._last_failure = "no time for a try"
 
-    def remaining_s(self) -> float:
-        return self._deadline - time.monotonic()
-
-    def pause_s(self, attempts: int) -> float:
-        """No pause before every endpoint had its turn; then a growing, jittered one that keeps to the deadline."""
-        rounds = attempts // len(self._connections)
-        if attempts % len(self._connections):
-            return 0.0
-        pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(rounds, 10)) * random.uniform(0.5, 1.0)  # noqa: S311  Jitter.
-        return max(0.0, min(pause_s, self.remaining_s()))
-
-    def run(self, send: Callable[[Endpoint, float], _Result]) -> _Result:
-        timeout_s = self.remaining_s()
+    def attempt(self, send: Callable[[Endpoint, float], _Result]) -> _Result:
+        """One try, at the endpoint in use."""
+        timeout_s = self._deadline - time.monotonic()
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
         if self._repeatable and len(self._connections) > 1:

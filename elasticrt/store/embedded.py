@@ -181,52 +181,44 @@ def _living(record: Path) -> Served | None:
 
 def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, linger_s: float) -> None:
     """Start a keeper and wait until its server is registered."""
-    where = None if listen is None else asdict(etcd_server.claim(listen, "--rdzv-endpoint"))
-    ready, ready_fd = os.pipe()
     order = {
         "run_id": run_id,
         "record": str(record),
         "binary": str(etcd_server.find_binary()),
-        "listen": where,
+        "listen": None if listen is None else asdict(etcd_server.claim(listen, "--rdzv-endpoint")),
         "linger_s": linger_s,
-        "ready_fd": ready_fd,
         "lock_fd": lock_fd,
     }
     try:
         with subprocess.Popen(
             [sys.executable, "-m", "elasticrt.store.embedded_supervisor", json.dumps(order)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",  # Neither a user's file called json.py nor a directory to be unmounted is in the way.
             env=_environment(),
-            pass_fds=(ready_fd, lock_fd),
+            pass_fds=(lock_fd,),
             start_new_session=True,
-        ):
-            os.close(ready_fd)
-            ready_fd = -1
+        ) as keeper:
             # Everybody who starts a server will talk to it: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
-            error = _answer(ready)
+            assert keeper.stdout is not None
+            error = _answer(keeper.stdout.fileno())
     except OSError as failure:
         got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
         raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from failure
-    finally:
-        os.close(ready)
-        if ready_fd >= 0:
-            os.close(ready_fd)
     if error:
         raise StoreError(error)
 
 
-def _answer(ready: int) -> str:
+def _answer(fd: int) -> str:
     """What the keeper says when its server is there: "", or why it is not."""
     deadline = time.monotonic() + START_S_MAX
     text = b""
-    while select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        piece = os.read(ready, 4096)
+    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        piece = os.read(fd, 4096)
         if not piece:
             break
         text += piece

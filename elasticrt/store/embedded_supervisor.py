@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from elasticrt.errors import StoreError, explain
+from elasticrt.errors import StoreError
 from elasticrt.ipc.proc import start_of
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.embedded import Served
+from elasticrt.store.etcd_server import EtcdProcess
 from elasticrt.store.protocol import Address, Store
 
 LOOK_S = 0.5
@@ -85,65 +86,29 @@ class Need:
         return due is not None and now >= due
 
 
-class Server:
-    """The etcd process. `start` raises StoreError, leaving nothing behind."""
+def keep_up(etcd: EtcdProcess) -> bool:
+    """Start it again when SIGTERM has ended it; False when it has ended in any other way.
 
-    def __init__(self, run_id: str, binary: Path, listen: Address | None) -> None:
-        self._run_id = run_id
-        self.data = embedded.make_data()
-        address = listen or etcd_server.socket_in(self.data)
-        self.address = etcd_server.reached_from_here(address)
-        # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
-        self._command = etcd_server.command(binary, address, uuid4().hex, ("--unsafe-no-fsync",))
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """Start it, and wait until it serves."""
-        try:
-            self.process = etcd_server.launch(self._command, self.data)
-            if etcd_server.await_ready(self.process, self.address):
-                return
-            got, remedy = etcd_server.why_it_ended(self.data)
-            got = got or f"not ready within {etcd_server.READY_S_MAX:g} s"
-        except OSError as error:
-            got, remedy = etcd_server.in_our_words(str(error))
-        self.end()
-        remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
-        what = f"etcd did not start for run {self._run_id}"
-        raise StoreError(explain(what, self._command[0], got=got, remedy=remedy))
-
-    def lives(self) -> bool:
-        """Whether it runs. One that was ended by SIGTERM is started again: that is not ours to obey.
-
-        A scheduler sends SIGTERM to every process of a job, and etcd obeys at once, while the agents still hand over.
-        An orderly end loses no data, so the same server is there again in a tenth of a second.
-        """
-        assert self.process is not None
-        if self.process.poll() != -signal.SIGTERM:
-            return self.process.returncode is None
-        try:
-            self.start()
-        except StoreError:
-            return False
-        return True
-
-    def end(self) -> None:
-        """Stop it, and remove its data."""
-        if self.process is not None:
-            etcd_server.stop(self.process)
-        embedded.remove_data(self.data)
+    A scheduler sends SIGTERM to every process of a job, and etcd obeys at once, while the agents still hand over. An
+    orderly end loses no data, so the same server is there again in a tenth of a second.
+    """
+    assert etcd.process is not None
+    if etcd.process.poll() == -signal.SIGTERM:
+        with suppress(StoreError):  # Then it has ended, and is not ready.
+            etcd.start()
+    return etcd.process.returncode is None
 
 
-def keep(run_id: str, linger_s: float, server: Server, record: Path, signals: SimpleQueue[int]) -> None:
-    """Return when the server has ended or is not needed any more, and its record is gone.
+def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
+    """Return when etcd has ended or is not needed any more, and its record is gone. Raises StoreError.
 
     SIGTERM, which the members have got as well, ends it when the last of them has left, SIGINT at once.
     """
     from elasticrt.store.etcd import EtcdStore
 
-    store = EtcdStore((server.address,))
+    store = EtcdStore((etcd.address,))
     need, end_by = Need(store, run_id, linger_s, time.monotonic()), float("inf")
-    while server.lives():
+    while keep_up(etcd):
         over = need.over(_touched_ns(record), time.monotonic())
         if over or time.monotonic() >= end_by:
             with embedded.locked():
@@ -151,7 +116,7 @@ def keep(run_id: str, linger_s: float, server: Server, record: Path, signals: Si
                 if time.monotonic() >= end_by or need.over(_touched_ns(record), time.monotonic()):
                     record.unlink(missing_ok=True)
                     store.close()
-                    server.end()
+                    etcd.stop()
                     return
         try:
             number = signals.get(timeout=LOOK_S)
@@ -175,6 +140,15 @@ def _touched_ns(record: Path) -> int:
         return 0
 
 
+def _answer(error: str) -> None:
+    """Tell the agent that has started us, which reads our standard output to its end: "", or why it did not work."""
+    with suppress(BrokenPipeError):  # It was killed meanwhile; others find us.
+        os.write(1, json.dumps(error).encode())
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
 def main(text: str) -> None:
     """The process. `text` is the JSON that `embedded` writes."""
     order: dict[str, Any] = json.loads(text)
@@ -183,22 +157,23 @@ def main(text: str) -> None:
     signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, lambda received, _: signals.put(received))
-    listen, record = Address(**order["listen"]) if order["listen"] else None, Path(order["record"])
-    server = Server(order["run_id"], Path(order["binary"]), listen)
+    data, record = embedded.make_data(), Path(order["record"])
+    listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
+    # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.
+    etcd = EtcdProcess(Path(order["binary"]), data, listen, uuid4().hex, ("--unsafe-no-fsync",))
     try:
-        server.start()
-    except StoreError as error:
-        os.write(order["ready_fd"], json.dumps(str(error)).encode())
-        return
-    try:
+        etcd.start()
         me = os.getpid()
-        embedded.write_record(record, Served(server.address, me, start_of(me), str(server.data)))
-        os.write(order["ready_fd"], b'""')
-        os.close(order["ready_fd"])
+        embedded.write_record(record, Served(etcd.address, me, start_of(me), str(data)))
+        _answer("")
         os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
-        keep(order["run_id"], order["linger_s"], server, record, signals)
+        keep(order["run_id"], order["linger_s"], etcd, record, signals)
+    except StoreError as error:
+        embedded.remove_data(data)  # Before the agent hears of it: nothing is left behind.
+        _answer(str(error))
     finally:
-        server.end()
+        etcd.stop()
+        embedded.remove_data(data)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from typing import Any
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store import etcd_messages, proto
-from elasticrt.store.connection import Connections, Endpoint, status
+from elasticrt.store.connection import Connections, Endpoint, grpc, status
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
-from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import (
     Address,
     Credentials,
@@ -39,7 +38,7 @@ from elasticrt.store.watcher import EtcdWatch, Watcher
 if "etcd3" not in sys.modules:
     sys.modules["etcd3.etcdrpc"] = proto
 
-# Only now, when its messages have been replaced.
+# Makes the channel of each endpoint: target, TLS, options. Only now, when its messages have been replaced.
 import etcd3
 
 CHANNEL_OPTIONS = (

@@ -10,13 +10,7 @@ from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, T
 _EVERYTHING = b"\0"
 """As key and range end it means all keys: etcd's way to say "prefix of nothing"."""
 
-_TARGETS = {
-    "create": ("CREATE", "create_revision"),
-    "mod": ("MOD", "mod_revision"),
-    "version": ("VERSION", "version"),
-    "lease": ("LEASE", "lease"),
-    "value": ("VALUE", "value"),
-}
+_FIELDS = {"create": "create_revision", "mod": "mod_revision"}
 _RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", "<": "LESS", ">": "GREATER"}
 
 
@@ -106,13 +100,12 @@ def store_id(header: Any) -> str:
 
 
 def _compare(compare: Compare) -> Any:
-    target, field = _TARGETS[compare.target]
     message = proto.Compare(
         key=encode_key(compare.key),
-        target=proto.Compare.CompareTarget.Value(target),
+        target=proto.Compare.CompareTarget.Value(compare.target.upper()),
         result=proto.Compare.CompareResult.Value(_RESULTS[compare.op]),
     )
-    setattr(message, field, compare.operand)
+    setattr(message, _FIELDS.get(compare.target, compare.target), compare.operand)
     return message
 
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError, StoreError, explain
 from elasticrt.ipc.leash import command_of
 from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
@@ -155,15 +155,52 @@ def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
     return False
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+class EtcdProcess:
+    """One etcd, made by `command` from the arguments of the same names, with its files in the directory `data`.
+
+    Attributes:
+        address: where clients of this machine reach it.
+        process: the newest process; None before the first start.
+    """
+
+    def __init__(self, binary: Path, data: Path, listen: Address, token: str, options: tuple[str, ...] = ()) -> None:
+        self.address = reached_from_here(listen)
+        self.process: subprocess.Popen[bytes] | None = None
+        self._data = data
+        self._command = command(binary, listen, token, options)
+
+    def start(self) -> None:
+        """Start it, and wait until it serves. Raises StoreError when it does not; then it has been stopped."""
         try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
+            self.process = launch(self._command, self._data)
+            if await_ready(self.process, self.address):
+                return
+            self.stop()
+            got, remedy = self.why_it_ended()
+        except OSError as error:
+            got, remedy = in_our_words(str(error))
+        got = got or f"not ready within {READY_S_MAX:g} s"
+        remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
+        raise StoreError(explain("etcd did not start", self._command[0], got=got, remedy=remedy))
+
+    def why_it_ended(self) -> tuple[str, str]:
+        """What the server's log says about its end, in a few words, and the remedy when the reason is a usual one."""
+        log = self._data / LOG
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+            return in_our_words(file.read().decode(errors="replace"))
+
+    def stop(self) -> None:
+        """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
 
 
 def connect(address: Address, timeout_s: float) -> socket.socket:
@@ -244,17 +281,6 @@ def claim(listen: Address, option: str) -> Address:
             message = explain("the port can't be had", option, got=got, expected="a free port", remedy=remedy)
             raise ConfigError(message) from error
     return replace(listen, host=ip)
-
-
-def why_it_ended(directory: Path) -> tuple[str, str]:
-    """What the server's log says about its end, in a few words, and the remedy when the reason is a usual one."""
-    try:
-        log = directory / LOG
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-            return in_our_words(file.read().decode(errors="replace"))
-    except OSError:
-        return "", ""
 
 
 def in_our_words(text: str) -> tuple[str, str]:

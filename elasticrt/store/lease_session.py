@@ -63,7 +63,7 @@ def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: 
 
 
 class LeaseSession:
-    """Grants a lease and keeps it alive.
+    """Grants a lease of `ttl_s` seconds in `store`, and keeps it alive. `now` is the clock, in seconds.
 
     `sink` is called on changes only, the first `connected` included, in order, from whichever thread noticed: it must
     hand over (put into a queue) and return, and not call the session.

@@ -16,9 +16,8 @@ from typing import Any
 
 from elasticrt.errors import ElasticError
 from elasticrt.store import etcd_messages
-from elasticrt.store.connection import Connections, Endpoint, refused, status, untrusted
+from elasticrt.store.connection import Connections, Endpoint, grpc, refused, status, untrusted
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
-from elasticrt.store.grpc_import import grpc
 from elasticrt.store.protocol import (
     Broken,
     Changes,
@@ -81,7 +80,10 @@ class EtcdWatch:
 
 
 class Watcher:
-    """The watches of one store. The thread lives while there are any."""
+    """The watches of one store, at the endpoints of `connections`. The thread lives from the first until `close`.
+
+    `identity` gives the store's id as last read, "" when nothing has been read: another store's answer is noticed.
+    """
 
     def __init__(self, connections: Connections, identity: Callable[[], str]) -> None:
         self._connections = connections
@@ -93,7 +95,6 @@ class Watcher:
         self._thread: threading.Thread | None = None
         self._requests: SimpleQueue[Any] | None = None  # Of the stream under way; None: a new watch waits for the next.
         self._call: Any = None
-        self._hung_up = False  # The stream under way was ended by us, because nobody watched any more.
 
     def add(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool) -> EtcdWatch:
         """Start a watch. Never blocks; raises StoreUnavailable after `close`."""
@@ -128,7 +129,6 @@ class Watcher:
                 return
             if self._requests is not None:
                 self._requests.put(etcd_messages.cancel_request(watch.number))
-            self._hang_up_if_idle()
 
     def close(self) -> None:
         """Cancel all watches and end the thread (waiting at most 5 s, not at all inside a sink)."""
@@ -144,25 +144,15 @@ class Watcher:
             thread.join(5.0)
 
     def _run(self) -> None:
-        """Stream after stream, as long as somebody watches."""
+        """Stream after stream, until `close`."""
         failures = 0
         try:
-            while True:
-                with self._lock:
-                    if not self._watches:
-                        self._thread = None
-                        return
+            while not self._closed.is_set():
                 answered, reason = self._stream()
-                if self._hung_up:
-                    failures = 0
-                    continue
                 failures = 1 if answered else failures + 1
                 self._notify_broken(reason)
                 pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
-                with self._lock:
-                    waiting = bool(self._watches)
-                if waiting:
-                    self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
+                self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
         except Exception:
             # A bug, here or in a sink. Nobody may wait on a thread that is gone: every watch is ended in words, and who
             # follows again gets another thread.
@@ -179,7 +169,7 @@ class Watcher:
 
     def _stream(self) -> tuple[bool, str]:
         """One stream from its start to its end: whether the server answered at all, and why it ended."""
-        answered = self._hung_up = same_endpoint = False
+        answered = same_endpoint = False
         endpoint: Endpoint | None = None
         try:
             endpoint = self._connections.current()
@@ -197,7 +187,7 @@ class Watcher:
             reason = str(error)
         finally:
             self._hang_up()
-        if endpoint is not None and not self._hung_up and not same_endpoint:
+        if endpoint is not None and not same_endpoint:
             self._connections.failed(endpoint)
         return answered, reason
 
@@ -206,22 +196,14 @@ class Watcher:
         # `hasleader` makes a member that lost its quorum end the stream instead of leaving it silent.
         metadata = (*endpoint.metadata, ("hasleader", "true"))
         with self._lock:
+            if self._closed.is_set():  # Else nobody would cancel this call.
+                raise StoreUnavailable("closed")
             self._requests = requests
             for watch in self._watches.values():
                 requests.put(watch.request())
             call = endpoint.watch.Watch(iter(requests.get, None), metadata=metadata)
             self._call = call
-            self._hang_up_if_idle()
         yield from call
-
-    def _hang_up_if_idle(self) -> None:
-        """With the lock held: nobody watches, so the stream ends. A watch added meanwhile waits for the next one."""
-        if not self._watches and self._call is not None:
-            self._hung_up = True
-            if self._requests is not None:
-                self._requests.put(None)
-                self._requests = None
-            self._call.cancel()
 
     def _hang_up(self) -> None:
         with self._lock:
@@ -326,7 +308,6 @@ class Watcher:
             self._watches.pop(watch.number, None)
             if self._requests is not None:
                 self._requests.put(etcd_messages.cancel_request(watch.number))
-            self._hang_up_if_idle()
         self._tell(watch, Resync(reason))
         watch.active = False
 

@@ -54,7 +54,8 @@ from torch.distributed.elastic.rendezvous import (
 from elasticrt import errors
 from elasticrt.agent.store_discovery import address_towards
 from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
-from elasticrt.spec import RunSpec, check_name
+from elasticrt.option_values import check_name
+from elasticrt.spec import RunSpec
 from elasticrt.store.address import check_security, parse_endpoints
 from elasticrt.store.etcd_server import resolve_for_others
 from elasticrt.store.protocol import Credentials

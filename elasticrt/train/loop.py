@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,24 +16,23 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from elasticrt.checkpoint import rng_state, stateful
-from elasticrt.checkpoint.checkpointer import Checkpointer
-from elasticrt.checkpoint.memory_tier import BUDGET, MemoryTier
-from elasticrt.checkpoint.run_directories import run_of
+from elasticrt.checkpoint import stateful
+from elasticrt.checkpoint.memory_tier import BUDGET
 from elasticrt.checkpoint.state_transfer import Standing, share
-from elasticrt.data.ledger_writer import Ledger
-from elasticrt.data.position import Position, SaveInterval
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from elasticrt.distributed import agent_client, collectives, handover, regroup
 from elasticrt.distributed.sigterm_guard import SigtermGuard
-from elasticrt.errors import CheckpointError, ConfigError, explain
+from elasticrt.errors import ConfigError, explain
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
-from elasticrt.train.in_place import InPlace, Undo
+from elasticrt.train.in_place import InPlace
+from elasticrt.train.optimizer_watch import OptimizerWatch
 from elasticrt.train.reporting import Reporter
+from elasticrt.train.saving import Saving
+from elasticrt.train.training_state import TrainingState
+from elasticrt.train.undo import Undo
 from elasticrt.train.weighting import Weighting
 
 _entered: list[bool] = []
@@ -74,9 +72,6 @@ class Loop:
         **stateful_objects: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict()
             and load_state_dict(). DDP, DataParallel and compiled modules are saved bare.
 
-    Attributes:
-        vars: the user's own plain values; saved and restored, in place, with the rest.
-
     Raises TypeError, ValueError and ConfigError for arguments that can't be.
     """
 
@@ -98,61 +93,62 @@ class Loop:
             raise TypeError(explain("not one of our samplers", "Loop(sampler=)", got=sampler, expected=expected))
         if resume not in ("auto", "fresh"):
             raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
-        if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
-            raise ConfigError(explain("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1"))
-        self._objects = stateful.checked(stateful_objects)
         self._shown = os.fspath(directory)
-        self._checkpointer = Checkpointer(directory, keep=keep)
-        self._sampler = sampler
-        self._every = SaveInterval.parse(every)
+        self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
+        self._reporter = Reporter()
+        self._saving = Saving(self._state, self._reporter, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
-        self._numbers = rng_state.RngState(seed)
-        self._weighting = Weighting(stateful_objects.values())
-        self._hooks: list[RemovableHandle] = []
-        self._position = self._saved = Position()
-        self._saved_at = 0.0
         self._steps_max: int | None = None
-        self._rank, self._world_size, self._resumed_world_size = 0, 1, 1
-        self._reporter: Reporter | None = None
-        self._worker, self._page = agent_client.worker_env(), agent_client.status_page()
-        self._shield = SigtermGuard(self._page)
-        self._run = run_of(self._worker)
-        self._copies = MemoryTier(self._worker, memory, self._checkpointer.place)
-        self._ledger = Ledger(ledger, sampler)
-        self._share: BatchSlice | None = None  # What is being trained; None between batches.
-        self._step_samples = self._pass = 0
-        self._stepped = False  # Whether an optimizer has stepped in the present batch.
-        self._touched = False  # Whether one has begun to, in the present step.
-        self._loader: object = None
-        self._sequence = 0  # Of the collective before the first optimizer of the step.
-        self._communicates_late = False  # Whether a step has collectives after an optimizer's step.
-        self._asked: _Step | None = None  # What `step()` gave and no `with` has entered.
-        self._in_step = self._within_step = self._accumulates = False
-        self._has_blocks = False  # Whether the script has had a `with loop.step()`.
-        self._fed = False  # Whether the script has a batch of `batches` at hand.
-        self._whole = True  # Whether the state is that of just the steps that are done.
+        self._stage = "new"  # Then "running" and "over", or "broken".
+        # The parts that a step needs.
+        objects = self._state.objects.values()
+        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+        scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
+        self._weighting = Weighting(stateful_objects.values())
+        self._optimizers = OptimizerWatch(objects, self._before_optimizer)
+        self._undo = Undo(modules, scalers, seed is not None)
+        # The world that this process is in.
+        self._in_place = InPlace(stateful_objects.values())
+        self._page = agent_client.status_page()
+        self._guard = SigtermGuard(self._page)
+        self._world_size = self._resumed_world_size = 1
         self._told = 0  # The world size that `on_change` was told last.
         self._moves = 0  # How often this process has got another place.
-        self._only = self._owes_save = False  # The latter: the newest checkpoint may be lost with another node.
-        self._redo = self._ended = False  # Whether the last step is done again; whether its boundary is to come.
-        self._completes = True
-        self._in_place = InPlace(stateful_objects.values())
-        modules = [each for each in self._objects.values() if isinstance(each, torch.nn.Module)]
-        scalers = [each for each in self._objects.values() if isinstance(each, torch.amp.GradScaler)]
-        self._undo = Undo(modules, scalers, seed is not None)
+        self._is_only = False  # Whether no other Loop was entered before.
         self._changed: list[Callable[[Change], None]] = []
-        self._stage = "new"
-        self.vars: dict[str, Any] = {}
+        # The batch that is being trained.
+        self._share: BatchSlice | None = None  # None between batches.
+        self._step_samples = self._pass = 0
+        self._loader: object = None
+        self._fed = False  # Whether the script has a batch of `batches` at hand.
+        self._completes = True  # Whether the batch before completed its global batch.
+        # The block of the step.
+        self._asked: _Step | None = None  # What `step()` gave and no `with` has entered.
+        self._has_blocks = False  # Whether the script has had a block.
+        self._in_step = False  # Whether it is in one.
+        self._within_step = False  # Whether it is between two micro-batches of a step.
+        self._accumulates = False  # Whether gradients of steps before count, as no optimizer has stepped since.
+        self._redo = False  # Whether the last step is done again.
+        self._ended = False  # Whether the boundary behind the last step is to come.
+
+    @property
+    def vars(self) -> dict[str, Any]:
+        """The user's own plain values; saved and restored, in place, with the rest."""
+        return self._state.vars
+
+    @vars.setter  # noqa: A003  Scripts know it by this name.
+    def vars(self, values: dict[str, Any]) -> None:
+        self._state.vars = values
 
     @property
     def epoch(self) -> int:
         """The present epoch, from 0."""
-        return self._position.epoch
+        return self._state.position.epoch
 
     @property
     def steps_done(self) -> int:
         """Steps that are done, over all epochs and restarts."""
-        return self._position.steps
+        return self._state.position.steps
 
     @property
     def complete(self) -> bool:
@@ -187,116 +183,91 @@ class Loop:
     def _epochs(self, total: int) -> Iterator[int]:
         self._enter()
         try:
-            while not self._position.is_over(total, self._steps_max):
-                self._position = self._position.opened()
-                if self._sampler is not None:
-                    self._sampler.set_epoch(self._position.epoch)
-                entered = self._position.epoch
+            while not self._state.position.is_over(total, self._steps_max):
+                self._state.position = self._state.position.opened()
+                if self._state.sampler is not None:
+                    self._state.sampler.set_epoch(self._state.position.epoch)
+                entered = self._state.position.epoch
                 try:
                     yield entered
                 except GeneratorExit:
                     if generator_exit.on_purpose(sys._getframe(1)):
                         self._settle()
-                        self._save_last()
+                        self._saving.last()
                     raise
                 self._check_running("epochs")
                 self._settle()
-                if self._position.epoch != entered:
+                if self._state.position.epoch != entered:
                     continue  # The others were further: this epoch was over for them.
                 cut_short = self._cut_short()
                 if not cut_short:
-                    self._ledger.closed(self._position)
-                self._position = self._position.closed(cut_short=cut_short)
+                    self._state.ledger.closed(self._state.position)
+                self._state.position = self._state.position.closed(cut_short=cut_short)
                 self._boundary()
-            self._save_last()
-            self._checkpointer.finish()
+            self._saving.last()
+            self._saving.checkpointer.finish()
         finally:
             self._leave()
 
     def _enter(self) -> None:
-        if any(other._checkpointer.place == self._checkpointer.place for other in _running):
+        place = self._saving.checkpointer.place
+        if any(other._saving.checkpointer.place == place for other in _running):
             raise ConfigError(
                 explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
             )
         for other in _running:
             other._in_place.end()
-        self._only = not _entered
+        self._is_only = not _entered
         _entered.append(True)
         if self._in_place.beside:
-            self._whole = False
-            self._in_place.rehearse(self._objects)
+            self._state.whole = False
+            self._in_place.rehearse(self._state.objects)
             self._in_place.announce_ready()
             self._go_on()
         else:
             self._begin_with_all()
-        self._saved = self._position
-        self._saved_at = time.monotonic()
-        optimizers = [each for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
-        self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
-        self._hooks += [each.register_step_post_hook(self._after_optimizer) for each in optimizers]
+        self._saving.begin()
+        self._optimizers.attach()
         self._stage = "running"
-        self._shield.raise_()
-        self._copies.begin(time.monotonic(), self._run.total)
+        self._guard.raise_()
         _running.append(self)
 
     def _begin_with_all(self) -> None:
         """All ranks enter together: they restore the newest checkpoint, if there is one."""
-        self._numbers.compare()
-        state = self._checkpointer.begin(fresh=self._fresh)
-        self._rank, self._world_size = collectives.rank_and_world()
+        self._state.numbers.compare()
+        found = self._saving.checkpointer.begin(fresh=self._fresh)
+        _, self._world_size = collectives.rank_and_world()
         self._resumed_world_size = self._world_size
-        if state is not None:
-            self._restore(state.data, state.world_size)
-        self._has_state(self._checkpointer.start)
+        if found is not None:
+            self._state.restore(found.data)
+            self._resumed_world_size = found.world_size
+        self._has_state(self._saving.checkpointer.start)
         self._tell_change()
 
     def _has_state(self, start: str) -> None:
-        """The state is that of the generation that begins: tell who watches. `start`: its name in the ledger."""
-        self._numbers.begin_step(self._position)
-        self._ledger.open(start, self._position)
-        self._reporter = Reporter(self._run.total)
-        self._owes_save = self._rank == 0 and self._checkpointer.lacks_head
-        if self._page is not None:
-            self._page.restored_at_ns = time.monotonic_ns()
-        self._reporter.entered(self._run.total + 1)
+        """The state is that of the generation that begins. `start`: the name of this start in the ledger."""
+        self._state.numbers.begin_step(self._state.position)
+        self._state.ledger.open(start, self._state.position)
+        self._saving.has_state()
+        self._reporter.begin(self._saving.run.total)
 
     def _leave(self) -> None:
         self._in_place.end()
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._shield.lower()
+        self._optimizers.detach()
+        self._guard.lower()
         self._weighting.detach()
-        self._expect_steps(0)
-        self._ledger.close()
+        self._reporter.expect_steps(expected=False)
+        self._state.ledger.close()
         self._stage = "over"
         self._share = None
         if self in _running:
             _running.remove(self)
 
-    def _restore(self, data: dict[str, Any], world_size: int) -> None:
-        ours = data.get(stateful.OURS)
-        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars"} <= set(ours):
-            raise CheckpointError(
-                explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
-            )
-        if (ours["sampler"] is None) != (self._sampler is None):
-            had = "without" if ours["sampler"] is None else "with"
-            raise CheckpointError(explain("the sampler changed", self._shown, got=f"a checkpoint {had} a sampler"))
-        stateful.put_back(self._objects, data, self._shown)
-        if self._sampler is not None:
-            self._sampler.load_state_dict(ours["sampler"])
-        self._position = Position.from_dict(ours["position"])
-        self._ledger.restored(ours.get("ledger", []))
-        self._resumed_world_size = world_size
-        self.vars.clear()
-        self.vars.update(ours["vars"])
-        self._numbers.restore(ours["rng"], self._position.steps)
-
     def _cut_short(self) -> bool:
         """Whether the limit of steps, and not the end of the data or a `break`, ended this epoch."""
-        if not self._position.limit_reached(self._steps_max) or self._position.drained:
+        if not self._state.position.limit_reached(self._steps_max) or self._state.position.drained:
             return False
-        return self._sampler is None or self._sampler.remaining > 0
+        return self._state.sampler is None or self._state.sampler.remaining > 0
 
     # Batches
 
@@ -307,41 +278,42 @@ class Loop:
         exception never. Raises ConfigError for a loader that does not belong to the sampler.
         """
         self._check_running("batches")
-        check_loader(loader, self._sampler)
+        check_loader(loader, self._state.sampler)
         self._settle()
-        if isinstance(self._sampler, ElasticDistributedSampler):
+        if isinstance(self._state.sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
-        if isinstance(self._sampler, ElasticBatchSampler):
-            validation.check_exchange(self._sampler, self._world_size, self._weighting)
-        check_resumable(loader, self._sampler, self._position, self._resumed_world_size, self._world_size)
+        if isinstance(self._state.sampler, ElasticBatchSampler):
+            validation.check_exchange(self._state.sampler, self._world_size, self._weighting)
+        check_resumable(loader, self._state.sampler, self._state.position, self._resumed_world_size, self._world_size)
         self._weighting.renew()
-        self._ledger.renew()
+        self._state.ledger.renew()
         self._pass += 1
         self._loader = loader
         return self._batches(loader, self._pass)
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:  # noqa: PLR0912  One loop.
-        if self._position.drained or (self._sampler is not None and self._sampler.remaining == 0):
+        if self._state.position.drained or (self._state.sampler is not None and self._state.sampler.remaining == 0):
             return
-        skip = self._position.batches if self._sampler is None else 0
-        resumed = number == 1 and self._position.batches > 0
-        drawn: Any = feed(loader, self._sampler, skip, self._numbers.beginning(self._position, resumed=resumed))
-        epoch, moves = self._position.epoch, self._moves
+        skip = self._state.position.batches if self._state.sampler is None else 0
+        resumed = number == 1 and self._state.position.batches > 0
+        beginning = self._state.numbers.beginning(self._state.position, resumed=resumed)
+        drawn: Any = feed(loader, self._state.sampler, skip, beginning)
+        epoch, moves = self._state.position.epoch, self._moves
         batch, share = None, None
-        while not self._position.limit_reached(self._steps_max):
+        while not self._state.position.limit_reached(self._steps_max):
             if moves != self._moves:
                 moves = self._moves
-                if self._position.epoch != epoch:
+                if self._state.position.epoch != epoch:
                     self._redo = False
                     break
-                if self._sampler is not None:
+                if self._state.sampler is not None:
                     drawn.close()
                     drawn = self._drawn_anew(loader)
-            if self._sampler is not None or not self._redo:
+            if self._state.sampler is not None or not self._redo:
                 batch, share = next(drawn, (None, None))
             self._redo = False
             if share is None:
-                self._position = self._position._replace(drained=True)
+                self._state.position = self._state.position._replace(drained=True)
                 break
             self._begin(share)
             self._fed = True
@@ -351,7 +323,7 @@ class Loop:
                 validation.check_entered(self._asked)
             except GeneratorExit:
                 self._fed = False
-                self._expect_steps(0)
+                self._reporter.expect_steps(expected=False)
                 if generator_exit.on_purpose(sys._getframe(1)):
                     self._settle()
                 else:
@@ -360,18 +332,18 @@ class Loop:
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             if self._redo:
-                self._undo.forget_between(self._objects, self.vars)
+                self._undo.forget_between(self._state.objects, self.vars)
                 continue
             self._settle(passed=True)
             if share.last and moves == self._moves:  # Between two parts of a step the state is that of neither side.
                 self._boundary()
-        self._expect_steps(0)
+        self._reporter.expect_steps(expected=False)
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
-        if isinstance(self._sampler, ElasticDistributedSampler):
+        if isinstance(self._state.sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world_size)
-        return feed(loader, self._sampler, 0, torch.random.fork_rng(devices=[]))
+        return feed(loader, self._state.sampler, 0, torch.random.fork_rng(devices=[]))
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do, of `total`, for a script that draws its data itself: `for step in loop.steps(1000):`.
@@ -382,13 +354,13 @@ class Loop:
         """
         validation.check_counts(total, None, "steps")
         for _ in self.epochs(1, max_steps=total):
-            while not self._position.limit_reached(total):
-                self._redo, counted = False, self._position.steps
+            while not self._state.position.limit_reached(total):
+                self._redo, counted = False, self._state.position.steps
                 yield counted
                 validation.check_entered(self._asked)
-                validation.check_has_step(self._redo or self._share is not None or self._position.steps > counted)
+                validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
                 if self._redo:
-                    self._undo.forget_between(self._objects, self.vars)
+                    self._undo.forget_between(self._state.objects, self.vars)
                 self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
@@ -400,8 +372,7 @@ class Loop:
         Raises TypeError for anything else, ConfigError outside of `epochs`.
         """
         self._check_running("report")
-        if self._reporter is not None:
-            self._reporter.scalars.keep(scalars)
+        self._reporter.scalars.keep(scalars)
 
     def on_change(self, call: Callable[[Change], None]) -> None:
         """Have `call(Change)` called when the first epoch begins, and whenever the membership has changed.
@@ -437,13 +408,13 @@ class Loop:
             self._pass_on()
             self._begin(WHOLE)
         if self._redo:
-            self._undo.forget_between(self._objects, self.vars)
-        if self._only:  # A newcomer could not know which of several loops the others are in.
+            self._undo.forget_between(self._state.objects, self.vars)
+        if self._is_only:  # A newcomer could not know which of several loops the others are in.
             self._in_place.begin(self._loader if self._fed else None)
         self._in_step = self._has_blocks = True
         self._redo = False
         if not self._within_step:
-            self._touched = False
+            self._optimizers.touched = False
             self._undo.note(self.vars, accumulates=self._accumulates)
 
     def _pass_on(self) -> None:
@@ -463,107 +434,89 @@ class Loop:
         if error is None:
             self._within_step = not share.last
             if share.last:
-                self._accumulates = not self._stepped
-                if self._stepped and collectives.sequence_number() != self._sequence:
-                    self._communicates_late = True
+                self._accumulates = not self._optimizers.stepped
+                self._optimizers.step_ends()
             # Where no optimizer has stepped, a `break` may have left it: it counts when the next one is asked for.
-            if self._stepped or not share.last or not (self._fed or self._hooks):
+            if self._optimizers.stepped or not share.last or not (self._fed or self._optimizers.sees):
                 self._settle(passed=True)
                 self._ended = not self._fed
             return False
-        if self._stage != "running" or not self._in_place.lost(error, self._position.steps):
+        if self._stage != "running" or not self._in_place.lost(error, self._state.position.steps):
             if not self._fed:
                 self._interrupted()
             return False
         self._weighting.end()
         self._share = None
         self._within_step = self._completes = False
-        if self._touched and not self._undo.put_back_state(self._objects):
+        if self._optimizers.touched and not self._undo.put_back_state(self._state.objects):
             self._overwritten()
         self._undo.put_back(self.vars)
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
         self._go_on()
-        self._undo.note_between(self._objects, self.vars)
+        self._undo.note_between(self._state.objects, self.vars)
         return True
 
     def _go_on(self) -> None:
         """Take the seat in the next generation, and be as far as all the others there."""
-        self._expect_steps(0)
+        self._reporter.expect_steps(expected=False)
         arrived = False
         while not arrived:
             if not self._in_place.wait_for_seat():
-                raise handover.departure(self._position.steps)
-            if not self._in_place.meet(self._position.steps):
+                raise handover.departure(self._state.position.steps)
+            if not self._in_place.meet(self._state.position.steps):
                 continue
             try:
                 self._arrive()
                 arrived = True
             except RuntimeError as error:
-                if not self._in_place.lost(error, self._position.steps):
+                if not self._in_place.lost(error, self._state.position.steps):
                     raise
 
     def _arrive(self) -> None:
         """All of a new generation are here: agree on the state, and let the script know."""
-        self._rank, self._world_size = collectives.rank_and_world()
-        self._numbers.moved(self._rank)
-        standing = Standing(self._position.steps if self._whole else -1, self._whole)
-        told = share(standing, self._given, self._overwritten)
-        worker = self._in_place.worker
+        state, worker = self._state, self._in_place.worker
         assert worker is not None, "who has a seat has an agent"
-        history = self._ledger.history(self._position.steps)
-        self._ledger.close()
-        if told is None:
-            self._ledger.restored(history)
+        rank, self._world_size = collectives.rank_and_world()
+        state.numbers.moved(rank)
+        standing = Standing(state.position.steps if state.whole else -1, state.whole)
+        taken = share(standing, self._to_others, self._overwritten)
+        history = state.ledger.history(state.position.steps)
+        state.ledger.close()
+        if taken is None:
+            state.ledger.restored(history)
         else:
-            self._take_over(told)
-        self._whole, self._touched, self._stepped = True, False, False
-        self._worker = worker
+            gradients = taken.pop(GRADIENTS)
+            state.take_over(taken)
+            self._undo.set_gradients(gradients)
+            self._accumulates = any(each is not None for each in gradients)
+            self._saving.run.total = taken[stateful.OURS]["total"]
+        state.whole = True
+        self._optimizers.touched = self._optimizers.stepped = False
         self._moves += 1
         self._resumed_world_size = self._world_size
-        if self._checkpointer.busy:
-            self._saved = Position()  # It will be refused: it is of a generation that is over.
-        self._checkpointer.move(worker)
+        self._saving.move(worker)
         self._has_state(worker.nonce)
-        self._ledger.renew()
+        state.ledger.renew()
         self._tell_change()
 
-    def _tell_change(self) -> None:
-        change = Change(0 if self._worker is None else self._worker.generation, self._world_size, self._told)
-        for call in self._changed:
-            call(change)
-        self._told = self._world_size
+    def _to_others(self) -> dict[str, Any]:
+        """The state as other ranks take it over."""
+        gradients = self._undo.gradients() if self._accumulates else []
+        state = self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
+        return {**state, GRADIENTS: gradients}
 
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
-        self._whole = False
-        if self._page is not None:
-            self._page.restored_at_ns = 0
+        self._state.whole = False
+        self._reporter.lost_state()
 
-    def _given(self) -> dict[str, Any]:
-        """The state as other ranks take it over."""
-        ledger = self._ledger.history(self._position.steps)
-        numbers = {"rng": rng_state.capture(), "alike": self._numbers.alike}
-        return {
-            **stateful.collect(self._objects),
-            stateful.OURS: {**self._about(), **numbers, "vars": self.vars, "ledger": ledger, "total": self._run.total},
-            GRADIENTS: self._undo.gradients() if self._accumulates else [],
-        }
-
-    def _take_over(self, data: dict[str, Any]) -> None:
-        """Be where the rank is that has sent this."""
-        ours, gradients = data[stateful.OURS], data.pop(GRADIENTS)
-        stateful.put_back(self._objects, data, "the state of another rank")
-        self._undo.set_gradients(gradients)
-        self._accumulates = any(each is not None for each in gradients)
-        if self._sampler is not None and ours["sampler"] is not None:
-            self._sampler.load_state_dict(ours["sampler"])
-        self._position = Position.from_dict(ours["position"])
-        self._ledger.restored(ours["ledger"])
-        self.vars.clear()
-        self.vars.update(ours["vars"])
-        self._run.total = ours["total"]
-        self._numbers.take_over(ours["rng"], ours["alike"], self._position.steps)
+    def _tell_change(self) -> None:
+        worker = self._in_place.worker
+        change = Change(0 if worker is None else worker.generation, self._world_size, self._told)
+        for call in self._changed:
+            call(change)
+        self._told = self._world_size
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -578,28 +531,23 @@ class Loop:
             raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
         self._check_running("pause")
         self._weighting.end()
-        self._expect_steps(0)
+        self._reporter.expect_steps(expected=False)
         try:
             yield
         finally:
             if self._share is not None:
                 self._weighting.begin(self._share)
-                self._expect_steps(1)
+                self._reporter.expect_steps(expected=True)
 
     # The boundary
 
     def _begin(self, share: BatchSlice) -> None:
         self._share = share
-        self._stepped = False
+        self._optimizers.stepped = False
         self._weighting.begin(share)
-        self._expect_steps(1)
-        if self._ledger.writes:
-            self._ledger.begin(self._position.steps + 1, self._position.epoch, share)
-
-    def _expect_steps(self, value: int) -> None:
-        """Say on the page whether steps are to be expected: who stands still for long while they are has a problem."""
-        if self._page is not None:
-            self._page.stepping = value
+        self._reporter.expect_steps(expected=True)
+        if self._state.ledger.writes:
+            self._state.ledger.begin(self._state.position.steps + 1, self._state.position.epoch, share)
 
     def _settle(self, *, passed: bool = False) -> None:
         """End the present batch, if any. Its step counts if the next was asked for, or the optimizer has stepped."""
@@ -608,97 +556,55 @@ class Loop:
             return
         self._weighting.end()
         self._completes = share.last
-        if share.last and (passed or self._stepped):
+        if share.last and (passed or self._optimizers.stepped):
             self._count()
 
     def _count(self) -> None:
         """The step is done: position, sampler, report. Nothing here can fail or wait."""
-        if isinstance(self._sampler, ElasticBatchSampler):
-            self._sampler.advance()
-        elif self._sampler is not None:
-            self._sampler.advance(self._step_samples)
-        self._position = self._position.stepped()
-        self._run.total += 1
-        if self._reporter is not None:
-            self._reporter.finished(self._run.total, self._position.epoch)
+        if isinstance(self._state.sampler, ElasticBatchSampler):
+            self._state.sampler.advance()
+        elif self._state.sampler is not None:
+            self._state.sampler.advance(self._step_samples)
+        self._state.position = self._state.position.stepped()
+        self._saving.run.total += 1
+        self._reporter.finished(self._saving.run.total, self._state.position.epoch)
 
     def _boundary(self) -> None:
         """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
-        now, total = time.monotonic(), self._run.total
-        copy = self._copies.due(now, total) and not self._checkpointer.snapshots.busy
-        save = self._rank == 0 and not self._checkpointer.busy
-        save = save and (self._owes_save or self._every.is_due(self._position, self._saved, now - self._saved_at))
-        if save or copy:
-            self._take_snapshot(save=save, copy=copy)
-        if self._shield.received_at is not None:
-            self._shield.obey()
+        self._saving.between_steps()
+        if self._guard.received_at is not None:
+            self._guard.obey()
         regroup.tidy()
+        total = self._saving.run.total
         if self._in_place.has_seat:
             self._go_on()
         elif self._page is not None and self._page.stop and handover.must_leave(self._page, total):
-            assert self._worker is not None, "who has a page has an agent"
             if self._page.save:
-                self._save_last()
-            if self._in_place.possible:
-                handover.stay(total)
-                self._go_on()
-                return
-            if self._worker.local_rank == 0:
-                self._copies.hand_over(self._state(), total, self._position.epoch)
-            raise handover.leave(total)
-        self._numbers.begin_step(self._position)
+                self._saving.last()
+            if not self._in_place.possible:
+                self._saving.hand_over()
+                raise handover.leave(total)
+            handover.stay(total)
+            self._go_on()
+        else:
+            self._state.numbers.begin_step(self._state.position)
 
     def _interrupted(self) -> None:
         """An exception left the batch. Its step is not counted; if the optimizer has stepped, the model is ahead."""
         self._weighting.end()
         self._share = None
-        if self._stepped:
+        if self._optimizers.stepped:
             self._stage = "broken"
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self) -> None:
         if self._has_blocks and not self._in_step:
             raise ConfigError(validation.outside_of_step())
-        if not self._touched and self._communicates_late:
-            self._undo.note_state(stateful.collect(self._objects))
-        self._touched = True
+        watch = self._optimizers
+        if not watch.touched and watch.communicates_late:
+            self._undo.note_state(stateful.collect(self._state.objects))
+        watch.touched = True
         if self._share is not None and not self._share.last:
-            raise RuntimeError(validation.unfinished_batch(self._position.steps + 1))
-
-    def _after_optimizer(self, *_: Any) -> None:
-        if not self._stepped:
-            self._sequence = collectives.sequence_number()
-        self._stepped = True
-
-    # Saving
-
-    def _save_last(self) -> None:
-        self._ledger.end(self._position.steps)
-        if self._rank == 0:
-            self._checkpointer.wait()
-            if self._position != self._saved or self._checkpointer.missed:
-                self._take_snapshot(save=True, copy=False)
-            self._checkpointer.wait()
-
-    def _state(self) -> dict[str, Any]:
-        ledger = self._ledger.history(self._position.steps)
-        ours = {**self._about(), "rng": rng_state.capture(), "vars": self.vars, "ledger": ledger}
-        return {**stateful.collect(self._objects), stateful.OURS: ours}
-
-    def _about(self) -> dict[str, Any]:
-        sampler = None if self._sampler is None else self._sampler.state_dict()
-        return {"position": self._position.to_dict(), "sampler": sampler}
-
-    def _take_snapshot(self, *, save: bool, copy: bool) -> None:
-        """Of the state as it is now, for the disk (on rank 0), for the agent's memory, or for both."""
-        position, state, uses = self._position, self._state(), []
-        if copy:
-            uses += self._copies.to_agent(state, self._run.total, position.epoch)
-        if save:
-            self._expect_steps(0)
-            uses += self._checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=self._about())
-            self._saved, self._saved_at, self._owes_save = position, time.monotonic(), False
-        if uses:
-            self._checkpointer.snapshots.take(state, uses)
+            raise RuntimeError(validation.unfinished_batch(self.steps_done + 1))
 
     def _check_running(self, where: str) -> None:
         validation.check_stage(self._stage, where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 
@@ -54,22 +53,38 @@ class Scalars:
 
 
 class Reporter:
-    """Steps on the page at once, and in messages: the first of the process, then at most ten a second."""
+    """Steps on the page at once, and in messages: the first of the process, then at most ten a second.
 
-    def __init__(self, resumed_from: int) -> None:
+    Attributes:
+        scalars: the user's numbers.
+    """
+
+    def __init__(self) -> None:
         self._link = agent_client.agent_link()
         self._page = agent_client.status_page()
-        agent_client.show_stacks()
-        self._pid = os.getpid()
-        self._resumed_from = resumed_from
+        self._resumed_from = 0
         self._first = True
         self._next_ns = 0
         self.scalars = Scalars()
 
-    def entered(self, step: int) -> None:
-        """This process is in step `step` now, or about to draw its batch."""
+    def begin(self, step: int) -> None:
+        """This process has the state as of `step`, and is about to draw the next batch."""
+        agent_client.show_stacks()
+        self._resumed_from = step
+        self._first, self._next_ns = True, 0
         if self._page is not None:
-            self._page.entered = step
+            self._page.restored_at_ns = time.monotonic_ns()
+            self._page.entered = step + 1
+
+    def lost_state(self) -> None:
+        """The state of this process is that of no step: the agent must not count on it."""
+        if self._page is not None:
+            self._page.restored_at_ns = 0
+
+    def expect_steps(self, *, expected: bool) -> None:
+        """Whether steps are to be expected from here on: a process that makes none while they are has a problem."""
+        if self._page is not None:
+            self._page.stepping = int(expected)
 
     def finished(self, step: int, epoch: int) -> None:
         """This process has finished `step`. The order on the page matters: `entered` announces the next step last."""

@@ -54,10 +54,10 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
         attempt=of.attempt,
         nonce=of.nonce,
         run_dir=str(settings.run_dir),
-        role=settings.role,
-        as_srun=settings.as_srun,
+        role=settings.options.role,
+        as_srun=settings.options.as_srun,
         gpu=settings.gpus[local_rank] if settings.gpus else "",
-        signals=",".join(number.name for number in settings.signals),
+        signals=",".join(number.name for number in settings.options.signals),
         **place,
     )
 

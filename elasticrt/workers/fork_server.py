@@ -21,13 +21,11 @@ from pathlib import Path
 from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.channel import Channel, ChannelClosed
-from elasticrt.ipc.messages import Exited, Message, Started, Warm
+from elasticrt.ipc.messages import Exited, FromParent, Message, Started, Warm
 from elasticrt.ipc.proc import in_sessions, start_of
+from elasticrt.ipc.time_bounds import PARENT_END_S
 
 log = logging.getLogger(__name__)
-
-END_S_MAX = 5.0
-"""A parent that has closed its channel, or was killed, ends within milliseconds; one that does not is stuck."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class ParentLost:
     asked: bool = False
 
 
-ParentEvent = Warm | Started | Exited | ParentLost
+ParentEvent = FromParent | ParentLost
 
 
 def note(event: Warm, events: EventLog) -> None:
@@ -127,13 +125,13 @@ class WorkerParent:
                     self._sessions[message.pid] = start_of(message.pid)
                 elif isinstance(message, Exited):
                     self._sessions.pop(message.pid, None)
-                assert isinstance(message, Warm | Started | Exited), message
+                assert isinstance(message, FromParent), message
                 found.append(message)
         except (ChannelClosed, OSError, ValueError) as error:
             found.append(self._lost(str(error)))
         return found
 
-    def close(self, timeout_s: float = END_S_MAX) -> None:
+    def close(self, timeout_s: float = PARENT_END_S) -> None:
         """End the parent and all workers, and wait for it; after `timeout_s` it is killed. May be called twice."""
         if self._process is None or self._socket is None:
             return
@@ -144,14 +142,14 @@ class WorkerParent:
                 self._socket.shutdown(socket.SHUT_WR)
         if not self._ended.wait(timeout_s):
             self._process.kill()
-            self._ended.wait(END_S_MAX)
+            self._ended.wait(PARENT_END_S)
 
     def _lost(self, reason: str) -> ParentLost:
         process, channel = self._process, self._channel
         assert process is not None
         assert channel is not None
         try:
-            code = process.wait(END_S_MAX)
+            code = process.wait(PARENT_END_S)
         except subprocess.TimeoutExpired:
             process.kill()  # It has closed its channel and does not end: nothing can be done with it any more.
             code = process.wait()

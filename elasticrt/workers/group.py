@@ -18,9 +18,10 @@ from pathlib import Path
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.messages import Dismiss, Release, Reply, Reseat, Signal, Start
+from elasticrt.ipc.messages import Release, Reply, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.settings import ERR, OUT, Command, LogOptions
+from elasticrt.option_values import ERR, OUT
+from elasticrt.settings import Command, LogOptions
 from elasticrt.workers.failures import failure_of
 from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel, file_of
@@ -161,11 +162,6 @@ class WorkerGroup:
             if listen is not None:
                 listen.close()
 
-    def dismiss(self, generation: int) -> None:
-        """Let workers that have stopped after an agreed step leave their loops."""
-        for worker in self._of(generation):
-            worker.tell(Dismiss())
-
     def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
         """SIGKILL workers of a generation (default: the newest), all or these, with all that they have started."""
         self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
@@ -181,10 +177,9 @@ class WorkerGroup:
         self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
 
     def release(self, generation: int | None = None) -> None:
-        """Let the worker that lingers for the sake of its store end: the whole group has."""
+        """Let workers end that wait for the end of their group, for the sake of its store, or for another seat."""
         for worker in self._of(generation):
-            if worker.lingers:
-                worker.tell(Release())
+            worker.tell(Release())
 
     def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
         """Answer a worker, which may be in another generation by now. Nothing happens when it has ended meanwhile."""

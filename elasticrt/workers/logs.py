@@ -17,7 +17,8 @@ from string import Template
 from typing import BinaryIO
 
 from elasticrt.ipc.file_modes import make_directory, opener
-from elasticrt.settings import ERR, OUT, LogOptions
+from elasticrt.option_values import ERR, OUT
+from elasticrt.settings import LogOptions
 
 _LOG = logging.getLogger(__name__)
 

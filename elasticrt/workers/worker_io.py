@@ -24,28 +24,10 @@ from elasticrt.ipc.cgroups import memory_groups, text_of
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import (
-    BuildFailed,
-    Claim,
-    Copied,
-    Damaged,
-    Done,
-    Down,
-    Exited,
-    HandedOver,
-    Message,
-    Own,
-    Published,
-    Ready,
-    Release,
-    Save,
-    Started,
-    Step,
-    Warm,
-)
+from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Step, Warm
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.wakeup import Wakeup
-from elasticrt.settings import ERR, OUT
+from elasticrt.option_values import ERR, OUT
 from elasticrt.workers.failures import failure_of, raised
 from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
 from elasticrt.workers.logs import Output
@@ -57,7 +39,6 @@ _LAST_READ_MAX_BYTES = 1 << 22
 _FLUSH_AFTER_S = 0.2
 _ERROR_FILE_MAX_BYTES = 1 << 18
 _MESSAGES_PER_TURN = 64
-_FROM_WORKERS = (Step, Save, Own, Claim, Published, BuildFailed, Copied, Damaged, HandedOver, Ready, Down, Done)
 
 
 @dataclass(frozen=True)
@@ -78,7 +59,7 @@ class WorkerSaid:
     generation: int
     rank: int
     local_rank: int
-    message: Step | Save | Own | Claim | Published | BuildFailed | Copied | Damaged | HandedOver | Ready | Down | Done
+    message: FromWorker
     fd: int = -1
 
 
@@ -309,7 +290,7 @@ class WorkerIO:
         wanted = 1 if isinstance(message, Copied) else 0
         for fd in fds[wanted:]:
             os.close(fd)
-        if not isinstance(message, _FROM_WORKERS):
+        if not isinstance(message, FromWorker):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
         if isinstance(message, Step):
             worker.step = message.step

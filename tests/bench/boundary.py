@@ -39,7 +39,7 @@ def measure(steps: int) -> dict[str, list[float]]:
 def _run(steps: int, *options: str) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(prefix="ertb-") as name:
         result = Path(name) / "result.json"
-        command = [sys.executable, "-m", "elasticrt", "run", "--standalone", "--run-dir", f"{name}/logs"]
+        command = [sys.executable, "-m", "elasticrt", "run", "--standalone", "--log-dir", f"{name}/logs"]
         command += ["--nproc-per-node", "1", str(SCRIPT), str(result), str(steps), *options]
         done = subprocess.run(command, cwd=name, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode or not result.exists():

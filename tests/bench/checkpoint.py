@@ -51,7 +51,7 @@ def job(method: str, model: str, pace_ms: int, directory: Path) -> dict[str, Any
     ]
     command = [sys.executable, *arguments]
     if method in ("copies", "kills"):
-        run = ["run", "--standalone", "--run-dir", str(directory / "run"), "--max-restarts", "100"]
+        run = ["run", "--standalone", "--log-dir", str(directory / "run"), "--max-restarts", "100"]
         command = [sys.executable, "-m", "elasticrt", *run, *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env={**os.environ, "PYTHONPATH": "."}

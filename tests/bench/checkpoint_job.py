@@ -108,13 +108,13 @@ def boundaries(method: str, job: Job, directory: Path, steps: int, every: int) -
     """Comes back between two steps `steps` times, having saved after each `every` of them."""
     if method == "loop":
         loop = elasticrt.Loop(directory, every=f"{every} steps", model=job.model, optimizer=job.optimizer)
-        take_snapshot = loop._take_snapshot
+        take_snapshot = loop._saving.take
 
         def noted(**wanted: bool) -> None:
             _saves.append(loop.steps_done)
             take_snapshot(**wanted)
 
-        loop._take_snapshot = noted  # type: ignore[method-assign]  # Where the benchmark looks in.
+        loop._saving.take = noted  # type: ignore[method-assign]  # Where the benchmark looks in.
         for _ in loop.epochs(1):
             yield from loop.batches(itertools.repeat(None, steps + 1))
         return
@@ -162,14 +162,14 @@ def copies(job: Job, directory: Path) -> None:
     elasticrt.init(backend="gloo")
     bare_s = job.bare_s()
     loop = elasticrt.Loop(directory, every="1 h", model=job.model, optimizer=job.optimizer)
-    tier = loop._copies
+    tier = loop._saving.memory_tier
     stalls: list[float] = []
     extra_s, counted = 0.0, 0
     for _ in loop.epochs(1):
         asked = time.perf_counter()
         for _batch in loop.batches(itertools.repeat(None)):
             now = time.perf_counter()
-            writing = loop._checkpointer.snapshots.busy
+            writing = loop._saving.checkpointer.snapshots.busy
             if writing and (not stalls or counted == 0):
                 stalls.append(now - asked)
             began = now

@@ -145,7 +145,7 @@ def train(
                 }
                 os.write(record, (json.dumps(line) + "\n").encode())
             if loop.steps_done + 1 == crash:
-                loop._checkpointer.wait()  # A save under way ends, so that it is known how many steps are done again.
+                loop._saving.checkpointer.wait()  # So that it is known how many steps are done again.
                 raise CrashError
             time.sleep(SLOW_S if Path(directory, "slow").exists() else pause_s)
     if ctx.is_first:

@@ -110,7 +110,7 @@ def in_place(kills: int, timeout_s: float) -> bool:
         disturbed.mkdir()
         alone.mkdir()
         command = [sys.executable, "-m", "elasticrt", "run", "--standalone", "--nproc-per-node", "2", "--join", "now"]
-        command += ["--max-restarts", str(10 * kills + 10), "--run-dir", f"{name}/logs"]
+        command += ["--max-restarts", str(10 * kills + 10), "--log-dir", f"{name}/logs"]
         began = time.monotonic()
         _finish([*command, script, str(disturbed), str(kills)], env, timeout_s)
         took = time.monotonic() - began

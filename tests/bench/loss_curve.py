@@ -86,10 +86,9 @@ def run(directory: Path, *, disturb: bool, epochs: int = EPOCHS, kind: str = "wh
 
     Raises RuntimeError when a node ends in any way but well, drained or killed by us.
     """
-    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", *TOGETHER, "--max-restarts", "20"]
+    options = ["--nnodes", "1:4", "--join", "now", *TOGETHER, "--max-restarts", "20"]
     script = [str(SCRIPT), str(directory), str(epochs), str(PAUSE_S), kind]
     with Cluster(directory, f"curve-{secrets.token_hex(4)}", options, script) as cluster:
-        cluster.linger = "10s"
         for index in range(4):
             cluster.start(f"node-{index}")
         _await_world(cluster, 4)

@@ -218,11 +218,10 @@ class Job:
 
     def _elasticrt(self, index: int) -> list[str]:
         command = [sys.executable, "-m", "elasticrt", "run", "--run-id", self.id, "--node", f"node-{index}"]
-        command += ["--min-nodes", "1", "--max-nodes", str(self.max_nodes), "--nproc-per-node", "1"]
-        command += ["--max-restarts", "1000", "--join", "now", "--run-dir", str(self.directory / "logs")]
-        if self._etcd is not None:
-            return [*command, "--etcd", str(self._etcd.address), "--insecure-etcd"]
-        return [*command, "--etcd-linger", "2s"]
+        command += ["--nnodes", f"1:{self.max_nodes}", "--nproc-per-node", "1"]
+        command += ["--max-restarts", "1000", "--join", "now", "--log-dir", str(self.directory / "logs")]
+        where = ["--etcd", str(self._etcd.address), "--insecure-etcd"] if self._etcd is not None else []
+        return [*command, *where]
 
     def node_of(self, pid: int) -> Node:
         """The node that a worker belongs to."""
@@ -239,7 +238,7 @@ class Job:
     def events(self) -> list[dict[str, Any]]:
         """All that our agents have written about this run, in order of time; nothing under another runtime."""
         found = []
-        for path in (self.directory / "logs").glob("events-*.jsonl"):
+        for path in (self.directory / "logs" / self.id).glob("events-*.jsonl"):
             # The last line of a killed agent may be cut.
             found += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return sorted(found, key=lambda event: event["at"])

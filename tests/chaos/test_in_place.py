@@ -128,7 +128,6 @@ def run(
     options = ["--nproc-per-node", str(workers), "--max-restarts", "1000", "--join", join]
     script = [str(SCRIPT), str(directory), str(epochs), *words]
     with Cluster(directory, f"place-{secrets.token_hex(4)}", options, script) as cluster:
-        cluster.linger = "1s"
         cluster.start("n0")
         codes = cluster.ended(timeout_s)
         assert codes == {"n0": 0}, cluster.story()
@@ -377,7 +376,7 @@ for step in loop.steps(200):
 def test_a_node_that_dies_between_its_seat_and_the_meeting(tmp_path: Path) -> None:
     """N01: the others wait for it where no connection breaks: they ask, and do not wait for a lease to end."""
     (tmp_path / "train.py").write_text(NODES)
-    options = ["--min-nodes", "1", "--max-nodes", "3", "--lease-ttl", "600"]
+    options = ["--nnodes", "1:3", "--lease-ttl", "600"]
     with Cluster(tmp_path, f"unmet-{secrets.token_hex(4)}", options, [str(tmp_path / "train.py")]) as cluster:
         for rank, name in enumerate("abc"):
             cluster.start(name, "--node-rank", str(rank))

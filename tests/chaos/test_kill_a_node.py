@@ -53,22 +53,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def _running(
-    tmp_path: Path, data: Path, *, min_nodes: int = 1, max_nodes: int = NODES, linger: str = "2s"
-) -> Iterator[Cluster]:
+def _running(tmp_path: Path, data: Path, *, min_nodes: int = 1, max_nodes: int = NODES) -> Iterator[Cluster]:
     """A run whose first generation has all of its nodes, and has committed twice.
 
     Either all of `max_nodes` are waited for, or `min_nodes` are as many as there will be.
     """
     assert NODES in (min_nodes, max_nodes)
     (tmp_path / "records").mkdir(exist_ok=True)
-    options = ["--min-nodes", str(min_nodes), "--max-nodes", str(max_nodes), "--join", "now"]
+    options = ["--nnodes", f"{min_nodes}:{max_nodes}", "--join", "now"]
     options += TOGETHER if max_nodes == NODES else ()
     script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(EPOCHS)]
     script += ["--global-batch-size", str(BATCH)]
     script += ["--data-dir", str(data), "--checkpoint-dir", str(tmp_path / "ckpt"), "--save-every", "20 steps"]
     with Cluster(tmp_path, f"kill-{secrets.token_hex(4)}", options, script) as cluster:
-        cluster.linger = linger
         for index in range(NODES):
             cluster.start(f"node-{index}")
         cluster.wait_for_commits(2)
@@ -214,7 +211,7 @@ def test_disturbed(
 def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path) -> None:
     """A19, K04: every agent is killed; the same command again goes on from the newest checkpoint, numbers go up."""
     # The second submission meets the first one's etcd, so that numbers go on.
-    with _running(tmp_path, data, min_nodes=NODES, linger="30s") as cluster:
+    with _running(tmp_path, data, min_nodes=NODES) as cluster:
         first = dict(cluster.agents)
         for agent in first.values():
             kill(agent.pid)
@@ -233,7 +230,7 @@ def test_the_whole_run_is_killed_and_submitted_again(tmp_path: Path, data: Path)
 def test_all_nodes_are_told_to_leave(tmp_path: Path, data: Path) -> None:
     """K01, A20: SIGTERM to every node at once: the present step is saved, and the next submission goes on after it."""
     # The second submission meets the first one's etcd, so that numbers go on.
-    with _running(tmp_path, data, min_nodes=NODES, linger="30s") as cluster:
+    with _running(tmp_path, data, min_nodes=NODES) as cluster:
         first = dict(cluster.agents)
         for agent in first.values():
             agent.process.send_signal(signal.SIGTERM)

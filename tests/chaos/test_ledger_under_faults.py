@@ -43,24 +43,30 @@ for epoch in loop.epochs(1000):
 """
 
 
-class OwnDisks(Storm):
+class SharedDisk(Storm):
+    """Nodes that write one ledger together."""
+
+    ledger = "ledger"
+
+    def wrap(self, name: str, command: list[str]) -> list[str]:
+        """With the directory of its ledger."""
+        return ["env", f"ELASTICRT_LEDGER={self.ledger.format(name)}", *command]
+
+
+class OwnDisks(SharedDisk):
     """Nodes that each have a ledger of their own."""
 
-    def start(self, name: str, *extra: str) -> AgentProcess:
-        """Start an agent as one more node."""
-        return super().start(name, "--ledger", f"ledgers/{name}", *extra)
+    ledger = "ledgers/{}"
 
 
 def _under_faults(
-    tmp_path: Path, seed: int, *, faults: int, nodes: int, kind: type[Storm] = Storm
+    tmp_path: Path, seed: int, *, faults: int, nodes: int, kind: type[Storm] = SharedDisk
 ) -> tuple[list[str], AuditResult]:
     """Train while `faults` things happen, drawn from the seed; what happened, and what the ledger says."""
     draw = random.Random(seed)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--max-restarts", "1000"]
-    if kind is Storm:
-        options += ["--ledger", "ledger"]
+    options = ["--nnodes", "1:4", "--join", "now", "--max-restarts", "1000"]
     told: list[str] = []
     with kind(tmp_path, options, [str(script)]) as storm:
         for _ in range(nodes):

@@ -39,7 +39,7 @@ if ctx.is_first:
 def _cluster(tmp_path: Path, memory: str, nodes: int) -> Cluster:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    options = ["--min-nodes", "1", "--max-nodes", str(nodes), "--join", "now", *TOGETHER]
+    options = ["--nnodes", f"1:{nodes}", "--join", "now", *TOGETHER]
     return Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script), memory])
 
 
@@ -132,10 +132,10 @@ optimizer = torch.optim.Adam(model.parameters(), 0.01)
 loop = elasticrt.Loop("ckpt", sampler=sampler, model=model, optimizer=optimizer, every="5 steps", memory=1e-9)
 for epoch in loop.epochs(1):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-        loop._checkpointer.wait()
+        loop._saving.checkpointer.wait()
         if loop.steps_done == 12 and not Path("go").exists():
             with loop.pause("the test looks around"):
-                loop._copies.hand_over(loop._state(), loop.steps_done, epoch)
+                loop._saving.memory_tier.hand_over(loop._state.collect(), loop.steps_done, epoch)
                 while not Path("go").exists():
                     time.sleep(0.01)
         F.mse_loss(model(x), y).backward()
@@ -148,7 +148,7 @@ HEAD, COPY = 10, 12
 def _copying(tmp_path: Path, nodes: int) -> Cluster:
     script = tmp_path / "train.py"
     script.write_text(COPYING)
-    options = ["--min-nodes", str(nodes), "--max-nodes", str(nodes), "--max-restarts", "20"]
+    options = ["--nnodes", str(nodes), "--max-restarts", "20"]
     cluster = Cluster(tmp_path, f"copy-{secrets.token_hex(4)}", options, [str(script)])
     for index in range(nodes):
         cluster.start(f"node-{index}")

@@ -48,7 +48,7 @@ def _life(tmp_path: Path, run_id: str, names: str, *options: str, steps: int = F
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     nodes = str(len(names))
-    flags = ["--min-nodes", nodes, "--max-nodes", nodes, "--lease-ttl", "2", *options]
+    flags = ["--nnodes", nodes, "--lease-ttl", "2", *options]
     with Cluster(tmp_path, run_id, flags, [str(script), str(steps)]) as cluster:
         for rank, name in enumerate(names):
             cluster.start(name, "--node-rank", str(rank))
@@ -136,7 +136,7 @@ loop = elasticrt.Loop(directory, sampler=sampler, model=model, optimizer=optimiz
 for epoch in loop.epochs(1, max_steps=29):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
         if loop.steps_done in (16, 20):
-            loop._checkpointer.wait()
+            loop._saving.checkpointer.wait()
             with loop.pause("the test looks around"):
                 while not Path(f"go-{{loop.steps_done}}").exists():
                     time.sleep(0.01)
@@ -151,7 +151,7 @@ def test_the_node_with_the_newest_checkpoint_is_lost(tmp_path: Path) -> None:
     """F16: whoever has rank 0 then saves at once, so that the run survives the loss of all other workers as well."""
     script = tmp_path / "train.py"
     script.write_text(IN_PLACE)
-    options = ["--min-nodes", "2", "--max-nodes", "3", "--lease-ttl", "2"]
+    options = ["--nnodes", "2:3", "--lease-ttl", "2"]
 
     def commits(cluster: Cluster) -> list[int]:
         return [event["step"] for event in cluster.events("committed")]

@@ -19,9 +19,8 @@ class Preparing(Cluster):
     """A run whose script does nothing but prepare its data."""
 
     def __init__(self, directory: Path, scope: str, *options: str) -> None:
-        given = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", *options]
+        given = ["--nnodes", "1:4", "--join", "now", *options]
         super().__init__(directory, f"prep-{secrets.token_hex(4)}", given, [str(SCRIPT), str(directory), scope])
-        self.linger = "10s"
 
     def lines(self, name: str) -> list[list[str]]:
         """What the workers have noted: builds (node, pid, generation), seen (node, rank, world, generation, 2 pids)."""

@@ -47,7 +47,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("loaders", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Path, loaders: int) -> None:
     """A02, as SLURM's scancel does it: workers and DataLoader processes stay for the handover; no step is lost."""
-    options = ["--min-nodes", "1", "--max-nodes", "2", "--join", "now", *TOGETHER]
+    options = ["--nnodes", "1:2", "--join", "now", *TOGETHER]
     with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), str(loaders), "2"]) as cluster:
         keeper = cluster.start("node-0")  # It starts this machine's etcd, which nobody else would.
         cluster.wait("an etcd", lambda: bool(cluster.events("registered")))
@@ -99,7 +99,7 @@ def _pull_the_plug(node: AgentProcess, grace_s: float) -> int:
 )
 def test_a_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None:
     """A02: within any grace time the node hands over and ends with 143; the others repeat no step."""
-    options = ["--min-nodes", "1", "--max-nodes", "2", "--join", "now", *TOGETHER]
+    options = ["--nnodes", "1:2", "--join", "now", *TOGETHER]
     with Cluster(tmp_path, f"term-{secrets.token_hex(4)}", options, [str(script), "0", "3"]) as cluster:
         keeper = cluster.start("node-0")
         cluster.wait("an etcd", lambda: bool(cluster.events("registered")))

@@ -75,7 +75,7 @@ def test_storm(seed: int, tmp_path: Path, data: Path) -> None:
     """G7, X01: fourteen kills, joins and drains; along the counted history each sample is seen once in each epoch."""
     draw = random.Random(seed)
     (tmp_path / "records").mkdir()
-    options = ["--min-nodes", "1", "--max-nodes", "4", "--join", "now", "--max-restarts", "100"]
+    options = ["--nnodes", "1:4", "--join", "now", "--max-restarts", "100"]
     script = [str(RECORDER), str(tmp_path / "records"), str(EXAMPLE), "--epochs", str(EPOCHS)]
     script += ["--data-dir", str(data), "--checkpoint-dir", str(tmp_path / "ckpt"), "--save-every", "15 steps"]
     told = []

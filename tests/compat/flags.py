@@ -82,7 +82,8 @@ def run(names: list[str]) -> dict[str, list[bool]]:
 
 def main() -> int:
     """Run, write the page, print what did not pass; the exit code."""
-    own = {flag.name: f"{TABLE}::test_leaving_it_out_changes_something[{flag.name}]" for flag in FLAGS if flag.option}
+    changes = f"{TABLE}::test_leaving_it_out_changes_something"
+    own = {flag.name: f"{changes}[{flag.name}]" for flag in FLAGS if not flag.refused}
     of = {flag.name: (own.get(flag.name, REFUSAL), *SHOWN.get(flag.name, ())) for flag in FLAGS}
     found = run(sorted({name for names in of.values() for name in names}))
     lines = [
@@ -97,12 +98,12 @@ def main() -> int:
     failed = []
     for flag in FLAGS:
         results = [passed for name in of[flag.name] for passed in found.get(name, [False])]
-        word = "refused" if not flag.option else "PET" if flag.env else ""
+        word = "refused" if flag.refused else "PET" if flag.env else ""
         verdict = f"{sum(results)} passed" if all(results) else f"**{results.count(False)} of {len(results)} failed**"
         lines.append(f"| `{flag.name}` | {word} | {flag.meaning} | {flag.differs} | {verdict} |")
         failed += [] if all(results) else [flag.name]
     PAGE.write_text("\n".join([*lines, ""]))
-    taken = sum(bool(flag.option) for flag in FLAGS)
+    taken = sum(not flag.refused for flag in FLAGS)
     print(
         f"{len(FLAGS)} flags: {taken} taken, {len(FLAGS) - taken} refused; {len(failed)} with failing tests: {failed}"
     )

@@ -25,7 +25,7 @@ from tests.conftest import children
 EXAMPLES = REPOSITORY / "examples"
 TABLE = Path(__file__).with_name("STYLES.md")
 KILL_AFTER = "epoch 3"
-SETTLE = ("--settle", "0.2", "--join", "now")
+AT_ONCE = ("--join", "now")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Nodes(Cluster):
     def __init__(self, directory: Path, style: Style) -> None:
         script = [str(EXAMPLES / style.folder / style.script), *style.arguments]
         # A name of its own: the etcd of a run that has just ended may still be there.
-        super().__init__(directory, f"style-{secrets.token_hex(4)}", [*SETTLE, *style.options], script)
+        super().__init__(directory, f"style-{secrets.token_hex(4)}", [*AT_ONCE, *style.options], script)
         self.style = style
 
     def wrap(self, name: str, command: list[str]) -> list[str]:
@@ -133,8 +133,7 @@ class Nodes(Cluster):
         if self.style.command == "launch":
             return [*command[:3], "launch", *command[4:]]
         if self.style.command == "python":
-            options = {"RUN_ID": self.run_id, "NODE": name, "RUN_DIR": self.directory / "run", "SETTLE": SETTLE[1]}
-            options |= {"ETCD_LINGER": self.linger}
+            options = {"RUN_ID": self.run_id, "NODE": name, "LOG_DIR": self.run_dir.parent}
             return [
                 "env",
                 *(f"ELASTICRT_{key}={value}" for key, value in options.items()),
@@ -146,7 +145,7 @@ class Nodes(Cluster):
     def written(self, event: str) -> list[dict]:
         """Events of one kind, from the files in the run's directory, in order of time."""
         found = []
-        for path in (self.directory / "run").glob("events-*.jsonl"):
+        for path in self.run_dir.glob("events-*.jsonl"):
             for line in path.read_text().split("\n")[:-1]:
                 fields = json.loads(line)
                 if fields["event"] == event:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.cluster import REPOSITORY
 
-ELASTICRT = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", "--etcd-linger", "1s"]
+ELASTICRT = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2"]
 
 
 def _run(example: str, *arguments: str, cwd: Path) -> str:

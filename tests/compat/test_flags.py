@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from elasticrt.cli.configure import configure
 from elasticrt.cli.main import Parser, build_parser, main
-from elasticrt.cli.options import streams
-from elasticrt.cli.run import configure, declare
-from elasticrt.cli.torchrun_flags import FLAGS, conf_values
+from elasticrt.cli.run import declare_all, options_given
+from elasticrt.cli.torchrun_flags import FLAGS, conf_options
 from elasticrt.errors import ConfigError
-from elasticrt.settings import OUT, Settings
+from elasticrt.option_values import OUT, streams
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.workers.environment import worker_environment
 from tests.compat import flags as page
@@ -34,8 +36,7 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _configure(*argv: str, env: dict[str, str] | None = None) -> tuple[Settings, RunSpec]:
     arguments = build_parser().parse_args(["run", *argv])
-    options = declare(Parser(allow_abbrev=False))
-    return configure(options.read(arguments, env or {}), arguments.script, arguments.arguments, env or {})
+    return configure(options_given(arguments, env or {}), arguments.script, arguments.arguments, env or {})
 
 
 def _setting(name: str) -> Callable[[Settings, RunSpec], Any]:
@@ -82,14 +83,14 @@ CASES = [
     Case("--max-restarts", "7", lambda _, spec: (spec.max_restarts, spec.restarts_reset), (7, False)),
     Case("--monitor-interval", "5", lambda settings, _: ["--monitor" in note for note in settings.notes], [True]),
     Case("--start-method", "spawn", _setting("start_method"), "exec"),
-    Case("--role", "trainer", lambda settings, spec: (settings.role, spec.role), ("trainer", "trainer")),
+    Case("--role", "trainer", lambda settings, spec: (settings.options.role, spec.role), ("trainer", "trainer")),
     Case("--module", "", _setting("command.kind"), "module"),
     Case("--no-python", "", _setting("command.kind"), "program"),
     Case("--log-dir", "/logs", _setting("run_dir"), Path("/logs/calm-fox"), ("--rdzv-id", "calm-fox")),
     Case("--redirects", "1:1", _shown, [frozenset(), frozenset({OUT})], TWO),
     Case("--tee", "3", _setting("logs.prefix"), "[${role_name}${local_rank}]:", TWO),
     Case("--local-ranks-filter", "0,12", _setting("logs.console_ranks"), frozenset({0, 12})),
-    Case("--node-rank", "2", _setting("node_rank"), 2),
+    Case("--node-rank", "2", _setting("options.node_rank"), 2),
     Case(
         "--master-addr",
         "10.0.0.9",
@@ -108,7 +109,7 @@ CASES = [
     Case(
         "--signals-to-handle",
         "SIGTERM,SIGUSR1",
-        lambda settings, _: [number.name for number in settings.signals],
+        lambda settings, _: [number.name for number in settings.options.signals],
         ["SIGTERM", "SIGUSR1"],
     ),
     Case("--shutdown-timeout", "42", lambda s, _: (s.stop_timeout_s, s.restart_grace_s), (42.0, 42.0)),
@@ -149,7 +150,7 @@ def test_the_table_has_all_flags_of_this_torch() -> None:
         if long and long != ["--help"]:
             theirs[max(long, key=len)] = type(action).__name__ in ("env", "check_env")
     assert {flag.name: flag.env for flag in FLAGS} == theirs
-    assert {case.flag for case in CASES} == {flag.name for flag in FLAGS if flag.option}
+    assert {case.flag for case in CASES} == {flag.name for flag in FLAGS if not flag.refused}
 
 
 def test_every_spelling_of_torchrun_is_known() -> None:
@@ -157,7 +158,7 @@ def test_every_spelling_of_torchrun_is_known() -> None:
     from torch.distributed.run import get_args_parser
 
     ours = Parser(allow_abbrev=False)
-    declare(ours)
+    declare_all(ours)
     known = {name for action in ours._actions for name in action.option_strings}
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
     assert theirs - known == set()
@@ -165,7 +166,7 @@ def test_every_spelling_of_torchrun_is_known() -> None:
 
 def test_what_is_refused_says_why_and_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
     """A refused flag: one line with the reason and the replacement, exit code 2."""
-    refused = [flag for flag in FLAGS if not flag.option]
+    refused = [flag for flag in FLAGS if flag.refused]
     assert refused
     for flag in refused:
         assert main(["run", flag.name, "x", "train.py"]) == 2
@@ -182,10 +183,10 @@ def test_what_is_refused_is_refused_as_a_variable() -> None:
 
 
 def test_the_command_line_wins_over_ours_and_theirs() -> None:
-    """The command line, then ELASTICRT_<NAME>, then PET_<NAME>; a flag in other words overrules its variables."""
+    """The command line, then ELASTICRT_<NAME>, then PET_<NAME>; each overrules its variables."""
     env = {"ELASTICRT_RUN_ID": "ours", "PET_RDZV_ID": "theirs", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "4"}
     assert _configure("--rdzv-id", "given", "train.py", env=env)[0].run_id == "given"
-    settings, spec = _configure("--min-nodes", "1", "--nproc-per-node", "2", "train.py", env=env)
+    settings, spec = _configure("--nnodes", "1", "--nproc-per-node", "2", "train.py", env=env)
     assert (settings.run_id, settings.workers, spec.max_nodes) == ("ours", 2, 1)
     assert _configure("train.py", env=env)[1].max_nodes == 4
     on, off = ({"PET_STANDALONE": word, "PET_RDZV_ENDPOINT": HERE, "PET_RDZV_CONF": OURS[1]} for word in "10")
@@ -197,7 +198,7 @@ def test_kubeflows_variables_are_a_whole_launch() -> None:
     """C-K8s: PET_* as kubeflow sets them: nodes, workers, where to meet, a place, and a name that all nodes share."""
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", "PET_MASTER_PORT": "23456"}
     settings, spec = _configure("train.py", env={**env, "PET_MASTER_ADDR": "localhost", "CUDA_VISIBLE_DEVICES": "0,1"})
-    assert (spec.min_nodes, spec.max_nodes, settings.workers, settings.node_rank) == (2, 2, 2, 1)
+    assert (spec.min_nodes, spec.max_nodes, settings.workers, settings.options.node_rank) == (2, 2, 2, 1)
     assert (settings.serve, settings.run_id) == (None, "localhost-23456")
 
 
@@ -211,18 +212,18 @@ def test_one_node_leaves_the_port_to_the_script() -> None:
 @pytest.mark.parametrize(
     ("conf", "expected"),
     [
-        ({"timeout": "900"}, {"join_timeout": 900.0}),
-        ({"timeout": "900", "join_timeout": "5"}, {"join_timeout": 5.0}),
-        ({"last_call_timeout": "1"}, {"settle": 1.0}),
-        ({"keep_alive_interval": "2"}, {"lease_ttl": 6.0}),
-        ({"keep_alive_interval": "1", "keep_alive_max_attempt": "2"}, {"lease_ttl": 2.0}),
-        ({"is_host": "0", "store_type": "tcp"}, {"is_host": False}),
+        ({"timeout": "900"}, {"join_timeout_s": 900.0}),
+        ({"timeout": "900", "join_timeout": "5"}, {"join_timeout_s": 5.0}),
+        ({"last_call_timeout": "1"}, {"settle_quiet_s": 1.0, "settle_max_s": 1.0}),
+        ({"keep_alive_interval": "2"}, {"lease_ttl_s": 6.0}),
+        ({"keep_alive_interval": "1", "keep_alive_max_attempt": "2"}, {"lease_ttl_s": 2.0}),
+        ({"is_host": "0", "store_type": "tcp"}, {"serves": False}),
         ({}, {}),
     ],
 )
 def test_what_rdzv_conf_means(conf: dict[str, str], expected: dict[str, Any]) -> None:
     """torchrun's keys that mean something here are our own options."""
-    assert conf_values(conf) == expected
+    assert conf_options(conf) == RunOptions(**expected)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_what_rdzv_conf_means(conf: dict[str, str], expected: dict[str, Any]) ->
 def test_what_rdzv_conf_cannot_mean(conf: dict[str, str], words: str) -> None:
     """Keys without a counterpart are refused by name, with what to use in their place; so are bad values."""
     with pytest.raises(ConfigError, match=words):
-        conf_values(conf)
+        conf_options(conf)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,6 @@ def test_what_rdzv_conf_cannot_mean(conf: dict[str, str], words: str) -> None:
         (["--rdzv-conf", "timeout=1,timeout=2", "train.py"], "timeout"),
         (["--master-port", "0", "train.py"], "--master-port"),
         (["--node-rank", "first", "train.py"], "--node-rank"),
-        (["--run-dir", "a", "--log-dir", "b", "train.py"], "--run-dir"),
         (["--nproc-per-node", "xpu", "train.py"], "--nproc-per-node"),
         (["--rdzv-backend", "etcd", "--rdzv-endpoint", "h:1", "train.py"], "--etcd"),
     ],

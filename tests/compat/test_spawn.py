@@ -25,7 +25,7 @@ def start(command: list[str], directory: Path, **env: str) -> subprocess.Popen[s
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTICRT_ETCD_LINGER": "1s", **env},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -66,7 +66,7 @@ class Inbox:
 def compact_etcd(address: Address, revision: int) -> None:
     """Compact a real server."""
     from elasticrt.store import proto
-    from elasticrt.store.grpc_import import grpc
+    from elasticrt.store.connection import grpc
 
     with grpc.insecure_channel(f"{address.host}:{address.port}") as channel:
         proto.KVStub(channel).Compact(proto.CompactionRequest(revision=revision), timeout=10)

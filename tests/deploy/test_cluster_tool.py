@@ -143,7 +143,7 @@ def test_a_run_over_three_hosts(tmp_path: Path) -> None:
         for name in ("a", "b", "c"):
             output = (tmp_path / f"{name}.out").open("wb")
             with output:
-                command = [*PROGRAM, "exec", name, *words[2:-1], "--run-dir", str(tmp_path / "runs"), words[-1]]
+                command = [*PROGRAM, "exec", name, *words[2:-1], "--log-dir", str(tmp_path / "runs"), words[-1]]
                 processes.append(
                     subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                                      env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import (
     HANDED_OVER_CODE,
+    Built,
     Claim,
-    Down,
-    HandedOver,
+    Left,
     Message,
-    Published,
-    Ready,
     Reply,
     Save,
     Step,
@@ -248,7 +246,7 @@ class Worker:
         self.page.in_place, self.at_home_at = READY, self.sim.engine.now
         self.waiting = True
         self.sim.say(self.process, f"  a worker ({self.env.local_rank}) has set up beside the training")
-        self.say(Ready())
+        self.say(Left(0))
 
     def _data(self) -> str:
         return f"data of {self.process.name}" if self.sim.plan.own_disks else "data"
@@ -280,7 +278,7 @@ class Worker:
 
     def _publish(self) -> None:
         self.building = (*self.building, self.requests + 1)
-        self.ask(lambda number: Published(number, self._data(), "1", "d" * 64))
+        self.ask(lambda number: Built(number, self._data(), "1", "d" * 64))
 
     # Seats.
 
@@ -333,7 +331,7 @@ class Worker:
             self.take()
             return
         self.sim.say(self.process, f"  worker {self.own.rank} is down after step {self.step}")
-        self.say(Down(group.generation, self.step, "Connection closed by peer"))
+        self.say(Left(group.generation, self.step, "Connection closed by peer"))
 
     # Steps.
 
@@ -389,7 +387,7 @@ class Worker:
         self.group, self.waiting = None, True
         self.page.stepping = 0
         self.sim.say(self.process, f"  worker {self.own.rank} stops after step {self.step}")
-        self.say(HandedOver(self.step))
+        self.say(Left(self.own.generation, self.step))
 
     def _saved(self) -> bool:
         if self.saved_for != self.step and self.saving is None:

@@ -21,6 +21,7 @@ from elasticrt.ipc.messages import Warm
 from elasticrt.rendezvous.decision import Decision, Me
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.store.protocol import Address, Credentials
 from elasticrt.workers.group import WorkerEnded
@@ -187,21 +188,20 @@ class VirtualSupervisor(Supervisor):
 
 def _settings(process: Process) -> Settings:
     return Settings(
+        options=RunOptions(
+            node=process.name,
+            again=process.sim.again,
+            max_restarts=process.spec.max_restarts,
+            drain_timeout_s=process.sim.drain_s,
+            events_fd=0,  # Nothing is narrated.
+        ),
         run_id="run",
         node=process.name,
-        node_given=True,
         address=process.address,
         workers=process.workers,
         command=Command(("train.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(Address("http", "virtual", 2379),),
         credentials=Credentials(),
         serve=None,
-        again=process.sim.again,
         run_dir=Path("/virtual"),
-        max_restarts=process.spec.max_restarts,
-        stop_timeout_s=2.0,
-        drain_timeout_s=process.sim.drain_s,
-        events_fd=0,  # Nothing is narrated.
     )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Claim, Copied, Damaged, HandedOver, Published, Reply, Save
+from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
 from elasticrt.workers.failures import failure_of
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -148,7 +148,7 @@ class Group:
         self.sim.say(self.process, f"  workers hand over after step {step}")
         self.emit(WorkerSaid(self.generation, self.envs[0].rank, 0, copied, self.sim.port()))
         for env in self.envs:
-            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, HandedOver(step)))
+            self.emit(WorkerSaid(self.generation, env.rank, env.local_rank, Left(self.generation, step)))
         self.sim.engine.after(self.sim.net.uniform(0.01, 0.5), self.end, "handed over")
 
     # Preparing data, then meeting the others.
@@ -171,7 +171,7 @@ class Group:
         if self in training.ready:
             return
         if reply.ok and reply.request in self.building:
-            self.sim.engine.after(0.0, training.arrive, self)  # Published.
+            self.sim.engine.after(0.0, training.arrive, self)  # Built.
         elif reply.ok:
             self.sim.engine.after(self.sim.plan.build_s * self.sim.net.uniform(0.1, 1.0), self._publish)
         elif reply.reason == "done":
@@ -187,7 +187,7 @@ class Group:
                 self.sim.engine.after(POLL_S, self._publish)
                 return
             self.building = (*self.building, self.requests + 1)
-            self.ask(lambda number: Published(number, "data", "1", "d" * 64))
+            self.ask(lambda number: Built(number, "data", "1", "d" * 64))
 
     def save(self, step: int, trained: Trained) -> None:
         """Rank 0 asks for a commit, one at a time."""
@@ -273,11 +273,6 @@ class VirtualGroup:
         self.process.sim.engine.after(self.process.sim.living.uniform(0.0, 0.02), worker.seat_comes, env)
         return True
 
-    def dismiss(self, generation: int) -> None:
-        """See `WorkerGroup`."""
-        for worker in self._of(generation):
-            worker.later(0.005, worker.dismissed)
-
     def _of(self, generation: int | None) -> list[Worker]:
         wanted = self._newest if generation is None else generation
         return [worker for worker in self.workers if worker.generation == wanted]
@@ -308,7 +303,7 @@ class VirtualGroup:
 
     def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
         """See `WorkerGroup`."""
-        after_s = self.process.sim.net.uniform(0.05, grace_s)
+        after_s = self.process.sim.net.uniform(0.05, min(2.0, grace_s))
         self._end(self._of(generation), after_s, signal.SIGTERM)
         self._stop(generation, after_s)
         return self.process.clock() + grace_s
@@ -325,7 +320,9 @@ class VirtualGroup:
             self.process.sim.engine.after(after_s, group.end, "killed")
 
     def release(self, generation: int | None = None) -> None:
-        """See `WorkerGroup`: nobody lingers here."""
+        """See `WorkerGroup`. Nobody lingers here."""
+        for worker in self._of(generation):
+            worker.later(0.005, worker.dismissed)
 
     def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
         """See `WorkerGroup`."""

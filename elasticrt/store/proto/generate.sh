@@ -1,5 +1,5 @@
 #!/bin/sh
-# Generates the two Python modules beside ert_etcd.proto. Run by hand, only after a change of that file:
+# Generates the Python module beside ert_etcd.proto. Run by hand, only after a change of that file:
 #     sh elasticrt/store/proto/generate.sh
 # grpcio-tools 1.51.3 on purpose: its output carries no check of the protobuf runtime's version and works with protobuf
 # 3.20.3 up to 7.x. A newer generator writes code that older runtimes refuse.
@@ -9,10 +9,4 @@ venv=$(mktemp -d)
 trap 'rm -rf "$venv"' EXIT
 "${PYTHON:-python3}" -m venv "$venv"
 "$venv/bin/pip" install --quiet "setuptools<80" "grpcio-tools==1.51.3"
-"$venv/bin/python" -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. ert_etcd.proto
-# The stubs import their messages from this package and gRPC without its noise, and call the services by the names on
-# etcd's wire.
-sed -i -e 's/^import ert_etcd_pb2 as /from . import ert_etcd_pb2 as /' \
-       -e 's/^import grpc$/from elasticrt.store.grpc_import import grpc/' \
-       -e "s#/ert_etcd\.#/etcdserverpb.#" \
-       -e "s#'ert_etcd\.#'etcdserverpb.#" ert_etcd_pb2_grpc.py
+"$venv/bin/python" -m grpc_tools.protoc -I. --python_out=. ert_etcd.proto

@@ -47,14 +47,14 @@ def _story(tmp_path: Path, etcd: EtcdServer, prefix: tuple[str, ...]) -> Steppin
     """Both start, one joins and a worker fails, over several leases: exactly the generations that these make."""
     with Skewed(tmp_path, "--nnodes", "1:3", "--lease-ttl", f"{TTL_S:g}", "--etcd", str(etcd.address)) as run:
         run.prefix = prefix
-        run.start("n0", "--settle", "3")
-        run.start("n1", "--settle", "3")
+        run.start("n0", "--rdzv-conf", "last_call_timeout=3")
+        run.start("n1", "--rdzv-conf", "last_call_timeout=3")
         run.wait("both are in", lambda: run.events("generation") and len(run.events("generation")[-1]["nodes"]) == 2)
         number = run.number()
         run.wait_for_steps(5, generation=number)
         run.wait_for_silence(2 * TTL_S)
         assert run.number() == number, "nobody was suspected"
-        run.start("n2", "--settle", "3")
+        run.start("n2", "--rdzv-conf", "last_call_timeout=3")
         run.wait_for_steps(5, generation=number + 1)
         run.fail(number + 1, 1)
         run.wait_for_steps(10, generation=number + 2)

@@ -33,7 +33,15 @@ class Site(Stepping):
     ) -> None:
         self.network = network
         self.etcd = etcd
-        flags = ["--nnodes", nodes, "--lease-ttl", f"{ttl_s:g}", "--settle", "2", "--insecure-etcd"]
+        flags = [
+            "--nnodes",
+            nodes,
+            "--lease-ttl",
+            f"{ttl_s:g}",
+            "--rdzv-conf",
+            "last_call_timeout=3",
+            "--insecure-etcd",
+        ]
         flags += ["--etcd", str(etcd.address)]
         super().__init__(tmp_path, *flags, timeout_s=GROUP_TIMEOUT_S, **options)
         self.host = network.host

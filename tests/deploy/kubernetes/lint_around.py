@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from elasticrt.option_values import health_address, parse_nodes
 from tests.deploy.kubernetes.finding import Doc, jobs, labels, means, of_kind, pods, rule, selects, settings
 
 # Agents.
@@ -23,17 +24,17 @@ def nodes_are_named_after_pods(docs: Sequence[Doc]) -> Iterator[str]:
 @rule("a port that nobody serves, or one on loopback only: the kubelet gets no answer and kills every pod")
 def probes_ask_the_agent(docs: Sequence[Doc]) -> Iterator[str]:
     """Startup and liveness ask /live, readiness asks /ready, at the port and address that the agent is told."""
-    given = settings(docs)
+    host, served = health_address(settings(docs)["ELASTICRT_HEALTH_PORT"])
     for spec in jobs(docs):
         for container in spec["template"]["spec"]["containers"]:
             ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
             for kind, path in (("startupProbe", "/live"), ("livenessProbe", "/live"), ("readinessProbe", "/ready")):
                 asked = container.get(kind, {}).get("httpGet", {})
                 port = ports.get(asked.get("port"), asked.get("port"))
-                if asked.get("path") != path or str(port) != given.get("ELASTICRT_HEALTH_PORT"):
+                if asked.get("path") != path or port != served:
                     yield f"{kind} asks {asked.get('path')} at {port}"
-        if given.get("ELASTICRT_HEALTH_HOST") not in ("0.0.0.0", "::"):
-            yield f"answered at {given.get('ELASTICRT_HEALTH_HOST')} only"
+        if host not in ("0.0.0.0", "::"):
+            yield f"answered at {host} only"
 
 
 @rule("a node that is busy for a moment answers late, and a healthy pod is killed with its workers")
@@ -70,7 +71,7 @@ def options_do_not_change(docs: Sequence[Doc]) -> Iterator[str]:
 def options_are_stated(docs: Sequence[Doc]) -> Iterator[str]:
     """What the pod's own fields count on is written down, and a run has a name."""
     given = settings(docs)
-    wanted = "RUN_ID RUN_DIR MIN_NODES MAX_NODES NPROC_PER_NODE JOIN_TIMEOUT ETCD_WAIT"
+    wanted = "RUN_ID LOG_DIR NNODES NPROC_PER_NODE JOIN_TIMEOUT ETCD_WAIT"
     for name in (*wanted.split(), "LEASE_TTL", "DRAIN_TIMEOUT", "STOP_TIMEOUT"):
         if not given.get(f"ELASTICRT_{name}"):
             yield f"ELASTICRT_{name} is not stated"
@@ -91,7 +92,7 @@ def checkpoints_are_shared(docs: Sequence[Doc]) -> Iterator[str]:
                 if not any(word.startswith(option) for word in container["args"]):
                     yield f"{option} is not given, and its default is on no claimed volume"
             words = [word for word in container["args"] if word.startswith(("--data-dir=", "--checkpoint-dir="))]
-            for path in [*(word.partition("=")[2] for word in words), settings(docs).get("ELASTICRT_RUN_DIR", "/")]:
+            for path in [*(word.partition("=")[2] for word in words), settings(docs).get("ELASTICRT_LOG_DIR", "/")]:
                 if path != "/" and not any(path.startswith(f"{mount}/") for mount in shared):
                     yield f"{path} is on no claimed volume"
         for name in volumes.values():
@@ -115,8 +116,8 @@ def claims_are_complete(docs: Sequence[Doc]) -> Iterator[str]:
 
 @rule("seen: 'jobs.batch does not implement the scale subresource', allowed disruptions 0, every drain blocked")
 def budgets_of_jobs_are_integers(docs: Sequence[Doc]) -> Iterator[str]:
-    """A PodDisruptionBudget over Job pods has an integer minAvailable, which is min-nodes; unhealthy pods may go."""
-    least = int(settings(docs).get("ELASTICRT_MIN_NODES", "1"))
+    """A PodDisruptionBudget over Job pods has an integer minAvailable, the run's minimum; unhealthy pods may go."""
+    least, _ = parse_nodes(settings(docs).get("ELASTICRT_NNODES", "1"))
     for spec in jobs(docs):
         of_job = [each for each in of_kind(docs, "PodDisruptionBudget")
                   if selects(each["spec"]["selector"], labels(spec["template"]))]  # fmt: skip
@@ -127,7 +128,7 @@ def budgets_of_jobs_are_integers(docs: Sequence[Doc]) -> Iterator[str]:
             if type(budget.get("minAvailable")) is not int or "maxUnavailable" in budget:
                 yield f"{each['metadata']['name']}: minAvailable must be an integer, and maxUnavailable absent"
             elif budget["minAvailable"] != least:
-                yield f"{each['metadata']['name']}: minAvailable {budget['minAvailable']}, min-nodes {least}"
+                yield f"{each['metadata']['name']}: minAvailable {budget['minAvailable']}, the run's minimum {least}"
     for each in of_kind(docs, "PodDisruptionBudget"):
         if each["spec"].get("unhealthyPodEvictionPolicy") != "AlwaysAllow":
             yield f"{each['metadata']['name']}: a pod that is not ready would block the drain"

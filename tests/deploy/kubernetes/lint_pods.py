@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from elasticrt.cli.options import seconds
 from elasticrt.errors import (
     EXIT_CHECKPOINT,
     EXIT_DUPLICATE,
@@ -17,6 +16,8 @@ from elasticrt.errors import (
     EXIT_USAGE,
     EXIT_WORKERS,
 )
+from elasticrt.option_values import parse_nodes, seconds
+from elasticrt.run_options import STOP_TIMEOUT_S, RunOptions
 from tests.deploy.kubernetes.environment import entries, environment, undefined
 from tests.deploy.kubernetes.finding import Doc, containers, jobs, means, of_kind, pods, quantity, rule, settings
 
@@ -90,13 +91,13 @@ def failure_policy_waits_for_the_end(docs: Sequence[Doc]) -> Iterator[str]:
 
 @rule("seen: scaling works by changing parallelism and completions together; parallelism alone leaves indexes out")
 def as_many_pods_as_nodes(docs: Sequence[Doc]) -> Iterator[str]:
-    """Indexed, with parallelism = completions = max-nodes."""
-    most = settings(docs).get("ELASTICRT_MAX_NODES")
+    """Indexed, with parallelism = completions = the run's maximum."""
+    _, most = parse_nodes(settings(docs).get("ELASTICRT_NNODES", "1"))
     for spec in jobs(docs):
         if spec.get("completionMode") != "Indexed":
             yield "not Indexed: then completions cannot be changed"
-        if not spec.get("parallelism") == spec.get("completions") == int(most or 0):
-            yield f"parallelism {spec.get('parallelism')}, completions {spec.get('completions')}, max-nodes {most}"
+        if not spec.get("parallelism") == spec.get("completions") == most:
+            yield f"parallelism {spec.get('parallelism')}, completions {spec.get('completions')}, maximum {most}"
 
 
 @rule("OnFailure restarts in place: the Job never sees the exit code, and podFailurePolicy is not allowed with it")
@@ -126,10 +127,12 @@ def ended_jobs_go(docs: Sequence[Doc]) -> Iterator[str]:
 def grace_is_long_enough(docs: Sequence[Doc]) -> Iterator[str]:
     """terminationGracePeriodSeconds is stated, and >= drain timeout + stop timeout + lease."""
     given = settings(docs)
-    needed = sum(
-        seconds(given.get(f"ELASTICRT_{name}", default))
-        for name, default in (("DRAIN_TIMEOUT", "15"), ("STOP_TIMEOUT", "10"), ("LEASE_TTL", "5"))
-    )
+    defaults = {
+        "DRAIN_TIMEOUT": RunOptions.drain_timeout_s,
+        "STOP_TIMEOUT": STOP_TIMEOUT_S,
+        "LEASE_TTL": RunOptions.lease_ttl_s,
+    }
+    needed = sum(seconds(given.get(f"ELASTICRT_{name}", f"{default:g}")) for name, default in defaults.items())
     for name, template in pods(docs):
         if "terminationGracePeriodSeconds" not in template["spec"]:
             yield f"{name}: the default, which is just enough for today's options"

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.main import Parser, build_parser
-from elasticrt.cli.run import configure, declare
+from elasticrt.cli.configure import configure
+from elasticrt.cli.main import build_parser
+from elasticrt.cli.options import variables
+from elasticrt.cli.run import KINDS, options_given
 from elasticrt.errors import StoreError
+from elasticrt.option_values import options_of
 from elasticrt.store import etcd_server
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
@@ -39,8 +42,7 @@ def test_a_pod_is_told_what_elasticrt_run_understands(name: str, tmp_path: Path)
     """Every ELASTICRT_ variable is one of an option, and command and variables together are a valid `elasticrt run`."""
     docs = overlay(name)
     env = environment(docs, agent(docs), {"metadata.name": "train-0-x2b4d"})
-    options = declare(parser := Parser(allow_abbrev=False))
-    known = {f"ELASTICRT_{action.dest.upper()}" for action in parser._actions}
+    known = {name for kind in KINDS for option in options_of(kind).values() for name in variables(option)}
     assert {each for each in env if each.startswith("ELASTICRT_")} <= known
     for variable in ("CA", "CERT", "KEY"):
         if f"ELASTICRT_ETCD_{variable}_FILE" in env:
@@ -51,11 +53,11 @@ def test_a_pod_is_told_what_elasticrt_run_understands(name: str, tmp_path: Path)
     args = [word.replace(IN_IMAGE, f"{ROOT}/") for word in agent(docs)["args"]]
     arguments = build_parser().parse_args(args)
     gpus = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    got, spec = configure(options.read(arguments, env), arguments.script, arguments.arguments, gpus)
+    got, spec = configure(options_given(arguments, env), arguments.script, arguments.arguments, gpus)
     (of_job,) = jobs(docs)
-    assert (spec.min_nodes, spec.max_nodes) == (int(env["ELASTICRT_MIN_NODES"]), of_job["parallelism"])
-    assert (got.node, got.run_id, got.health_host) == ("train-0-x2b4d", env["ELASTICRT_RUN_ID"], "0.0.0.0")
-    assert [each["containerPort"] for each in agent(docs)["ports"]] == [got.health_port]
+    assert (f"{spec.min_nodes}:{spec.max_nodes}", spec.max_nodes) == (env["ELASTICRT_NNODES"], of_job["parallelism"])
+    assert (got.node, got.run_id) == ("train-0-x2b4d", env["ELASTICRT_RUN_ID"])
+    assert [("0.0.0.0", each["containerPort"]) for each in agent(docs)["ports"]] == [got.options.health]
     assert got.etcd_wait_s >= 60, "etcd and the agents are applied together"
     assert got.workers == (2 if name == "gpu" else 1)
 

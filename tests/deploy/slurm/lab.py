@@ -257,5 +257,5 @@ class Lab:
 
 
 def variables(**more: str) -> Mapping[str, str]:
-    """The environment of agents in tests: newcomers get in at once, an etcd of their own does not linger."""
-    return {"ELASTICRT_JOIN": "now", "ELASTICRT_ETCD_LINGER": "1s", "OMP_NUM_THREADS": "1", **more}
+    """The environment of agents in tests: newcomers get in at once."""
+    return {"ELASTICRT_JOIN": "now", "OMP_NUM_THREADS": "1", **more}

@@ -52,7 +52,7 @@ def test_from_the_start_to_the_end(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with EtcdServer(wheel_binary(), tmp_path) as etcd:
-        options = ["--etcd", str(etcd.address), "--health-port", "0", "--max-nodes", "1"]
+        options = ["--etcd", str(etcd.address), "--health-port", "0", "--nnodes", "1"]
         with Cluster(tmp_path, "asked", options, [str(script), str(tmp_path)]) as cluster:
             agent = cluster.start("alpha")
             cluster.wait("a health port", lambda: bool(cluster.events("health")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import signal
@@ -230,28 +231,29 @@ def test_the_report_names_the_cause(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fresh_does_not_undo_what_a_run_has_done(tmp_path: Path, etcd: EtcdServer) -> None:
-    """F13: --fresh with the id of a run that has a head: it goes on from there, and says so and what to do instead."""
+    """F13: a fresh start with the id of a run that has a head: it goes on from there, says so and what else to do."""
     script = tmp_path / "save.py"
     script.write_text(
         "import elasticrt; ctx = elasticrt.init(); keeper = elasticrt.Checkpointer('ckpt'); state = keeper.restore()\n"
         "print('at', 0 if state is None else state.step)\n"
         "keeper.save({'a': 1}, step=7 if state is None else state.step + 7); keeper.wait()\n"
     )
-    command = [sys.executable, "-m", "elasticrt", "run", "--etcd", str(etcd.address), "--fresh", "--again"]
+    command = [sys.executable, "-m", "elasticrt", "run", "--etcd", str(etcd.address), "--again"]
     said = []
     for run_id in ("known", "known", "unknown"):
         done = subprocess.run(
             [*command, "--run-id", f"{run_id}-{tmp_path.name}", str(script)],
             cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+            env={**os.environ, "ELASTICRT_FRESH": "1"},
         )  # fmt: skip
-        said.append(re.findall(r"at \d+", done.stdout) + re.findall(r"goes on from step 7: --fresh", done.stderr))
-    assert said == [["at 0"], ["at 7", "goes on from step 7: --fresh"], ["at 0"]]
+        said.append(re.findall(r"at \d+", done.stdout) + re.findall(r"step 7: ELASTICRT_FRESH", done.stderr))
+    assert said == [["at 0"], ["at 7", "step 7: ELASTICRT_FRESH"], ["at 0"]]
 
 
 def test_a_run_that_has_succeeded_is_not_run_again(tmp_path: Path) -> None:
     """The machine's own etcd has ended with the run; its logs tell what became of it. --again runs it once more."""
     (tmp_path / "script.py").write_text("print('at work')\n")
-    command = [sys.executable, "-m", "elasticrt", "run", "--run-id", f"once-{tmp_path.name}", "--etcd-linger", "1s"]
+    command = [sys.executable, "-m", "elasticrt", "run", "--run-id", f"once-{tmp_path.name}"]
     said = []
     for more in ([], [], ["--again"]):
         done = subprocess.run(

@@ -95,9 +95,9 @@ def test_the_environment_is_the_same_on_all_nodes_and_after_a_restart(tmp_path: 
         assert (first["launched"], first["TORCHELASTIC_USE_AGENT_STORE"]) == (True, "False")
         assert (first["TORCH_NCCL_ASYNC_ERROR_HANDLING"], first["OMP_NUM_THREADS"]) == ("1", "1")
         assert first["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-        assert first["ELASTICRT_RUN_DIR"] == str(tmp_path / "run")
+        assert first["ELASTICRT_RUN_DIR"] == str(run.run_dir)
     assert said[1][0]["MASTER_PORT"] != said[2][0]["MASTER_PORT"]
-    logs = tmp_path / "run" / "logs" / "generation-1"
+    logs = run.run_dir / "logs" / "generation-1"
     assert "ValueError: the tide is high" in (logs / "rank-3.n0.err").read_text()
     message = json.loads((logs / "rank-3.n0.error.json").read_text())["message"]
     assert message["message"] == "ValueError: the tide is high"
@@ -115,7 +115,7 @@ ARGUMENTS = ["key=v", "+k=v", "-m", "--multirun", "--", "--role", "x"]
 
 
 def _show(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "elasticrt.run", "--nproc-per-node", "2", "--etcd-linger", "1s", *options]
+    command = [sys.executable, "-m", "elasticrt.run", "--nproc-per-node", "2", *options]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"}
     command += ["shows.py", *ARGUMENTS]
     done = subprocess.run(
@@ -235,12 +235,12 @@ main()
 def test_torchs_own_record_is_understood(tmp_path: Path) -> None:
     """COMPAT 5.1: `@record` writes to TORCHELASTIC_ERROR_FILE; the report has what it says, and the traceback."""
     (tmp_path / "records.py").write_text(RECORDS)
-    words = ["--nproc-per-node", "2", "--max-restarts", "0", "--run-dir", "run", "records.py"]
+    words = ["--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", "run", "records.py"]
     command = [sys.executable, "-m", "elasticrt", "run", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("rank 1 failed first") :]
     assert "exit code 1: KeyError: 'no such shell'" in report
     assert re.search(r"\|   File .*records\.py.*, line \d+, in deep", report)
-    (file,) = (tmp_path / "run" / "logs" / "generation-1").glob("rank-1.*.error.json")
+    (file,) = (tmp_path / "run").glob("*/logs/generation-1/rank-1.*.error.json")
     assert set(json.loads(file.read_text())["message"]["extraInfo"]) >= {"py_callstack", "timestamp"}

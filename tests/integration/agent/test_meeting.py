@@ -80,7 +80,7 @@ def test_a_served_etcd_carries_a_run(tmp_path: Path) -> None:
 def test_without_a_run_id_the_line_to_join_is_printed_and_works(tmp_path: Path) -> None:
     """A15: the first agent prints the line that brings another node: that line works, with the first one's options."""
     _script(tmp_path)
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--etcd-linger", "1s"]
+    options = ["--nnodes", "2", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", "elasticrt", "run", *options, "hello.py"]
     output, env = tmp_path / "first.out", {**os.environ, "ELASTICRT_JOIN": "now"}
     with output.open("wb") as sink:

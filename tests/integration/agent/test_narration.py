@@ -67,7 +67,7 @@ class Terminal:
 def terminals(directory: Path, script: str, names: str, *options: str) -> Iterator[list[Terminal]]:
     """Agents of one run, which find each other in an etcd of this machine."""
     (directory / "train.py").write_text(script)
-    run = ("--run-id", f"said-{secrets.token_hex(4)}", "--etcd-linger", "1s", *options, "train.py")
+    run = ("--run-id", f"said-{secrets.token_hex(4)}", *options, "train.py")
     with ExitStack() as stack:
         agents = [Terminal(directory, name, *run) for name in names]
         for agent in agents:

@@ -40,7 +40,7 @@ def first_process(
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     with EtcdServer(wheel_binary(), directory) as etcd, (directory / "output").open("wb") as output:
-        where = ["--etcd", str(etcd.address), "--run-dir", str(directory / "run")]
+        where = ["--etcd", str(etcd.address), "--log-dir", str(directory / "run")]
         process = subprocess.Popen(
             [*before, *NAMESPACE, *ELASTICRT, *where, "--no-python", *options, program],
             cwd=directory,
@@ -94,7 +94,7 @@ def test_a_signal_reaches_the_agent(tmp_path: Path) -> None:
     [
         pytest.param("exit 0", [], 0, id="succeeds"),
         pytest.param("exit 3", ["--max-restarts", "0"], 1, id="fails"),
-        pytest.param("exit 0", ["--max-nodes", "0"], 2, id="is told nonsense"),
+        pytest.param("exit 0", ["--nnodes", "0"], 2, id="is told nonsense"),
     ],
 )
 def test_the_exit_code_is_the_agents(tmp_path: Path, script: str, options: list[str], code: int) -> None:

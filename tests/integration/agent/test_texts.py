@@ -56,7 +56,7 @@ def _run(
         "--standalone",
         "--nproc-per-node",
         "1",
-        "--run-dir",
+        "--log-dir",
         str(tmp_path / "run"),
     ]
     command = [sys.executable, "-m", "elasticrt", "run", *options, path, *arguments]

@@ -106,7 +106,7 @@ def leave_behind(directory: Path, *, steps: int) -> dict[str, str]:
         script.train(batch)
     if dist.get_rank() == 0:
         with (directory / "copy").open("w+b") as file:
-            size, digest = Snapshot(script.loop._state()).write_to(file.fileno())
+            size, digest = Snapshot(script.loop._state.collect()).write_to(file.fileno())
         copy = Copy(steps, script.loop.epoch, size, digest, dist.get_world_size())
         (directory / "copy.json").write_text(json.dumps(asdict(copy)))
     return script.prints()

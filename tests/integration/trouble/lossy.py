@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store import proto
-from elasticrt.store.grpc_import import grpc
+from elasticrt.store.connection import grpc
 from elasticrt.store.protocol import Address
 
 Loss = Literal["answer", "request", "late", "lease"]

@@ -12,7 +12,7 @@ from elasticrt.store.protocol import Put, Txn
 from tests.integration.trouble.stepping import Stepping, alive
 from tests.servers import EtcdServer
 
-OPTIONS = ("--nnodes", "1:2", "--lease-ttl", "2", "--settle", "3")
+OPTIONS = ("--nnodes", "1:2", "--lease-ttl", "2", "--rdzv-conf", "last_call_timeout=3")
 
 
 def _commit(run: Stepping) -> None:

@@ -163,7 +163,7 @@ def test_a_certificate_that_does_not_fit(
     _sign(files, "expired", "IP:127.0.0.1", -1)
     _sign(files, "elsewhere", "DNS:somewhere.example", 2)
     with _server(tmp_path, files, server) as etcd:
-        command = [sys.executable, "-m", "elasticrt", "run", "--etcd", str(etcd.address), "--run-dir", str(tmp_path)]
+        command = [sys.executable, "-m", "elasticrt", "run", "--etcd", str(etcd.address), "--log-dir", str(tmp_path)]
         command += [*_files(files, authority, client), "--no-python", "true"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert done.returncode == 4, done.stderr

@@ -85,7 +85,7 @@ def test_a_name_that_leads_nowhere(
     names.answer = answer
     endpoint = f"http://{NAME}:{etcd.port}"
     command = [sys.executable, "-m", "elasticrt", "run", "--etcd", endpoint, "--insecure-etcd"]
-    command += ["--run-dir", str(tmp_path / "run"), "--no-python", "true"]
+    command += ["--log-dir", str(tmp_path / "run"), "--no-python", "true"]
     done = subprocess.run(names.command(command), capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert done.returncode == 4, done.stderr
     assert f"etcd cannot be reached (--etcd): got {endpoint}: {words}" in done.stderr

@@ -19,6 +19,7 @@ from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Keys, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Lease, RangeRead, StoreUnavailable, Txn, TxnResult
@@ -78,18 +79,15 @@ def _joined(server: MemoryServer, node: str) -> bool:
 
 def _agent_joins(store: Troubled) -> str:
     settings = Settings(
+        options=RunOptions(node="alpha"),
         run_id="run",
         node="alpha",
-        node_given=True,
         address="127.0.0.1",
         workers=1,
         command=Command(("train.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(),
         credentials=Credentials(),
         serve=None,
-        again=False,
         run_dir=Path("/nowhere"),
     )
     record = MemberRecord(

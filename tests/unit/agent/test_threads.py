@@ -15,9 +15,10 @@ from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
 from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
 from elasticrt.errors import StoreError
-from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply, Save
+from elasticrt.ipc.messages import Built, Claim, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
+from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Put, Resync, Txn
@@ -44,18 +45,15 @@ TEXTS = {
 def _agent(tmp_path: Path) -> Iterator[Agent]:
     before = threading.excepthook
     settings = Settings(
+        options=RunOptions(node="n0"),
         run_id="r",
         node="n0",
-        node_given=True,
         address=None,
         workers=1,
         command=Command(("x.py",)),
-        start_method="fork",
-        preload=(),
         etcd=(),
         credentials=Credentials(),
         serve=None,
-        again=False,
         run_dir=tmp_path,
     )
     agent = Agent(settings, SPEC)
@@ -84,14 +82,14 @@ def test_a_courier_answers_whatever_is_asked(text):
 
     assert ask(Claim(1, f"name-{text}", text)).ok
     assert ask(Claim(2, f"name-{text}", text)).ok  # It is its own.
-    assert ask(Published(3, f"name-{text}", text, "d" * 64)).ok
+    assert ask(Built(3, f"name-{text}", text, "d" * 64)).ok
     assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, "done", {"digest": "d" * 64})
     assert ask(Claim(5, f"name-{text}", text + "2")).ok
-    assert ask(BuildFailed(6, f"name-{text}", text + "2", text)).ok
+    assert ask(Built(6, f"name-{text}", text + "2", "", text or "x")).ok
     assert ask(Claim(7, f"name-{text}", text + "2")).reason.startswith("failed: ")
-    assert not ask(Published(8, "x", text, text)).ok
+    assert not ask(Built(8, "x", text, text)).ok
     assert ask(Claim(9, "y", text)).ok
-    assert not ask(Published(10, "y", text, "d" * 65)).ok
+    assert not ask(Built(10, "y", text, "d" * 65)).ok
     assert not ask(Save(11, {"step": text}, "")).ok
     courier.close(5)
 
@@ -111,17 +109,15 @@ def test_a_dead_courier_ends_the_agent(agent):
     courier.close(5)
 
 
-def test_a_question_that_dies_in_a_pool_is_heard_of(agent, monkeypatch):
-    """A pool of threads keeps errors to itself; ours does not."""
+def test_a_thread_that_asks_and_dies_is_heard_of(agent, monkeypatch):
+    """Whatever the thread that asks other agents dies of, the agent's loop hears of it."""
 
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.liveness.prober.generation_of", broken)
+    monkeypatch.setattr(Prober, "_try", broken)
     prober = Prober(lambda *_: None)
-    named = Seat(
-        node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="a.name.invalid", probe_port=1
-    )
+    named = Seat(node="n1", incarnation="1" * 16, index=0, rank_offset=0, workers=1, address="127.0.0.1", probe_port=1)
     prober.listen([named], "r", lambda _: None)
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
@@ -141,9 +137,9 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     def broken(*_: object) -> str:
         raise LookupError("a bug")
 
-    monkeypatch.setattr("elasticrt.liveness.prober.generation_of", broken)
+    monkeypatch.setattr(Prober, "_try", broken)
     one.loop.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
-    with pytest.raises(StoreError, match=r"thread elasticrt-ask_0 of this agent has ended: LookupError\('a bug'\)"):
+    with pytest.raises(StoreError, match=r"thread elasticrt-ask of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)
     assert one.has(after=turn.generation.number)
     one.close(run_too=False)

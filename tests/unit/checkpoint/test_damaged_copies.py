@@ -42,7 +42,7 @@ def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
         for _ in range(3):
             with loop.step(), torch.no_grad():
                 next(model.parameters()).add_(1.0)
-        snapshot = Snapshot(loop._state())
+        snapshot = Snapshot(loop._state.collect())
     fd, size, digest = snapshot.in_memory()
     yield fd, Copy(3, 0, size, digest, 1)
     snapshot.close()

@@ -89,7 +89,7 @@ def test_each_checkpoint_is_the_state_between_two_steps(tmp_path: Path) -> None:
         for step, _ in enumerate(loop.batches(repeat(None))):
             train(model, optimizer)
             if step in (10, 20, 30):
-                loop._checkpointer.wait()  # So that another save begins at each of these, however slow the disk is.
+                loop._saving.checkpointer.wait()  # So that each of these begins another save, on any disk.
     found = checkpoints(tmp_path)
     assert len(found) > 3
     assert 60 in found
@@ -108,8 +108,8 @@ def test_a_copy_and_a_checkpoint_of_one_step_are_the_same_bytes(
         loop = elasticrt.Loop(tmp_path / "ckpt", model=model, optimizer=optimizer)
         epochs = loop.epochs(1)
         next(epochs)
-        loop._take_snapshot(save=True, copy=True)
-        loop._checkpointer.wait()
+        loop._saving.take(save=True, copy=True)
+        loop._saving.checkpointer.wait()
         wait_until(lambda: agent.of(Copied), "the agent has the copy")
         assert len(saved) == 1
         (copied,) = agent.of(Copied)
@@ -117,7 +117,7 @@ def test_a_copy_and_a_checkpoint_of_one_step_are_the_same_bytes(
         content = payload.read_bytes()
         assert (copied.size, copied.digest) == (len(content), hashlib.sha256(content).hexdigest())
         assert torch.equal(parse(content)["model"]["0.weight"], model[0].weight)  # type: ignore[index]
-        assert loop._checkpointer.head_step == 0
+        assert loop._saving.checkpointer.head_step == 0
         del epochs
 
 
@@ -128,12 +128,12 @@ def test_a_handover_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest
         model, _ = build()
         loop = elasticrt.Loop(tmp_path / "ckpt", model=model)
         next(loop.epochs(1))
-        loop._checkpointer.snapshots.take(loop._state(), [lambda _: go.wait(30)])
-        loop._copies.hand_over(loop._state(), 7, 0)
+        loop._saving.checkpointer.snapshots.take(loop._state.collect(), [lambda _: go.wait(30)])
+        loop._saving.memory_tier.hand_over(loop._state.collect(), 7, 0)
         wait_until(lambda: agent.of(Copied), "the agent has the copy")
-        assert loop._checkpointer.snapshots.busy
+        assert loop._saving.checkpointer.snapshots.busy
         go.set()
-        assert loop._checkpointer.snapshots.wait(30)
+        assert loop._saving.checkpointer.snapshots.wait(30)
     assert [copied.step for copied in agent.of(Copied)] == [7]
 
 
@@ -148,9 +148,9 @@ def test_where_there_is_no_memory_for_a_copy_the_save_succeeds(
         loop = elasticrt.Loop(tmp_path / "ckpt", model=model)
         epochs = loop.epochs(1)
         next(epochs)
-        loop._take_snapshot(save=True, copy=True)
-        loop._checkpointer.wait()
-        assert loop._checkpointer.head_step == 0
+        loop._saving.take(save=True, copy=True)
+        loop._saving.checkpointer.wait()
+        assert loop._saving.checkpointer.head_step == 0
         assert not agent.of(Copied)
         del epochs
     assert "no copies are kept in memory any more" in caplog.text

@@ -14,6 +14,7 @@ import pytest
 
 from elasticrt.cli import control
 from elasticrt.rendezvous.records import Keys, SpecRecord
+from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Put, Txn
 from elasticrt.testing.memory_store import MemoryServer, MemoryStore
@@ -93,4 +94,4 @@ def test_a_status_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert control.show(store, keys, argparse.Namespace(), {}) == 0
+        assert control.show(store, keys, argparse.Namespace(), EtcdOptions()) == 0

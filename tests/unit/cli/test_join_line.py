@@ -10,8 +10,10 @@ import pytest
 
 from elasticrt.agent.store_discovery import Meeting, how_to_join
 from elasticrt.cli import run
-from elasticrt.cli.main import Parser, build_parser
+from elasticrt.cli.configure import configure
+from elasticrt.cli.main import build_parser
 from elasticrt.cli.options import spellings
+from elasticrt.option_values import options_of
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.embedded import Served
@@ -21,9 +23,9 @@ from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 GIVEN = {
     "nproc_per_node": "2", "start_method": "spawn", "preload": "json,re", "role": "trainer",
     "as_srun": "1", "module": "1", "no_python": "1", "virtual_local_rank": "1",
-    "stop_timeout": "7s", "hang_timeout": "9m", "fresh": "1", "ledger": "a directory",
-    "max_restarts": "7", "join": "now", "join_timeout": "3m", "lease_ttl": "9", "settle": "2s", "drain_timeout": "8s",
-    "signals_to_handle": "SIGTERM,SIGUSR1", "run_dir": "runs/$here", "log_dir": "logs", "redirects": "1", "tee": "0:3",
+    "stop_timeout": "7s", "hang_timeout": "9m",
+    "max_restarts": "7", "join": "now", "join_timeout": "3m", "lease_ttl": "9", "drain_timeout": "8s",
+    "signals_to_handle": "SIGTERM,SIGUSR1", "log_dir": "logs/$here", "redirects": "1", "tee": "0:3",
     "local_ranks_filter": "0,1",
     "etcd_ca_file": "ca.pem", "etcd_cert_file": "cert.pem", "etcd_key_file": "key.pem",
     "etcd_user": "ann", "etcd_password_file": "password", "etcd_wait": "5m",
@@ -43,10 +45,16 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _agent(*argv: str, env: dict[str, str] | None = None) -> tuple[Settings, RunSpec]:
     """What `elasticrt run` makes of these words."""
-    options = run.declare(Parser(allow_abbrev=False))
     arguments, env = build_parser().parse_args(["run", *argv]), {**GPUS, **(env or {})}
-    settings, spec = run.configure(options.read(arguments, env), arguments.script, arguments.arguments, env)
-    return replace(settings, shared_options=tuple(options.words(arguments, env, without=run.OWN))), spec
+    options = run.options_given(arguments, env)
+    settings, spec = configure(options, arguments.script, arguments.arguments, env)
+    return replace(settings, shared_options=run.words_given(arguments, env, without=run.OWN)), spec
+
+
+def _here(settings: Settings) -> Settings:
+    """Without what another node is told in other words: its line names the run."""
+    options = replace(settings.options, run_id=settings.run_id)
+    return replace(settings, options=options, shared_options=())
 
 
 def _line(settings: Settings, spec: RunSpec) -> list[str]:
@@ -62,9 +70,8 @@ def _line(settings: Settings, spec: RunSpec) -> list[str]:
 
 def test_each_option_is_repeated_or_a_nodes_own() -> None:
     """An option that is new has to be said to be one or the other."""
-    of_launch = {"use_env", "local_rank_argument"}  # What they do is among the script's arguments by then.
-    names = set(run.declare(Parser(allow_abbrev=False)).read(build_parser().parse_args(["run", "train.py"]), {}))
-    assert names | of_launch == set(GIVEN) | run.OWN
+    options = [option for kind in run.KINDS for option in options_of(kind).values()]
+    assert {option.names[0][2:].replace("-", "_") for option in options if not option.own} == set(GIVEN)
 
 
 @pytest.mark.parametrize("how", ["option", "ELASTICRT_"])
@@ -72,14 +79,14 @@ def test_each_option_is_repeated_or_a_nodes_own() -> None:
 def test_who_pastes_it_gets_the_same_options(name: str, how: str) -> None:
     """A15: the pasted line, in an empty environment, makes the same agent of the same run, and repeats itself."""
     option, text = spellings((f"--{name.replace('_', '-')}",))[0], GIVEN[name]
-    flag = name in {"as_srun", "module", "no_python", "virtual_local_rank", "fresh"}
+    flag = name in {"as_srun", "module", "no_python", "virtual_local_rank"}
     script = "env" if name == "no_python" else "train.py"  # A program has to be one.
     argv = [] if how != "option" else [option] if flag else [f"{option}={text}"]
     env = {f"ELASTICRT_{name.upper()}": text} if how != "option" else {}
     settings, spec = _agent(*argv, "--nnodes=1:3", "--node=here", script, "--lr", "it's", "$HOME", env=env)
     assert settings.shared_options
     other, others = _agent("--node=here", *_line(settings, spec))
-    assert (others, replace(other, shared_options=())) == (spec, replace(settings, shared_options=()))
+    assert (others, _here(other)) == (spec, _here(settings))
     assert other.shared_options == settings.shared_options
 
 
@@ -92,13 +99,13 @@ def test_who_pastes_it_gets_the_same_options(name: str, how: str) -> None:
         pytest.param(
             ["--node", "n", "--node-rank=3", "--local-addr=127.0.0.1", "--health-port=8471"], {}, [], id="own"
         ),
-        pytest.param([], {"ELASTICRT_NODE": "n", "ELASTICRT_FRESH": "0"}, [], id="own, and what was not asked for"),
+        pytest.param([], {"ELASTICRT_NODE": "n", "ELASTICRT_AS_SRUN": "0"}, [], id="own, and what was not asked for"),
     ],
 )
 def test_which_words(argv: list[str], env: dict[str, str], words: list[str]) -> None:
     """Options are repeated as they were given, also those from the environment; names and addresses are not."""
     settings, spec = _agent("--run-id=x", "--nnodes=1:3", *argv, "train.py", env=env)
-    assert _line(settings, spec) == ["--run-id", "x", "--min-nodes", "1", "--max-nodes", "3", *words, "train.py"]
+    assert _line(settings, spec) == ["--run-id", "x", "--nnodes", "1:3", *words, "train.py"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_where_it_leads(argv: list[str], env: dict[str, str], words: list[str]) 
     """
     settings, spec = _agent("--run-id=x", "--nnodes=1:3", *argv, "train.py", env=env)
     line = _line(settings, spec)
-    assert line == [*words, "--run-id", "x", "--min-nodes", "1", "--max-nodes", "3", "train.py"]
+    assert line == [*words, "--run-id", "x", "--nnodes", "1:3", "train.py"]
     assert list(map(str, _agent(*line)[0].etcd)) == words[1:2]
 
 

@@ -47,7 +47,7 @@ def test_what_the_script_gets(
 ) -> None:
     """One argument is put before the script's own, unless --use-env says that none is wanted."""
     given: list[Any] = []
-    monkeypatch.setattr(run, "main", lambda parsed, _options: given.append(parsed.arguments) or 0)
+    monkeypatch.setattr(run, "main", lambda parsed: given.append(parsed.arguments) or 0)
     script = tmp_path / "train.py"
     script.write_text("parser.add_argument('--local_rank')")
     assert main(["launch", *options, str(script), "--local-rank", "x"]) == 0

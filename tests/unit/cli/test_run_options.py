@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.main import Parser, build_parser, main
-from elasticrt.cli.run import configure, count_workers, declare
+from elasticrt.cli.configure import configure, count_workers
+from elasticrt.cli.main import build_parser, main
+from elasticrt.cli.run import options_given
 from elasticrt.errors import ConfigError
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
@@ -23,8 +24,7 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _configure(*argv: str, env: dict[str, str] | None = None) -> tuple[Settings, RunSpec]:
     arguments = build_parser().parse_args(["run", *argv])
-    options = declare(Parser(allow_abbrev=False))
-    return configure(options.read(arguments, env or {}), arguments.script, arguments.arguments, env or {})
+    return configure(options_given(arguments, env or {}), arguments.script, arguments.arguments, env or {})
 
 
 def test_defaults() -> None:
@@ -40,8 +40,7 @@ def test_defaults() -> None:
     [
         (["--nnodes", "1:4"], {"min_nodes": 1, "max_nodes": 4}),
         (["--nnodes=2"], {"min_nodes": 2, "max_nodes": 2}),
-        (["--min-nodes", "2", "--max-nodes", "3"], {"min_nodes": 2, "max_nodes": 3}),
-        (["--min_nodes", "2"], {"min_nodes": 2, "max_nodes": 2}),
+        (["--max_restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
         (["--max-restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
         (["--join-timeout", "2m"], {"join_timeout_s": 120.0}),
     ],
@@ -54,14 +53,14 @@ def test_spellings(argv: list[str], expected: dict[str, object]) -> None:
 
 def test_everything_after_the_script_is_the_scripts() -> None:
     """Arguments that look like our options reach the script untouched."""
-    settings, _ = _configure("--nproc-per-node", "2", "train.py", "--max-nodes", "9", "-m", "key=v", "+k=v", "--", "x")
-    assert settings.command.argv == ("train.py", "--max-nodes", "9", "-m", "key=v", "+k=v", "--", "x")
+    settings, _ = _configure("--nproc-per-node", "2", "train.py", "--nnodes", "9", "-m", "key=v", "+k=v", "--", "x")
+    assert settings.command.argv == ("train.py", "--nnodes", "9", "-m", "key=v", "+k=v", "--", "x")
     assert settings.workers == 2
 
 
 def test_environment_and_command_line() -> None:
     """Every option reads ELASTICRT_<NAME>; the command line wins; a worker's own variables are not options."""
-    env = {"ELASTICRT_MAX_NODES": "5", "ELASTICRT_RUN_ID": "from-env", "ELASTICRT_NODE": "n7"}
+    env = {"ELASTICRT_NNODES": "1:5", "ELASTICRT_RUN_ID": "from-env", "ELASTICRT_NODE": "n7"}
     settings, spec = _configure("--run-id", "given", "train.py", env=env)
     assert (spec.max_nodes, settings.run_id, settings.node) == (5, "given", "n7")
     inside, _ = _configure("train.py", env={**env, "ELASTICRT_GENERATION": "3"})
@@ -106,8 +105,7 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["--nnodes", "", "train.py"], "--nnodes"),
         (["--nnodes", "1e3", "train.py"], "--nnodes"),
         (["--nnodes", "1000000000", "train.py"], "--nnodes"),
-        (["--nnodes", "1", "--min-nodes", "1", "train.py"], "--nnodes"),
-        (["--min-nodes", "3", "--max-nodes", "2", "train.py"], "--max-nodes"),
+        (["--standalone", "--nnodes", "2:4", "train.py"], "--standalone"),
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node"),
         (["--nproc-per-node", "-1", "train.py"], "nproc-per-node"),
         (["--nproc-per-node", "foo", "train.py"], "--nproc-per-node"),
@@ -131,7 +129,7 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["--etcd", "http://etcd.example:2379", "train.py"], "--insecure-etcd"),
         *((["--local-addr", host, "train.py"], "--local-addr") for host in NO_ADDRESSES_OF_OURS),
         *((["--local-addr", host, "train.py"], "--local-addr") for host in NOBODYS),
-        *((["--health-host", host, "train.py"], "--health-host") for host in NO_ADDRESSES_OF_OURS[2:]),
+        *((["--health-port", f"{host}:1", "train.py"], "--health-port") for host in NO_ADDRESSES_OF_OURS[2:]),
         *((["--etcd", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),
         *((["--rdzv-endpoint", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),
         (["--etcd-ca-file", "missing.pem", "train.py"], "missing.pem"),
@@ -141,7 +139,7 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         (["missing.py"], "missing.py"),
         (["folder"], "folder"),
         (["-m", "--no-python", "train.py"], "--no-python"),
-        (["--max-node", "3", "train.py"], "--max-nodes"),
+        (["--nnode", "3", "train.py"], "--nnodes"),
         (["--nonsense", "train.py"], "--nonsense"),
     ],
 )
@@ -162,10 +160,10 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("wanted", "visible", "expected"),
-    [(3, None, 3), ("auto", "0,1", 2), ("auto", "", 1), ("gpu", "0", 1), ("auto", "-1", 1)],
+    [(3, None, 3), ("auto", "0,1", 2), (None, "0,1", 2), (None, "", 1), ("gpu", "0", 1), (None, "-1", 1)],
 )
-def test_workers_are_counted_by_what_is_visible(wanted: int | str, visible: str | None, expected: int) -> None:
-    """auto is the number of visible GPUs, else 1; a number is itself."""
+def test_workers_are_counted_by_what_is_visible(wanted: int | str | None, visible: str | None, expected: int) -> None:
+    """The number of visible GPUs, else 1 where nothing is said; a number is itself."""
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert count_workers(wanted, env) == expected
 

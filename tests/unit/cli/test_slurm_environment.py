@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli.main import Parser, build_parser
-from elasticrt.cli.run import configure, declare
+from elasticrt.cli.configure import configure
+from elasticrt.cli.main import build_parser
+from elasticrt.cli.run import options_given
 from elasticrt.cli.slurm import Slurm, alone, first_node
 from elasticrt.errors import ConfigError
 from elasticrt.ipc.env import inherited
@@ -66,8 +67,7 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _configure(env: dict[str, str], *argv: str) -> tuple[Settings, RunSpec]:
     arguments = build_parser().parse_args(["run", *argv])
-    options = declare(Parser(allow_abbrev=False))
-    return configure(options.read(arguments, env), arguments.script, arguments.arguments, env)
+    return configure(options_given(arguments, env), arguments.script, arguments.arguments, env)
 
 
 ETCD = ("--etcd", "http://127.0.0.1:1", "--nnodes", "1:4")

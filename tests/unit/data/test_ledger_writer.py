@@ -229,12 +229,12 @@ class Training:
         try:
             self._run(epochs, fail_at, leave_at)
         finally:
-            self.loop._checkpointer.wait()
+            self.loop._saving.checkpointer.wait()
 
     def _run(self, epochs: int, fail_at: int, leave_at: int) -> None:
         for _ in self.loop.epochs(epochs):
             for ids, x in self.loop.batches(self._loader):
-                self.loop._checkpointer.wait()  # So that each second step is saved, and not those in between.
+                self.loop._saving.checkpointer.wait()  # So that each second step is saved, and not those in between.
                 self.fed.setdefault(self.loop.steps_done + 1, []).extend(ids.tolist())
                 self._model(x).sum().backward()
                 if self.loop.steps_done + 1 == fail_at:
@@ -294,7 +294,7 @@ def test_a_ledger_that_cannot_be_written_on_costs_the_ledger_only(tmp_path: Path
     real, calls = os.write, []
 
     def full(fd: int, data: memoryview) -> int:
-        if fd != training.loop._ledger._fd:
+        if fd != training.loop._state.ledger._fd:
             return real(fd, data)
         calls.append(fd)
         if len(calls) == 5:

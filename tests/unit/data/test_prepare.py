@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from elasticrt import ConfigError, PreparationError, prepare
-from elasticrt.data.file_lock import FileLock
+from elasticrt.data.build_rights import LockRight
 from elasticrt.data.prepared_dir import RECORD
-from elasticrt.ipc.messages import BuildFailed, Claim, Published, Reply
+from elasticrt.ipc.messages import Built, Claim, Reply
 from elasticrt.ipc.status_page import StatusPage
 from tests.fake_worker import Agent, under
 
@@ -243,11 +243,11 @@ def test_a_failure_speaks_for_its_version_and_not_for_long(tmp_path, version, ag
 
 def test_of_two_threads_one_has_the_lock(tmp_path):
     """Record locks know only processes: between the threads of one there is another."""
-    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
-    assert first.acquire("first")
-    assert not second.acquire("second")
+    first, second = LockRight(tmp_path / "data", "1"), LockRight(tmp_path / "data", "1")
+    assert first.ask()
+    assert not second.ask()
     first.release()
-    assert second.acquire("second")
+    assert second.ask()
     second.release()
 
 
@@ -278,7 +278,7 @@ def test_a_killed_builder_is_replaced(tmp_path, at):
 
 def test_waiting_has_a_deadline_and_is_not_silent(tmp_path, monkeypatch, capsys):
     """Who waits says so, and gives up after timeout_s, naming the builder."""
-    monkeypatch.setattr("elasticrt.data.prepare._PROGRESS_S", 0.1)
+    monkeypatch.setattr("elasticrt.data.build_rights._PROGRESS_S", 0.1)
     mark = tmp_path / "begun"
 
     def build(directory):
@@ -311,12 +311,12 @@ def answers(*replies):
 
 def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     """Under agents: claim, build, claim again before the rename, publish the record's digest (S9)."""
-    monkeypatch.setattr("elasticrt.data.prepare._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
     agent = Agent(answer=answers((False, "wait: node b"), (True, ""), (True, "")))
     build = Builder()
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", build, scope="shared")
-        (published,) = agent.of(Published)
+        (published,) = agent.of(Built)
         assert len(agent.of(Claim)) == 3
         assert published.name.startswith("data-")
         assert len(published.digest) == 64
@@ -353,7 +353,7 @@ def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
 
 def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
     """While etcd does not answer nothing is built twice or thrown away, before the build and after it (E11)."""
-    monkeypatch.setattr("elasticrt.data.prepare._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
     unsure = (False, "unsure: etcd does not answer")
     agent = Agent(answer=answers(unsure, (True, ""), unsure, unsure, (True, "")))
     build = Builder()
@@ -365,7 +365,7 @@ def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
 
 def test_shared_build_by_another_node(tmp_path, monkeypatch):
     """While told to wait, and when told it is done, nothing is built here."""
-    monkeypatch.setattr("elasticrt.data.prepare._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
     build = Builder()
     agent = Agent()
 
@@ -394,14 +394,14 @@ def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
     with under(agent, monkeypatch):
         with pytest.raises(PreparationError, match="no such corpus"):
             prepare(tmp_path / "data", raising, scope="shared")
-        (failed,) = agent.of(BuildFailed)
+        (failed,) = agent.of(Built)
         assert "no such corpus" in failed.error
     assert names(tmp_path) == []
 
 
 def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
     """Paused for long and overtaken: its result is dropped, the other's counts (D02, S9)."""
-    monkeypatch.setattr("elasticrt.data.prepare._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
     mine, theirs = Builder(), Builder()
 
     def slow(directory):
@@ -412,7 +412,7 @@ def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
     agent = Agent(answer=answers((True, ""), (False, "done"), (False, "done")))
     with under(agent, monkeypatch):
         path = prepare(tmp_path / "data", slow, scope="shared")
-        assert agent.of(Published) == []
+        assert agent.of(Built) == []
     assert not (path / "whose").exists()
     assert names(tmp_path) == [".data.lock", "data"], "its workshop is gone as well"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elasticrt import prepare
-from elasticrt.data.prepared_dir import RECORD, PreparedRecord
+from elasticrt.data.prepared_dir import RECORD, fits
 
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "fcntl.lockf", "os.scandir")
 """What the interpreter announces before it asks the kernel."""
@@ -79,7 +79,7 @@ def test_killed_at_every_call(tmp_path: Path, before: str) -> None:
             prepare(target, build_of("1"), version="1")
         code = _child_that_dies(target, at)
         assert code in (0, -signal.SIGKILL)
-        published = PreparedRecord.fits(target, "2")
+        published = fits(target, "2")
         if not published and target.exists():
             assert before == "another version"
             assert _complete(target, "1")

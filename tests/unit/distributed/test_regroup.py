@@ -21,8 +21,8 @@ from torch import nn
 
 from elasticrt.distributed import agent_client, regroup
 from elasticrt.distributed.regroup import GroupSockets
-from elasticrt.ipc.messages import Dismiss, Reseat
-from elasticrt.train.in_place import Undo
+from elasticrt.ipc.messages import Release, Reseat
+from elasticrt.train.undo import Undo
 from tests.fake_worker import WORKER, Agent, under
 
 
@@ -225,7 +225,7 @@ def test_without_a_seat_there_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None
         assert mine is not None
         mine.follow(lambda: None)
         assert mine.wait_for_seat(0.05) is None
-        agent.channel.send(Dismiss())
+        agent.channel.send(Release())
         assert mine.wait_for_seat(60) is None
     agent = Agent()
     with under(agent, monkeypatch):

@@ -18,7 +18,8 @@ from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.settings import ERR, LogOptions
+from elasticrt.option_values import ERR
+from elasticrt.settings import LogOptions
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
 
 

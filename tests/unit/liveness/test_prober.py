@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elasticrt.ipc.time_bounds import PROBE_STEPS
 from elasticrt.liveness.probe import ProbeServer
-from elasticrt.liveness.prober import OPEN_AT_ONCE, STEPS, Prober
+from elasticrt.liveness.prober import OPEN_AT_ONCE, Prober
 from elasticrt.rendezvous.records import Seat
 from tests.servers import answering
 
@@ -211,13 +212,13 @@ def test_two_that_hear_nothing_agree_before_one_is_sure(heard: Heard) -> None:
         assert heard.wait(len(seats)) == {seat.incarnation: ["silent"] for seat in seats.values()}
         tries = {name: _tries(listener) for name, listener in mute.items()}
         agreed = {"silent": tries.pop("silent"), "real": tries.pop("real") - 1}  # One was the real witness's.
-        assert max(agreed.values()) < STEPS, agreed
-        assert tries == dict.fromkeys(tries, STEPS)
+        assert max(agreed.values()) < PROBE_STEPS, agreed
+        assert tries == dict.fromkeys(tries, PROBE_STEPS)
 
 
 def test_a_late_answer_counts_more_than_a_witness(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """N11: a witness has heard nothing, and before two agree for long enough the node answers: it lives."""
-    monkeypatch.setattr("elasticrt.liveness.prober.STEP_S", 2.0)
+    monkeypatch.setattr("elasticrt.liveness.prober.PROBE_STEP_S", 2.0)
     said = threading.Event()
 
     def witness(connection: socket.socket) -> None:

@@ -7,8 +7,9 @@ import os
 import pytest
 
 from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.time_bounds import AWAY_S, LOOK_S
 from elasticrt.liveness.hang_monitor import sight_of_beats
-from elasticrt.liveness.stall_detector import AWAY_S, LOOK_S, Sight, StallDetector, StallLimits
+from elasticrt.liveness.stall_detector import Sight, StallDetector, StallLimits
 
 
 def _watched(

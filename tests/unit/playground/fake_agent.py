@@ -28,7 +28,7 @@ class Agent:
     def __init__(self, options: argparse.Namespace) -> None:
         self.node: str = options.node
         self.run_id: str = options.run_id
-        self.minimum = int(options.min_nodes)
+        self.minimum = int(options.nnodes.partition(":")[0])
         self.behaviour, self.steps = options.behaviour, int(options.steps)
         self.directory = Path(options.directory)
         self.events = os.fdopen(options.events_fd, "w", buffering=1)
@@ -70,13 +70,15 @@ class Agent:
         number = 0
         while True:
             members = self.members()
-            published = self.read("generation", [0, []])
+            published = self.read("generation", [0, [], ""])
             if members[0] == self.node and len(members) >= self.minimum and published[1] != members:
-                published = [published[0] + 1, members]
+                gone = [f"{node} is gone" for node in published[1] if node not in members]
+                come = [f"{node} joined" for node in members if node not in published[1]]
+                published = [published[0] + 1, members, ", ".join(gone + come) if published[0] else "start"]
                 self.write("generation", published)
             if published[0] > number and self.node in published[1]:
                 number = published[0]
-                self.begin(number, published[1])
+                self.begin(*published)
             step = self.read("step", 0)
             if step >= self.steps:
                 return self.end()
@@ -85,11 +87,11 @@ class Agent:
                 self.say("step", generation=number, step=step + 1, epoch=0, scalars={"loss": 1 / (step + 1)})
             time.sleep(STEP_S)
 
-    def begin(self, number: int, nodes: list[str]) -> None:
+    def begin(self, number: int, nodes: list[str], cause: str) -> None:
         """A new generation: a new worker and a first step."""
         self.stop_worker()
         step = self.read("step", 0)
-        self.say("generation", number=number, nodes=nodes, world_size=len(nodes), cause="start",
+        self.say("generation", number=number, nodes=nodes, world_size=len(nodes), cause=cause,
                  resume_step=step, restarts=0)  # fmt: skip
         self.worker = subprocess.Popen(command_of(["sleep", "100"]), close_fds=True)
         self.say("workers_started", generation=number, pids=[self.worker.pid], ranks=[nodes.index(self.node)])
@@ -123,7 +125,7 @@ class Agent:
 def main() -> int:
     """Read what `elasticrt run` would be given."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name in ("node", "run-id", "min-nodes", "max-nodes", "nproc-per-node"):
+    for name in ("node", "run-id", "nnodes", "nproc-per-node"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--events-fd", type=int, required=True)
     for name in ("behaviour", "steps", "directory"):

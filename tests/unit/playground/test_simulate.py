@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import pytest
 
 from elasticrt.cli import playground
+from elasticrt.cli.main import build_parser
 from elasticrt.errors import ConfigError
-from elasticrt.playground.fault_plan import AddNode, KillNode
 
 
 @pytest.fixture(autouse=True)
@@ -17,28 +16,25 @@ def script(tmp_path, monkeypatch):
     """A script to name, and none of our variables in the environment."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    for name in ("ELASTICRT_MIN_NODES", "ELASTICRT_NODES", "ELASTICRT_RUN_DIR", "ELASTICRT_NODE"):
+    for name in ("ELASTICRT_NNODES", "ELASTICRT_NODES", "ELASTICRT_LOG_DIR", "ELASTICRT_NODE"):
         monkeypatch.delenv(name, raising=False)
 
 
 def configured(*words, env=()):
     """The simulation that these words describe."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    options = playground.declare(parser)
-    arguments = parser.parse_args(words)
-    return playground.configure(arguments, options.read(arguments, dict(env)), options)
+    return playground.configure(build_parser().parse_args(["simulate", *words]), dict(env))
 
 
 def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path):
     """Options of `run` are passed on as given, the script's own arguments stay behind the script."""
-    words = "--nodes 3 --min-nodes 2 --nproc-per-node 2 --run-id calm-fox --run-dir runs --lease-ttl 3s --join now"
+    words = "--nodes 3 --nnodes 2:3 --nproc-per-node 2 --run-id calm-fox --log-dir runs --lease-ttl 3s --join now"
     simulation = configured(*words.split(), "--no-python", "env", "--lr", "-1", "--nodes", "9")
     assert simulation.nodes == 3
     assert simulation.agent_command("node-2", 7) == [
         *(sys.executable, "-m", "elasticrt", "run"),
         *("--node", "node-2", "--run-id", "calm-fox", "--events-fd", "7"),
-        *("--min-nodes", "2", "--max-nodes", "3", "--nproc-per-node", "2", "--run-dir", str(tmp_path / "runs")),
-        *("--join", "now", "--lease-ttl", "3s", "--no-python"),
+        *("--nnodes", "2:3", "--nproc-per-node", "2"),
+        *("--join", "now", "--lease-ttl", "3s", "--no-python", "--log-dir", str(tmp_path / "runs")),
         *("env", "--lr", "-1", "--nodes", "9"),
     ]
 
@@ -46,10 +42,7 @@ def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path):
 def test_an_agent_command_is_one_that_run_accepts():
     """What simulate makes of its options is a command line that `elasticrt run` itself reads."""
     command = configured("--nodes", "2", "--stop-timeout=1s", "train.py", "-x").agent_command("node-0", 7)
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    commands = parser.add_subparsers()
-    playground.run.add_parser(commands)
-    arguments = parser.parse_args(command[3:])
+    arguments = build_parser().parse_args(command[3:])
     assert (arguments.node, arguments.events_fd, arguments.script, arguments.arguments) == (
         "node-0",
         "7",
@@ -64,9 +57,9 @@ def test_an_agent_command_is_one_that_run_accepts():
         (["train.py"], (2, 1, 2)),
         (["--nodes", "4", "train.py"], (4, 1, 4)),
         (["--nodes", "2", "--fault", "1s: add node", "--fault", "2s: add node", "train.py"], (2, 1, 4)),
-        (["--nodes", "3", "--max-nodes", "2", "train.py"], (3, 1, 2)),
+        (["--nodes", "3", "--nnodes", "1:2", "train.py"], (3, 1, 2)),
         (["--nodes", "1", "--nnodes", "1:4", "train.py"], (1, 1, 4)),
-        (["--nodes", "1", "--min-nodes", "2", "--fault", "1s: add node", "train.py"], (1, 2, 2)),
+        (["--nodes", "1", "--nnodes", "2", "--fault", "1s: add node", "train.py"], (1, 2, 2)),
     ],
 )
 def test_the_size_of_the_run(words, size):
@@ -78,7 +71,7 @@ def test_the_size_of_the_run(words, size):
 def test_faults_and_a_name_for_the_run():
     """Faults are read in order; a run without a name gets one, the same for all its agents."""
     simulation = configured("--fault", "step 5: kill node 1", "--fault", "2s: add node", "train.py")
-    assert [fault.action for fault in simulation.faults] == [KillNode(1), AddNode()]
+    assert [(fault.what, fault.number) for fault in simulation.faults] == [("kill node", 1), ("add node", 0)]
     assert simulation.run_id
 
 
@@ -97,7 +90,7 @@ def test_options_also_come_from_the_environment():
         (["nowhere.py"], "no such script (nowhere.py)"),
         (["--node", "mine", "train.py"], "simulate names its nodes itself"),
         (["--standalone", "train.py"], "simulate names its nodes itself"),
-        (["--nodes", "2", "--min-nodes", "3", "train.py"], "nodes that never come (--nodes): got 2"),
+        (["--nodes", "2", "--nnodes", "3", "train.py"], "nodes that never come (--nodes): got 2"),
         (["--fault", "soon: add node", "train.py"], "(--fault): got soon: add node"),
         (["--run-id", "../x", "train.py"], "(--run-id)"),
         (["--lease-ttl", "never", "train.py"], "(--lease-ttl): got never"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.store.connection import cause
+from elasticrt.store.connection import cause, grpc
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
-from elasticrt.store.grpc_import import grpc
 
 CONNECT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
 TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:10000412:SSL routines:OPENSSL_internal:"

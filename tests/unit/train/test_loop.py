@@ -115,10 +115,10 @@ def test_restart_after_a_crash(tmp_path, crash):
         for _ in first.loop.epochs(2):
             for batch in first.loop.batches(first.loader):
                 first.train(batch)
-                first.loop._checkpointer.wait()
+                first.loop._saving.checkpointer.wait()
                 if len(first.ids) == crash:
                     raise ZeroDivisionError
-    first.loop._checkpointer.wait()
+    first.loop._saving.checkpointer.wait()
     second.to_the_end(2)
     kept = first.ids[: (crash - 1) // 2 * 2]
     assert kept + second.ids == straight.ids
@@ -187,7 +187,7 @@ def test_an_exception_never_counts_and_never_saves(tmp_path, stepped):
             for batch in run.loop.batches(run.loader):
                 if len(run.ids) < 2 or stepped:
                     run.train(batch)
-                run.loop._checkpointer.wait()
+                run.loop._saving.checkpointer.wait()
                 if run.loop.steps_done == 2:
                     raise KeyError
     assert run.loop.steps_done == 2
@@ -235,8 +235,8 @@ def test_a_drained_epoch_is_entered_again(tmp_path):
         for _ in run.loop.epochs(2):
             for batch in run.loop.batches(run.loader):
                 run.train(batch)
-                run.loop._checkpointer.wait()
-            run.loop._checkpointer.wait()
+                run.loop._saving.checkpointer.wait()
+            run.loop._saving.checkpointer.wait()
             raise ZeroDivisionError
     again = Run(tmp_path)
     bodies = []
@@ -261,15 +261,15 @@ def test_a_drained_epoch_is_entered_again(tmp_path):
 def test_how_often_it_saves(tmp_path, every, saves, monkeypatch):
     """By steps, epochs or time; the end is always saved, and never twice."""
     run = Run(tmp_path, every=every)
-    take = run.loop._take_snapshot
+    take = run.loop._saving.take
     steps = []
 
     def counting(**wanted):
         steps.append(run.loop.steps_done)
         take(**wanted)
-        run.loop._checkpointer.wait()
+        run.loop._saving.checkpointer.wait()
 
-    monkeypatch.setattr(run.loop, "_take_snapshot", counting)
+    monkeypatch.setattr(run.loop._saving, "take", counting)
     run.to_the_end(2)
     assert steps == saves
 
@@ -284,9 +284,9 @@ def test_nothing_is_saved_between_two_parts_of_a_step(tmp_path):
                 run.loop.vars["parts"] = len(drawn)
                 run.train(batch)
                 if len(drawn) == 2 * parts + 1:
-                    run.loop._saved_at -= 3600  # The hour is over after the first part of the third step.
+                    run.loop._saving._saved_at -= 3600  # The hour is over after the first part of the third step.
                 if len(drawn) == 3 * parts + 1:
-                    run.loop._checkpointer.wait()
+                    run.loop._saving.checkpointer.wait()
                     raise ZeroDivisionError
     again = Run(tmp_path, micro=2)
     for _ in again.loop.epochs(1):

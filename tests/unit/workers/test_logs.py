@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from elasticrt.settings import ERR, OUT, LogOptions, Streams
+from elasticrt.option_values import ERR, OUT, Streams
+from elasticrt.settings import LogOptions
 from elasticrt.workers import logs
 from elasticrt.workers.logs import LINE_MAX_BYTES, TAIL_LINES_MAX, Output, WorkerConsole, WorkerLabel
 

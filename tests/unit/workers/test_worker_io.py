@@ -14,7 +14,8 @@ from elasticrt.ipc.channel import Channel
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Copied, Exited, Message, Started, Step
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.settings import ERR, LogOptions
+from elasticrt.option_values import ERR
+from elasticrt.settings import LogOptions
 from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
 from elasticrt.workers.worker_io import (
     GroupEnded,

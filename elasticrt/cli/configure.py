@@ -1,0 +1,264 @@
+"""From options to what an agent works with: everything is checked here, before anything is started or asked."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elasticrt.cli.slurm import Slurm, placed
+from elasticrt.errors import ConfigError, explain
+from elasticrt.option_values import check_name
+from elasticrt.run_options import EtcdOptions, RunOptions
+from elasticrt.settings import Command, LogOptions, Settings
+from elasticrt.store.address import check_security, is_loopback
+from elasticrt.store.etcd_server import resolve, resolve_for_others
+from elasticrt.store.protocol import Address, Credentials
+from elasticrt.text import plain
+
+if TYPE_CHECKING:
+    from elasticrt.spec import RunSpec
+
+BEFORE_THE_SCRIPT = frozenset({
+    "--nproc-per-node", "--nnodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint", "--rdzv-backend",
+    "--max-restarts",
+})  # fmt: skip
+"""Few scripts have these as options of their own. Who writes them behind the script is told where they go."""
+
+ORDER = "Options go before SCRIPT; what follows it is the script's."
+
+_ADJECTIVES = (
+    "amber brisk calm clear deep eager fair gentle keen lively mellow nimble quiet rapid steady sunny swift warm"
+)
+_ANIMALS = "badger crane dolphin falcon fox gecko heron ibex jay koala lark marten newt otter panda raven seal wren"
+
+
+def configure(
+    options: RunOptions, script: str | None, arguments: list[str], env: Mapping[str, str]
+) -> tuple[Settings, RunSpec]:
+    """This agent's settings, and what it must agree on with the others of its run. Raises ConfigError.
+
+    Args:
+        options: with torchrun's flags translated.
+        script: the training script, a module or a program; None: none was named.
+        arguments: the script's.
+        env: the agent's environment.
+    """
+    from elasticrt.spec import RunSpec
+
+    least, most = options.nnodes
+    misplaced = [word for word in arguments if word.partition("=")[0].replace("_", "-") in BEFORE_THE_SCRIPT]
+    command = command_of(options, script, arguments)
+    slurm = Slurm.from_env(env)
+    options = placed(options, slurm)
+    etcd, serve = where_etcd_is(options)
+    run_id = options.run_id or _new_run_id()
+    workers = count_workers(options.nproc_per_node, env)
+    settings = Settings(
+        options=options,
+        run_id=run_id,
+        node=check_name(options.node or (slurm.node if slurm else "") or _host_name(), "--node"),
+        address=own_address(options.local_addr, most),
+        workers=workers,
+        command=command,
+        etcd=etcd,
+        credentials=read_credentials(options),
+        serve=serve,
+        run_dir=run_dir(options, run_id),
+        logs=log_options(options, workers, env),
+        notes=(*options.notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
+        fresh=env.get("ELASTICRT_FRESH") == "1",
+        gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
+    )
+    spec = RunSpec(
+        min_nodes=least,
+        max_nodes=most,
+        command=(command.kind, *command.argv),
+        max_restarts=settings.max_restarts,
+        restarts_reset=options.max_restarts is None,
+        join_timeout_s=options.join_timeout_s,
+        lease_ttl_s=options.lease_ttl_s,
+        join=options.join,
+        settle_quiet_s=options.settle_quiet_s,
+        settle_max_s=options.settle_max_s,
+        role=options.role,
+    )
+    return settings, spec
+
+
+# The script.
+
+
+def command_of(options: RunOptions, script: str | None, arguments: list[str]) -> Command:
+    """What every worker runs. Raises ConfigError where that cannot be run."""
+    if options.module and options.no_python:
+        raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
+    if script is None:
+        expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
+        raise ConfigError(explain("nothing to run", "SCRIPT", expected=expected, remedy=remedy))
+    argv = (script, *arguments)
+    if options.module:
+        return Command(argv=argv, kind="module")
+    if options.no_python:
+        if shutil.which(script) is None:
+            there = Path(script).is_file()
+            got = "a file without execute permission" if there else "nothing of that name"
+            remedy = f"chmod +x {script}" if there else "Check the path"
+            raise ConfigError(explain("not a program", script, got=got, expected="one that can be run", remedy=remedy))
+        return Command(argv=argv, kind="program")
+    _check_script(Path(script))
+    return Command(argv=argv, kind="script")
+
+
+def _check_script(path: Path) -> None:
+    name = str(path)
+    if not path.exists():
+        got, expected = f"no file at {path.absolute()}", "a Python file"
+        raise ConfigError(explain("no such script", name, got=got, expected=expected, remedy="Check the path"))
+    if path.is_dir() and not (path / "__main__.py").exists():
+        expected, remedy = "a Python file", "Name the file"
+        raise ConfigError(explain("not a script", name, got="a directory", expected=expected, remedy=remedy))
+    if not os.access(path, os.R_OK):
+        expected, remedy = "read permission", f"chmod +r {name}"
+        raise ConfigError(explain("a script that cannot be read", name, expected=expected, remedy=remedy))
+
+
+# Names, workers and GPUs.
+
+
+def _new_run_id() -> str:
+    adjectives, animals = _ADJECTIVES.split(), _ANIMALS.split()
+    # Whoever draws the name of another run on this machine would join it.
+    rest = "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(5))
+    return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{rest}"
+
+
+def _host_name() -> str:
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
+    return name.lstrip(".")[:100] or "node"
+
+
+def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
+    """Workers on this node. GPUs are counted without importing torch: by what the driver shows.
+
+    Without any GPU, "auto" means one worker for each CPU, as under torchrun, and None one worker.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    cpus = len(os.sched_getaffinity(0))
+    if wanted == "cpu":
+        return cpus
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = len([item for item in visible.split(",") if item.strip() and item.strip() != "-1"])
+    else:
+        devices = len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
+    if wanted == "gpu" and not devices:
+        raise ConfigError(
+            explain("no GPU is visible", "--nproc-per-node gpu", expected="at least one", remedy="Use auto or a number")
+        )
+    return devices or (cpus if wanted == "auto" else 1)
+
+
+def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
+    """A GPU for each worker, in the words of CUDA_VISIBLE_DEVICES. Raises ConfigError when there are too few."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(workers)] if visible is None else visible.split(",")
+    if len(names) < workers:
+        raise ConfigError(
+            explain(
+                "more workers than visible GPUs",
+                "--virtual-local-rank",
+                got=f"{workers} workers, CUDA_VISIBLE_DEVICES={visible}",
+                expected="a GPU for each",
+                remedy="Start fewer workers",
+            )
+        )
+    return tuple(name.strip() for name in names[:workers])
+
+
+# etcd.
+
+
+def where_etcd_is(options: EtcdOptions) -> tuple[tuple[Address, ...], Address | None]:
+    """Endpoints to use, or the address to serve an embedded etcd at (both empty: on loopback, by the run id).
+
+    Raises ConfigError, also for an etcd on another machine without TLS that nobody has accepted.
+    """
+    etcd, serve = options.etcd, None
+    if options.meet_at is not None:
+        if _is_ours(options.meet_at.host) if options.serves is None else options.serves:
+            serve = options.meet_at
+        else:
+            etcd = (options.meet_at,)
+    check_security(etcd, options.insecure_etcd)
+    return etcd, serve
+
+
+def _is_ours(host: str) -> bool:
+    """Whether this machine owns the address: then a socket can be bound to it."""
+    try:
+        resolve(host, "--rdzv-endpoint")
+    except ConfigError:
+        return False
+    return True
+
+
+def own_address(text: str | None, max_nodes: int) -> str | None:
+    """The IP address that `--local-addr` gives, for other nodes to come to. Raises ConfigError."""
+    if text is None:
+        return None
+    ip = resolve_for_others(text, "--local-addr")
+    if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
+        # /etc/hosts often gives a machine's own name 127.0.1.1. An address of loopback may be meant as it is.
+        got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
+        raise ConfigError(explain("a name that means this machine alone", "--local-addr", got=got, expected=expected))
+    return ip
+
+
+def read_credentials(options: EtcdOptions) -> Credentials:
+    """How to authenticate to etcd. Raises ConfigError for files that cannot be read."""
+    files = {
+        "--etcd-ca-file": options.etcd_ca_file,
+        "--etcd-cert-file": options.etcd_cert_file,
+        "--etcd-key-file": options.etcd_key_file,
+        "--etcd-password-file": options.etcd_password_file,
+    }
+    for name, path in files.items():
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigError(explain("a file that cannot be read", name, got=path, expected="a readable file"))
+    user = options.etcd_user
+    if user is not None and plain(user) != user:
+        raise ConfigError(explain("not a user's name", "--etcd-user", got=user, expected="text in UTF-8"))
+    return Credentials(
+        ca_file=options.etcd_ca_file,
+        cert_file=options.etcd_cert_file,
+        key_file=options.etcd_key_file,
+        user=user,
+        password_file=options.etcd_password_file,
+    )
+
+
+# Output.
+
+
+def run_dir(options: RunOptions, run_id: str) -> Path:
+    """The run's directory. --log-dir /dev/null is about what workers print, and not about the rest."""
+    return Path(RunOptions.log_dir if options.log_dir == os.devnull else options.log_dir, run_id).absolute()
+
+
+def log_options(options: RunOptions, workers: int, env: Mapping[str, str]) -> LogOptions:
+    """What is kept and shown of this many workers' output."""
+    prefix = env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", options.prefix)
+    if prefix is None:
+        prefix = "[rank ${rank}] " if workers > 1 and options.events_fd < 0 else ""
+    return LogOptions(
+        prefix=prefix,
+        console_ranks=options.local_ranks_filter,
+        redirected=options.hidden,
+        files=options.log_dir != os.devnull,
+    )

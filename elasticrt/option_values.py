@@ -1,0 +1,268 @@
+"""What an option is, and how its words become a value. Pure.
+
+A parser takes the words and returns the value, or raises ValueError with what it expects (ConfigError where the whole
+message is its own).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.store.address import check_host, parse_endpoints
+from elasticrt.store.protocol import Address
+
+OUT, ERR = "out", "err"
+
+NODES_MAX = 100_000
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+_UNITS_S = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Option:
+    """How one option is given and shown. Its default is that of the field that it belongs to.
+
+    Attributes:
+        names: its spellings with dashes; the first is the one in messages and in ELASTICRT_<NAME>.
+        text: what it does, for `--help` and docs/commands.md; "" for one that people do not give.
+        value: what stands for its value there; "" for an option without a value.
+        parse: words to value.
+        default: the default in words, where the value itself does not say it.
+        section: where it is shown.
+        also: variables besides ELASTICRT_<NAME> and torchrun's.
+        own: whether it is this node's own, so that the line that brings another node does not repeat it.
+    """
+
+    names: tuple[str, ...]
+    text: str
+    value: str
+    parse: Callable[[str], Any]
+    default: str
+    section: str
+    also: tuple[str, ...]
+    own: bool
+
+    @property
+    def shown(self) -> str:
+        """The text with the default."""
+        return f"{self.text} (default: {self.default})" if self.default else self.text
+
+
+def option(
+    initial: Any,
+    *names: str,
+    text: str,
+    value: str = "",
+    parse: Callable[[str], Any] = str,
+    default: str = "",
+    section: str = "",
+    also: tuple[str, ...] = (),
+    own: bool = False,
+) -> Any:
+    """A field of a dataclass of options, which is `initial` where nothing is given; the rest as in `Option`."""
+    parse = parse if value else yes_or_no
+    described = Option(names, text, value, parse, default or _in_words(initial, parse), section, also, own)
+    return field(default=initial, metadata={"option": described})
+
+
+def options_of(kind: Any) -> dict[str, Option]:
+    """The options of a dataclass, by the names of their fields."""
+    return {each.name: each.metadata["option"] for each in dataclasses.fields(kind) if "option" in each.metadata}
+
+
+def _in_words(initial: Any, parse: Callable[[str], Any]) -> str:
+    if isinstance(initial, float) and parse in (seconds, positive_seconds):
+        return f"{initial / 60:g}m" if initial >= 60 and initial % 60 == 0 else f"{initial:g}s"
+    return str(initial) if isinstance(initial, str | int | float) and not isinstance(initial, bool) else ""
+
+
+# Words to values.
+
+
+def yes_or_no(text: str) -> bool:
+    """Of an option without a value: what its variable says."""
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("1 or 0")
+
+
+def seconds(text: str) -> float:
+    """A duration such as `90`, `1.5s`, `10m`, in seconds."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text)
+    if not match:
+        raise ValueError("a duration such as 90, 1.5s or 10m")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def positive_seconds(text: str) -> float:
+    """A duration greater than 0."""
+    value = seconds(text)
+    if not 0 < value <= 1e7 or not math.isfinite(value):
+        raise ValueError("a duration greater than 0, such as 90, 1.5s or 10m")
+    return value
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A parser for whole numbers in a range."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,12}", text) or not least <= int(text) <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def choice(*words: str) -> Callable[[str], str]:
+    """A parser for one of some words."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"one of {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def workers(text: str) -> int | str:
+    """A number of workers per node, or the word for counting devices."""
+    if text in ("auto", "gpu", "cpu"):
+        return text
+    try:
+        return whole(1, 4096)(text)
+    except ValueError:
+        raise ValueError("a whole number from 1 to 4096, auto, gpu or cpu") from None
+
+
+def start_method(text: str) -> str:
+    """How workers are started. The process that they are forked from is what others call a fork server."""
+    return "fork" if text == "forkserver" else choice("fork", "spawn", "forkserver")(text)
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """Words with commas; empty ones are left out."""
+    return tuple(filter(None, text.split(",")))
+
+
+def ranks(text: str) -> frozenset[int]:
+    """Local ranks with commas."""
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+        raise ValueError("local ranks with commas, such as 0,1,2")
+    return frozenset(map(int, text.split(",")))
+
+
+def signals(text: str) -> tuple[signal.Signals, ...]:
+    """Names of signals that a process can handle, with commas."""
+    try:
+        found = [signal.Signals[name.strip()] for name in text.split(",")]
+    except KeyError as unknown:
+        raise ValueError(f"names of signals with commas, such as SIGTERM,SIGUSR1; there is no {unknown}") from None
+    if not {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}.isdisjoint(found):
+        raise ValueError("signals that can be handled: not SIGKILL, SIGSTOP or SIGCHLD")
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Streams of workers: those of `some`, by local rank, and `others` of everybody else."""
+
+    others: frozenset[str] = frozenset()
+    some: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> frozenset[str]:
+        """The streams of one worker."""
+        return self.some.get(local_rank, self.others)
+
+
+NO_STREAMS = Streams()
+
+_STREAMS = {"0": frozenset[str](), "1": frozenset({OUT}), "2": frozenset({ERR}), "3": frozenset({OUT, ERR})}
+
+
+def streams(text: str) -> Streams:
+    """torchrun's way of naming streams: 0 none, 1 stdout, 2 stderr, 3 both; of all workers or of some (`0:3,12:1`)."""
+    if text in _STREAMS:
+        return Streams(_STREAMS[text])
+    pairs = [re.fullmatch(r"([0-9]{1,4}):([0-3])", part) for part in text.split(",")]
+    if not all(pairs):
+        raise ValueError("0, 1, 2 or 3, or a list such as 0:3,1:2 with such a number for each local rank")
+    return Streams(some={int(pair[1]): _STREAMS[pair[2]] for pair in pairs if pair})
+
+
+def key_values(text: str) -> dict[str, str]:
+    """`key=value` with commas."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not key or not equals or not value:
+            raise ValueError("key=value,key=value")
+        if key in found:
+            raise ValueError(f"{key} once")
+        found[key] = value
+    return found
+
+
+def name_for(where: str) -> Callable[[str], str]:
+    """A parser for a run id or a node name, given with the option `where`: part of keys in etcd and of paths."""
+
+    def parse(text: str) -> str:
+        return check_name(text, where)
+
+    return parse
+
+
+def check_name(text: str, where: str) -> str:
+    """A run id or a node name. Raises ConfigError."""
+    if not NAME.fullmatch(text):
+        raise ConfigError(
+            explain(
+                "not a usable name",
+                where,
+                got=text,
+                expected="1 to 128 of the characters A-Z a-z 0-9 . _ -, not starting with a dot",
+                remedy="Choose another name",
+            )
+        )
+    return text
+
+
+def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
+    """`N` or `MIN:MAX` as two numbers. Raises ConfigError."""
+    parts = text.split(":")
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len(parts) > 2:
+        raise ConfigError(
+            explain("not a number of nodes", where, got=text, expected="N or MIN:MAX", remedy="Example: 1:4")
+        )
+    least, most = int(parts[0]), int(parts[-1])
+    if not 1 <= least <= most <= NODES_MAX:
+        raise ConfigError(
+            explain(
+                "not a range of nodes",
+                where,
+                got=f"{least}:{most}",
+                expected=f"1 <= min <= max <= {NODES_MAX}",
+                remedy="Example: 1:4",
+            )
+        )
+    return least, most
+
+
+def endpoints(text: str) -> tuple[Address, ...]:
+    """Where etcd is; nothing for no words. Raises ConfigError."""
+    return parse_endpoints(text) if text else ()
+
+
+def health_address(text: str) -> tuple[str, int]:
+    """`PORT` or `HOST:PORT`, loopback without a host. Raises ConfigError for a host that is none."""
+    host, colon, port = text.rpartition(":")
+    return check_host(host, "--health-port") if colon else "127.0.0.1", whole(0, 65535)(port)

@@ -1,0 +1,113 @@
+"""When a Loop saves, and where to: its checkpoint directory, the memory of this node's agent, or both from one copy."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from elasticrt.checkpoint.checkpointer import Checkpointer
+from elasticrt.checkpoint.memory_tier import MemoryTier
+from elasticrt.checkpoint.run_directories import run_of
+from elasticrt.data.position import Position, SaveInterval
+from elasticrt.distributed import agent_client, collectives
+from elasticrt.errors import ConfigError, explain
+from elasticrt.ipc.env import WorkerEnv
+from elasticrt.train.reporting import Reporter
+from elasticrt.train.training_state import TrainingState
+
+
+class Saving:
+    """The saves of one Loop.
+
+    Args:
+        state: what is saved.
+        reporter: told that no step is to be expected while a save begins.
+        directory: for checkpoints.
+        every: how often to save, in the words of `Loop`.
+        keep: how many checkpoints to keep.
+        memory: the share of the time for copies in memory, 0 to 1.
+
+    Attributes:
+        checkpointer: writes to the directory.
+        memory_tier: hands copies to the agent.
+        run: what this process knows of all directories of the run.
+
+    Raises TypeError, ValueError and ConfigError for arguments that can't be.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        reporter: Reporter,
+        directory: str | os.PathLike[str],
+        *,
+        every: str,
+        keep: int,
+        memory: float,
+    ) -> None:
+        if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < 1:
+            raise ConfigError(explain("no such share", "Loop(memory=)", got=memory, expected="0 <= memory < 1"))
+        worker = agent_client.worker_env()
+        self.checkpointer = Checkpointer(directory, keep=keep)
+        self.memory_tier = MemoryTier(worker, memory, self.checkpointer.place)
+        self.run = run_of(worker)
+        self._every = SaveInterval.parse(every)
+        self._state = state
+        self._reporter = reporter
+        self._saved = Position()
+        self._saved_at = 0.0
+        self._is_first = False  # Whether this is rank 0, which saves to the directory.
+        self._owes = False  # Whether the newest checkpoint may be lost with another node.
+
+    def begin(self) -> None:
+        """The loop is entered, at the position of the state."""
+        now = time.monotonic()
+        self._saved, self._saved_at = self._state.position, now
+        self.memory_tier.begin(now, self.run.total)
+
+    def has_state(self) -> None:
+        """The state is that of the generation that begins."""
+        self._is_first = collectives.rank_and_world()[0] == 0
+        self._owes = self._is_first and self.checkpointer.lacks_head
+
+    def move(self, worker: WorkerEnv) -> None:
+        """This process goes on as `worker`, in another generation."""
+        if self.checkpointer.busy:
+            self._saved = Position()  # It will be refused: it is of a generation that is over.
+        self.checkpointer.move(worker)
+
+    def between_steps(self) -> None:
+        """Save what is due."""
+        now, position = time.monotonic(), self._state.position
+        copy = self.memory_tier.due(now, self.run.total) and not self.checkpointer.snapshots.busy
+        save = self._is_first and not self.checkpointer.busy
+        save = save and (self._owes or self._every.is_due(position, self._saved, now - self._saved_at))
+        if save or copy:
+            self.take(save=save, copy=copy)
+
+    def take(self, *, save: bool, copy: bool) -> None:
+        """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`."""
+        position, state, uses = self._state.position, self._state.collect(), []
+        if copy:
+            uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
+        if save:
+            self._reporter.expect_steps(expected=False)
+            uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=self._state.about())
+            self._saved, self._saved_at, self._owes = position, time.monotonic(), False
+        if uses:
+            self.checkpointer.snapshots.take(state, uses)
+
+    def last(self) -> None:
+        """The loop is left: save what is not saved yet, and wait for it. Raises as `Checkpointer.wait`."""
+        self._state.ledger.end(self._state.position.steps)
+        if self._is_first:
+            self.checkpointer.wait()
+            if self._state.position != self._saved or self.checkpointer.missed:
+                self.take(save=True, copy=False)
+            self.checkpointer.wait()
+
+    def hand_over(self) -> None:
+        """This process ends at an agreed step: local rank 0 gives its agent the state."""
+        worker = agent_client.worker_env()
+        if worker is not None and worker.local_rank == 0:
+            self.memory_tier.hand_over(self._state.collect(), self.run.total, self._state.position.epoch)

@@ -1,0 +1,93 @@
+"""What a Loop saves and restores: the script's objects, the position, and what follows from both."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from elasticrt.checkpoint import rng_state, stateful
+from elasticrt.data.ledger_writer import Ledger
+from elasticrt.data.position import Position
+from elasticrt.errors import CheckpointError, explain
+from elasticrt.train.batches import AnySampler
+
+
+class TrainingState:
+    """The state of one Loop.
+
+    Args:
+        objects: as given to the Loop, by name.
+        sampler: the Loop's, or None.
+        seed: of the random numbers of each step, or None.
+        ledger: the directory of the ledger, or None.
+        shown: the checkpoint directory as the script names it, for errors.
+
+    Attributes:
+        objects: the script's own by name, modules without their wrappers.
+        sampler: as given.
+        position: between which two steps the training stands.
+        numbers: the random numbers.
+        ledger: notes which samples each step trains.
+        vars: the user's own plain values.
+        whole: whether the objects are as they were after the last step of `position`. False for a newcomer, and while
+            a step's effects are half there.
+
+    Raises TypeError and ConfigError for what can't be saved.
+    """
+
+    def __init__(
+        self,
+        objects: dict[str, Any],
+        sampler: AnySampler,
+        seed: int | None,
+        ledger: str | os.PathLike[str] | None,
+        shown: str,
+    ) -> None:
+        self.objects = stateful.checked(objects)
+        self.sampler = sampler
+        self.position = Position()
+        self.numbers = rng_state.RngState(seed)
+        self.ledger = Ledger(ledger, sampler)
+        self.vars: dict[str, Any] = {}
+        self.whole = True
+        self._shown = shown
+
+    def about(self) -> dict[str, Any]:
+        """Position and sampler, as plain values."""
+        sampler = None if self.sampler is None else self.sampler.state_dict()
+        return {"position": self.position.to_dict(), "sampler": sampler}
+
+    def collect(self, **more: Any) -> dict[str, Any]:
+        """All of it by name; `more` is added to what is ours."""
+        ledger = self.ledger.history(self.position.steps)
+        ours = {**self.about(), "rng": rng_state.capture(), "vars": self.vars, "ledger": ledger, **more}
+        return {**stateful.collect(self.objects), stateful.OURS: ours}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Go on from `data`, which `collect` gave when it was saved. Raises CheckpointError when it does not fit."""
+        ours = data.get(stateful.OURS)
+        if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars"} <= set(ours):
+            raise CheckpointError(
+                explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
+            )
+        if (ours["sampler"] is None) != (self.sampler is None):
+            had = "without" if ours["sampler"] is None else "with"
+            raise CheckpointError(explain("the sampler changed", self._shown, got=f"a checkpoint {had} a sampler"))
+        self._put_back(data, self._shown)
+        self.numbers.restore(ours["rng"], self.position.steps)
+
+    def take_over(self, data: dict[str, Any]) -> None:
+        """Be where another rank is, whose `collect` gave `data`. Raises CheckpointError when it does not fit."""
+        ours = data[stateful.OURS]
+        self._put_back(data, "the state of another rank")
+        self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)
+
+    def _put_back(self, data: dict[str, Any], where: str) -> None:
+        ours = data[stateful.OURS]
+        stateful.put_back(self.objects, data, where)
+        if self.sampler is not None and ours["sampler"] is not None:
+            self.sampler.load_state_dict(ours["sampler"])
+        self.position = Position.from_dict(ours["position"])
+        self.ledger.restored(ours.get("ledger", []))
+        self.vars.clear()
+        self.vars.update(ours["vars"])
