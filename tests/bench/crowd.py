@@ -101,7 +101,7 @@ class VirtualAgent:
             port=self.port,
             warm=True,
         )
-        self.member.member = Member(
+        self.member = Member(
             Me(record=record, spec=crowd.spec),
             crowd.run_id,
             token=lambda: secrets.token_hex(8),
@@ -119,13 +119,13 @@ class VirtualAgent:
         self._crowd.queue.put((self, Probed(seat.incarnation, Verdict(answer, asked_at))))
 
     def register(self) -> float:
-        """Become a member; when the key was there."""
+        """Become a member; when its key was there and its first view read."""
         how = Joining(600.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
-        self.driver.run(self.member.member.join(how))
+        self.driver.run(self.member.join(how))
         return time.monotonic()
 
     def fold(self, event: Any) -> None:
-        """As `Agent._fold`."""
+        """As `EventLoop.handle`."""
         match event:
             case Notice() | Probed():
                 self.member.handle(event, time.monotonic())
@@ -142,14 +142,14 @@ class VirtualAgent:
                 self.member.me = replace(self.member.me, report=report, failed_at=time.monotonic(), running=0)
 
     def live(self) -> float | None:
-        """As `Agent._loop`, until there is nothing to do; until when.
+        """As `EventLoop.take_part`, until there is nothing to do; until when.
 
         After reading its seat an agent pauses until all of this process have read theirs: what it writes then would
         take time from the others that on machines of their own they would have.
         """
-        self.driver.run(self.member.member.complete())
+        self.driver.run(self.member.complete())
         while not self.pausing:
-            decision = self.member.member.decide(time.monotonic())
+            decision = self.member.decide(time.monotonic())
             match decision:
                 case Wait(until=until):
                     return until
@@ -173,7 +173,7 @@ class VirtualAgent:
                     self._prober.ask(seats)
                     return time.monotonic() + 2.0
                 case Register() | Announce() | File() | Fence() | Publish():
-                    self.driver.run(self.member.member.carry_out(decision))
+                    self.driver.run(self.member.carry_out(decision))
                 case Finish():
                     raise SystemExit(f"the run ended: {decision.reason}")
                 case _:
