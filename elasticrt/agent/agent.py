@@ -1,6 +1,6 @@
 """One node's agent, from its options to its exit code.
 
-The loop itself is `agent.event_loop`, what it decides `rendezvous.decide`. Here is what an agent with workers of its
+The loop itself is `agent.event_loop`, what it decides `rendezvous.member`. Here is what an agent with workers of its
 own does about it: how they are started and stopped is in `agent.supervisor`, how the store is reached in
 `agent.membership`.
 """
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import Cycle
+from elasticrt.agent.event_loop import EventLoop
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
+from elasticrt.agent.store_discovery import ride_out
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
@@ -29,15 +30,15 @@ from elasticrt.ipc.messages import Request, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.rendezvous.decision import End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
-from elasticrt.rendezvous.member_client import MemberClient
-from elasticrt.rendezvous.records import Generation, HeadRecord, Member, Report, Result, Seat
+from elasticrt.rendezvous.decision import Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
+from elasticrt.rendezvous.member import Member
+from elasticrt.rendezvous.records import Generation, HeadRecord, Seat
+from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.seats import seats_for
+from elasticrt.rendezvous.view import View
 from elasticrt.run_options import RunOptions
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
-from elasticrt.store.lease_session import LeaseSession
-from elasticrt.store.protocol import Lease, StoreUnavailable
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 
@@ -60,14 +61,17 @@ TURN_S = 1.0
 """A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
 
 
-class Agent(Cycle):
-    """An agent. `run` is its life."""
+class Agent:
+    """An agent. `run` is its life. To its loop it is a `Side`."""
 
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
         edges = edges or Edges()
         self.settings = settings
         self.voice = Console(settings, edges)
-        super().__init__(settings.run_id, settings.ride_through_s, self.voice.say, edges)
+        self.edges = edges
+        self.clock = edges.clock
+        self.loop = EventLoop(settings.run_id, self, edges)
+        self.queue = self.loop.queue
         self.node: Supervisor = edges.supervisor(settings, self.queue.put, self.voice.events, self.voice.say, edges)
         self.membership: Membership
         self.probes: ProbeServer | None = None
@@ -85,7 +89,7 @@ class Agent(Cycle):
         for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
-        self._watch_threads()
+        self.loop.watch_threads()
         try:
             self.node.open()  # First of all, because importing torch takes longest.
             for note in self.settings.notes:
@@ -101,7 +105,7 @@ class Agent(Cycle):
                 self.health.close()
             self.voice.events.write("agent_stopped", code=code)
             self.voice.events.close()
-            self._unwatch_threads()
+            self.loop.unwatch_threads()
             # Python takes its handlers back before its process ends, and the alarm's own way is to kill.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         return code
@@ -123,55 +127,82 @@ class Agent(Cycle):
         """Join, take part, end; the exit code."""
         self.membership = Membership(self.settings, self.queue, self.edges)
         try:
-            return self._end(self.take_part()) if self._join() else EXIT_OK
+            return self._end(self.loop.take_part()) if self._join() else EXIT_OK
         finally:
-            self.prober.close()
+            self.loop.prober.close()
             if self.probes is not None:
                 self.probes.close()
             self.membership.close()
 
-    def _describe(self, me: Me, now: float) -> Me:
-        view = self.rendezvous.view
-        leaves = me.leaving or me.record.draining
-        generation = view.generation.record if view.generation is not None else None
-        go_on = generation is not None and others_go_on(view, me.record.node)
-        said = view.number if go_on and view.leads and not (generation and generation.in_place) else 0
-        if said != me.record.goes_on:
-            me = replace(me, record=me.record.model_copy(update={"goes_on": said}))
-        if generation is not None and view.roster_known and not leaves and go_on:
-            seat = view.seat_of(me.record.node, me.record.incarnation)
-            if seat is None or me.started >= view.number:  # Else its workers are about to get their seats.
-                self.node.attend(generation, generation.nodes if seat is None else seat.index)
-        reports = self.rendezvous.view.reports.values()
-        ended = [each.record.node for each in reports if each.record.status in ("finishing", "ok")]
-        self.node.do_what_is_due(now, [node for node in ended if node != me.record.node])
-        me = self.node.describe(me, now)
+    @property
+    def member(self) -> Member:
+        """What it is in the run; not before it begins to join."""
+        return self.loop.member
+
+    # What the loop wants of its side.
+
+    def do_what_is_due(self, now: float) -> None:
+        """See `Side`."""
+        member, view, node = self.member, self.member.view, self.member.me.record.node
+        self._attend()
+        ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
+        self.node.do_what_is_due(now, [other for other in ended if other != node])
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
-            me = replace(me, leaving=f"not handed over within {self.settings.options.drain_timeout_s:g} s")
+            late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
+            member.me = replace(member.me, leaving=late)
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
-            if self.rendezvous.view.leads and len(self.rendezvous.view.members) == 1:
+            if view.leads and len(view.members) == 1:
                 self.voice.say(self.settings.alone)
-        self.voice.generation(self.rendezvous.view, me)
-        if self.health is not None:
-            view, step = self.rendezvous.view, self.node.progress.step()
-            since = {"away_since": self.outage.since, "alone_since": self.outage.alone_since}
-            self.health.noted = health_state.member(self.settings.run_id, me, view, now, step=step, **since)
-        return me
+        self.voice.generation(view, member.me)
 
-    def _alarms(self) -> Iterable[float]:
+    def _attend(self) -> None:
+        """Where workers go on in place, what this node has no worker for sets up beside them."""
+        me, view = self.member.me, self.member.view
+        if view.generation is None or not view.roster_known or me.leaving or me.record.draining:
+            return
+        seat = view.seat_of(me.record.node, me.record.incarnation)
+        seated = seat is None or me.started >= view.number  # Else its workers are about to get their seats.
+        if seated and others_go_on(view, me.record.node):
+            generation = view.generation.record
+            self.node.attend(generation, generation.nodes if seat is None else seat.index)
+
+    def describe(self, me: Me, now: float) -> Me:
+        """See `Side`. Where workers go on in place before a generation says so, the leader's key does."""
+        view = self.member.view
+        tells = view.leads and view.generation is not None and not view.generation.record.in_place
+        goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
+        if goes_on != me.record.goes_on:
+            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on}))
+        return self.node.describe(me, now)
+
+    def decided(self, decision: Decision) -> None:
+        """See `Side`. Who asks for this agent's health is told what is so now."""
+        del decision
+        if self.health is None:
+            return
+        member, step = self.member, self.node.progress.step()
+        since = {"away_since": member.outage.since, "alone_since": member.outage.alone_since}
+        now = self.clock.monotonic()
+        self.health.noted = health_state.member(self.settings.run_id, member.me, member.view, now, step=step, **since)
+
+    def alarms(self, now: float) -> Iterable[float]:
+        """See `Side`."""
+        del now
         alarms = [self.drain_until, self.alone_at, *self.node.alarms()]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
 
-    def _run(self, generation: Generation, seat: Seat) -> None:
-        if self.settings.fresh and not self.me.started and generation.resume is not None:
+    def run_generation(self, generation: Generation, seat: Seat) -> None:
+        """See `Side`."""
+        if self.settings.fresh and not self.member.me.started and generation.resume is not None:
             self.voice.left_out_fresh(generation.resume.step)
-        self.node.run(generation, seat, tuple(seat.node for seat in self.rendezvous.view.order()))
+        self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.order()))
 
-    def _hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
+    def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
+        """See `Side`."""
         match decision:
             case Hold(handover, _):
                 self.node.hold(handover)
@@ -180,7 +211,8 @@ class Agent(Cycle):
             case ReleaseHold():
                 self.node.release()
 
-    def _fold_own(self, event: Any) -> None:
+    def handle(self, event: Any) -> None:
+        """See `Side`."""
         match event:
             case signal.Signals():
                 self._signalled(event)
@@ -192,24 +224,6 @@ class Agent(Cycle):
                 self.node.fold(event)
             case Stacks():
                 self.node.stalled(event)
-
-    @property
-    def rendezvous(self) -> MemberClient:
-        """The member's side of the store."""
-        return self.membership.rendezvous
-
-    @property
-    def session(self) -> LeaseSession:
-        """What keeps and judges the lease."""
-        return self.membership.session
-
-    @property
-    def lease(self) -> Lease:
-        """What the member key is bound to."""
-        return self.membership.lease
-
-    def _new_lease(self) -> None:
-        self.membership.renew()
 
     # Coming.
 
@@ -228,12 +242,17 @@ class Agent(Cycle):
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
         settings, endpoints = self.settings, self.membership.meeting.endpoints
-        address = self.membership.ride_out(lambda: self.edges.own_address(settings, endpoints))
+        address = ride_out(
+            lambda: self.edges.own_address(settings, endpoints),
+            settings.etcd_wait_s,
+            self.clock,
+            told_to_leave=self.membership.told_to_leave,
+        )
         self.probes = self.edges.probe_server(
-            address, settings.run_id, lambda: (self.me.record.incarnation, self.me.started), self._known
+            address, settings.run_id, lambda: (self.member.me.record.incarnation, self.member.me.started), self._known
         )
         self.node.seating.ports.bind(address)
-        member = Member(
+        record = MemberRecord(
             node=settings.node,
             incarnation=self.edges.token(),
             address=address,
@@ -243,14 +262,22 @@ class Agent(Cycle):
             port=self.node.seating.ports.port,
             node_rank=settings.options.node_rank,
         )
-        self.me = Me(record=member, spec=self.spec)
+        self.loop.member = Member(
+            Me(record=record, spec=self.spec),
+            settings.run_id,
+            token=self.edges.token,
+            say=self.voice.say,
+            note=log.warning,
+            ride_through_s=settings.ride_through_s,
+            seats_per_chunk=self.edges.seats_per_chunk,
+        )
         self.probes.start()
-        joined = self.membership.open(self.me)
-        if isinstance(joined, Result):
-            self.voice.nothing_to_do(joined)
+        result = self.membership.open(self.member)
+        if result is not None:
+            self.voice.nothing_to_do(result)
             return False
-        self.me = joined
-        self.voice.joined(joined, self.membership.meeting)
+        self.loop.begin(self.member, self.membership.driver, self.membership.session)
+        self.voice.joined(self.member.me, self.membership.meeting)
         if self.health is not None:
             self.voice.event("health", url=self.health.url)
         if settings.alone:
@@ -259,21 +286,17 @@ class Agent(Cycle):
 
     def _known(self) -> Iterable[Seat]:
         """The seats of its generation that this agent knows, the leader's by its key. From any thread."""
-        if not self.me.started:
+        if not self.member.me.started:
             return ()
-        view = self.rendezvous.view
+        view = self.member.view
         leader = view.members.get(view.oldest or "")
         return (*view.seats.values(), *seats_for([leader] if leader is not None else []))
 
-    def _left_out(self, reason: str) -> float:
-        """Left out or fenced: the workers go first, then whatever this node was, it is a newcomer."""
+    def left_out(self, reason: str) -> bool:
+        """See `Side`. The workers go first, then whatever this node was, it is a newcomer."""
         self._kill_workers()
         self.voice.say(f"this node comes back as a new member: {reason}")
-        record = self.me.record.model_copy(update={"incarnation": self.edges.token(), "generation": 0})
-        # Another life has another lease: with the last one's goes its claim of a preparation that nobody builds now.
-        self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None, lease="lost")
-        self.rendezvous.leave(None)
-        return 0.0
+        return True
 
     def _kill_workers(self) -> None:
         """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
@@ -281,20 +304,16 @@ class Agent(Cycle):
         deadline = self.clock.monotonic() + KILLED_S
         while not self.node.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
             try:
-                self._fold(self.queue.get(timeout=left))
+                self.loop.handle(self.queue.get(timeout=left))
             except queue.Empty:
                 log.warning("workers that were killed are still there after %g s", KILLED_S)
 
     # Trouble with etcd.
 
-    def _read_again(self, now: float) -> None:
-        try:
-            if self.membership.embedded_died():
-                self._start_over()
-        except StoreUnavailable as error:
-            self.outage.begin(error, now)
-            return
-        super()._read_again(now)
+    def revive_store(self) -> None:
+        """See `Side`."""
+        if self.membership.embedded_died():
+            self._start_over()
 
     def _start_over(self) -> None:
         """This machine's own etcd has died. It is not durable: a fresh one, and the newest checkpoint on disk."""
@@ -302,19 +321,18 @@ class Agent(Cycle):
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
         )
         self.node.kill()
-        joined = self.membership.open_fresh(self.me)
-        if isinstance(joined, Me):
-            self.me = joined
+        self.membership.open_fresh(self.member)
+        self.loop.begin(self.member, self.membership.driver, self.membership.session)
 
     # Leading and serving.
 
-    def _publish(self, decision: Publish) -> None:
-        before = {seat.node: seat.incarnation for seat in self.rendezvous.view.order()}
-        if self.rendezvous.publish(decision):
-            self.voice.published(decision, before)
+    def published(self, decision: Publish, before: View) -> None:
+        """See `Side`."""
+        self.voice.published(decision, {seat.node: seat.incarnation for seat in before.order()})
 
     def _send_errand(self, said: WorkerSaid) -> None:
-        view, request = self.rendezvous.view, said.message
+        member, request = self.member, said.message
+        view, me = member.view, member.me
         assert isinstance(request, Request)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
         number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
@@ -324,10 +342,10 @@ class Agent(Cycle):
                 request=request,
                 generation=number,
                 generation_mod=view.generation.mod_revision if view.generation and current else -1,
-                attempt=self.me.attempt,
-                node=self.me.record.node,
-                incarnation=self.me.record.incarnation,
-                lease=self.lease.lease_id,
+                attempt=me.attempt,
+                node=me.record.node,
+                incarnation=me.record.incarnation,
+                lease=member.lease_id,
                 answer=lambda reply: self.node.reply(said, reply),
             )
         )
@@ -341,8 +359,8 @@ class Agent(Cycle):
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S, well=result.status == "succeeded")
-                self.voice.ended(result, leads=self.rendezvous.view.leads)
-                self.membership.leave()
+                self.voice.ended(result, leads=self.member.view.leads)
+                self.membership.leave(self.member)
                 return result.code
             case Leave():
                 self.voice.say(f"leaving: {decision.reason}")
@@ -355,30 +373,32 @@ class Agent(Cycle):
                 return EXIT_TERMINATED
             case Halt():
                 self.node.kill()
-                self.membership.leave()
+                self.membership.leave(self.member)
                 raise halted(decision, self.settings.run_id)
 
     def _signalled(self, number: signal.Signals) -> None:
         """Told to leave: hand over first if the workers can, but not for ever; a second signal ends the patience."""
         self.last_signal = number
         reason = f"{number.name} received"
-        self.hurry = self.hurry or self.me.record.draining or bool(self.me.leaving)
-        if self.me.record.draining or self.me.leaving or self.outage.since is not None:
-            self.me = replace(self.me, leaving=self.me.leaving or reason)
+        member, leaves = self.member, self.member.me.record.draining or bool(self.member.me.leaving)
+        self.hurry = self.hurry or leaves
+        if leaves or member.outage.since is not None:
+            member.me = replace(member.me, leaving=member.me.leaving or reason)
         else:
-            self._drain(reason)
+            self.drain(reason)
 
-    def _drain(self, reason: str) -> None:
+    def drain(self, reason: str) -> None:
+        """See `Side`. Workers that cannot hand over are ended."""
         if not self.node.progress.can_hand_over():
-            self.me = replace(self.me, leaving=reason)
+            self.member.me = replace(self.member.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
-        super()._drain(reason)
+        self.member.drain()
 
     def _say_goodbye(self) -> bool:
         try:
-            self.rendezvous.leave(self._farewell())
+            self.membership.driver.run(self.member.leave(seat_too=True))
         except StoreError as error:
             log.warning("etcd could not be told: %s; the lease will tell the others", error)
             return False
@@ -386,16 +406,10 @@ class Agent(Cycle):
 
     def _newest(self) -> HeadRecord | None:
         try:
-            return self.rendezvous.newest()
+            return self.membership.driver.run(self.member.newest_head())
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
             return None
-
-    def _farewell(self) -> Report | None:
-        view, record = self.rendezvous.view, self.me.record
-        if view.seat_of(record.node, record.incarnation) is None:
-            return None
-        return Report(generation=view.number, node=record.node, incarnation=record.incarnation, status="left")
 
     def _impatient(self) -> bool:
         """Fold the ends of workers; whether a second signal has come."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 from elasticrt.clock import Clock
 from elasticrt.errors import StoreError, explain
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
+from elasticrt.rendezvous.member import no_answer, told_too_early
 from elasticrt.rendezvous.records import Keys
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
@@ -81,17 +82,9 @@ def ride_out(
             return ask()
         except StoreUnavailable as error:
             if told_to_leave():
-                message = "told to leave before the run was joined (signal). Nothing has been started"
-                raise StoreError(message) from error
+                raise told_too_early() from error
             if clock.monotonic() - since >= wait_s:
-                message = explain(
-                    f"etcd has not answered for {wait_s:g} s",
-                    "--etcd",
-                    got=str(error),
-                    expected="an answer within --etcd-wait",
-                    remedy="Check that it runs, that most of its members do, and that the way to it is open",
-                )
-                raise StoreError(message) from error
+                raise no_answer(error, wait_s) from error
             if not said:
                 log.warning("etcd does not answer: %s; waiting for up to %g s", error, wait_s)
                 said = True

@@ -52,13 +52,13 @@ from elasticrt.rendezvous.leader_context import (
     cause_of,
     counting,
     list_names,
-    out_of_reach,
     publish,
     re_form,
     returned,
     settled_at,
     text_of,
     too_few,
+    unavailable,
 )
 from elasticrt.rendezvous.reconfiguration import handing_over, planned
 from elasticrt.rendezvous.records import Member, Report, Seat
@@ -218,12 +218,12 @@ def _lead(me: Me, view: View, now: float) -> Decision:
         if failure is not None and failure.final_code:
             return Finish("failed", failure.final_code, failure.summary, failure.text)
 
-    doubted = tuple(seat for seat in led.seats if seat.node != me.record.node and _doubted(led, seat))
-    if doubted:
-        return Probe(doubted, f"{len(doubted)} of {counted(len(led.seats), 'node')} may be gone")
-    strangers = _strangers(led)
-    if strangers:
-        return Probe(strangers, f"can {list_names(seat.node for seat in strangers)} be reached?")
+    suspected = tuple(seat for seat in led.seats if seat.node != me.record.node and _suspected(led, seat))
+    if suspected:
+        return Probe(suspected, f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone")
+    unprobed = _unprobed(led)
+    if unprobed:
+        return Probe(unprobed, f"can {list_names(seat.node for seat in unprobed)} be reached?")
     unsure = _fence_or_wait(led)
     if unsure is not None:
         return unsure
@@ -239,17 +239,17 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
 def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
     """Whatever is waited for, or before a generation: who was out of reach is asked again, once in a lease term."""
-    away = out_of_reach(led.view)
-    asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in away)
+    absent = unavailable(led.view)
+    asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in absent)
     again = min(asked, default=math.inf) + led.spec.lease_ttl_s
     if led.now >= again and isinstance(decision, Wait | Publish):
-        return Probe(seats_for(away), "can they be reached by now?")
-    if away and isinstance(decision, Wait):
+        return Probe(seats_for(absent), "can they be reached by now?")
+    if absent and isinstance(decision, Wait):
         return replace(decision, until=again if decision.until is None else min(again, decision.until))
     return decision
 
 
-def _strangers(led: LeaderContext) -> tuple[Seat, ...]:
+def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
     """Newcomers that have not been asked: who registers in etcd need not be in reach of the others.
 
     Of a node with a seat any new life is asked, warm or not: it counts where the silent are counted.
@@ -309,21 +309,21 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
     return re_form(led, "failure", first.summary, restarts)
 
 
-def _doubted(led: LeaderContext, seat: Seat) -> bool:
+def _suspected(led: LeaderContext, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
     Evidence against all: a failure report, or steps that stand still. Evidence against one: its member key has gone.
-    That it has come back since it was silent is evidence for it, which a leader that is deaf must not pass over. That
-    it was silent in the generation before, or long before its key has gone, says nothing.
+    That it has come back since it was silent is evidence for it, which an isolated leader must not pass over. That it
+    was silent in the generation before, or long before its key has gone, says nothing.
     """
     if led.has_left(seat):
         return False
     verdict, key = led.view.verdicts.get(seat.incarnation), led.key_of(seat)
     evidence = [at for at in (led.failed_since, led.standing_since) if at is not None]
     if key is None:
-        away, heard = led.vanished_at(seat), verdict is None or verdict.kind == "alive"
-        evidence.append(away if heard else max(led.since, away - SILENCE_TERMS * led.spec.lease_ttl_s))
-    if key is not None and led.deaf:
+        vanished, heard = led.vanished_at(seat), verdict is None or verdict.kind == "alive"
+        evidence.append(vanished if heard else max(led.since, vanished - SILENCE_TERMS * led.spec.lease_ttl_s))
+    if key is not None and led.isolated:
         evidence.append(key.since)
     if not evidence:
         return False
@@ -352,7 +352,7 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
     if silent and (led.failed_since is not None or led.standing_since is not None):
         seat, key, asked_at = silent[0]
         term_over = asked_at + led.spec.lease_ttl_s
-        if not led.deaf:
+        if not led.isolated:
             return Fence(key, f"{seat.node} is silent")
         if led.now < term_over:
             return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
@@ -360,10 +360,10 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
             return Fence(key, f"{seat.node} has been silent for a whole lease term")
         # As etcd sees them they live, and most of a run is not cut off from one node: this node is cut off from them.
         return Rejoin(f"{led.unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
-    away = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
-    if away:
-        until = min(_gone_at(led, seat) for seat in away)
-        return Wait(f"no key of {list_names(seat.node for seat in away)}, who may register again", until)
+    keyless = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
+    if keyless:
+        until = min(_gone_at(led, seat) for seat in keyless)
+        return Wait(f"no key of {list_names(seat.node for seat in keyless)}, who may register again", until)
     return None
 
 
@@ -375,7 +375,7 @@ def _gone(led: LeaderContext, seat: Seat) -> bool:
 def _gone_at(led: LeaderContext, seat: Seat) -> float:
     """When a seat's node is out: at once if it said so, lives another life, is dead or silent; else a lease term later.
 
-    Silence does not count at once for a leader that is deaf: etcd can lose every lease while a leader is cut off.
+    Silence does not count at once for an isolated leader: etcd can lose every lease while a leader is cut off.
     """
     if led.has_left(seat):
         return -math.inf
@@ -383,7 +383,7 @@ def _gone_at(led: LeaderContext, seat: Seat) -> float:
         return math.inf
     verdict, away_since = led.view.verdicts.get(seat.incarnation), led.vanished_at(seat)
     if verdict is not None and verdict.kind != "alive":
-        if verdict.kind == "dead" or len(led.seats) == 2 or not led.deaf:
+        if verdict.kind == "dead" or len(led.seats) == 2 or not led.isolated:
             return -math.inf
         away_since = min(away_since, verdict.asked_at)
     return away_since + led.spec.lease_ttl_s

@@ -75,7 +75,7 @@ class LeaderContext:
         return sum(verdict is not None and verdict.kind == "silent" for verdict in said)
 
     @property
-    def deaf(self) -> bool:
+    def isolated(self) -> bool:
         """Whether the leader hears nothing from half of the seats' nodes: then it must suspect itself."""
         return 2 * self.unheard >= len(self.seats)
 
@@ -256,12 +256,12 @@ def startable(view: View) -> list[Stored[Member]]:
     """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes)."""
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
     ready = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None]
-    away = {entry.record.incarnation for entry in out_of_reach(view)}
-    barred = left | away
+    absent = {entry.record.incarnation for entry in unavailable(view)}
+    barred = left | absent
     return [entry for entry in ready if entry.record.incarnation not in barred] if barred else ready
 
 
-def out_of_reach(view: View) -> list[Stored[Member]]:
+def unavailable(view: View) -> list[Stored[Member]]:
     """Members that did not answer the leader, with whom the next generation could only fail: newcomers and returned."""
     unheard = {life: verdict for life, verdict in view.verdicts.items() if verdict.kind != "alive"}
     if not unheard:

@@ -36,7 +36,7 @@ VALUE_MAX_BYTES = 64 * 1024
 
 VERSION_MAX_BYTES = 128
 SEATS_PER_CHUNK = 16
-"""What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `agent.outage`)."""
+"""What a node reads to find its seat, so few; but enough others to ask when etcd is away (see `outage`)."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
 Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]

@@ -1,6 +1,6 @@
 """A member whose workers somebody else starts: what a plug-in for another agent needs of a rendezvous.
 
-A thread of its own goes round the same `Cycle` as an agent's. What an agent of ours does with its workers is turned
+A thread of its own goes round the same loop as an agent's. What an agent of ours does with its workers is turned
 into words here: a seat in a new generation is a `Turn`, which the other side takes when its workers are gone; coming
 back for the next turn without being told to means that they failed.
 """
@@ -11,21 +11,22 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import Cycle
-from elasticrt.agent.store_discovery import ride_out
+from elasticrt.agent.event_loop import EventLoop
+from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
-from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
-from elasticrt.rendezvous.member_client import Entered, MemberClient
-from elasticrt.rendezvous.records import Generation, Keys, Member, Report, Result, Seat
+from elasticrt.rendezvous.decision import Decision, End, Finish, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
+from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.records import Generation, Report, Seat
+from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
-from elasticrt.store.lease_session import LeaseSession
-from elasticrt.store.protocol import ETCD_WAIT_S, KeyValue, Lease, LeaseLost, Store
+from elasticrt.store.protocol import ETCD_WAIT_S, Lease, Store
 
 log = logging.getLogger(__name__)
 
@@ -63,21 +64,26 @@ class _Going:
     close: bool
 
 
-class Participant(Cycle):
-    """Takes part in a run, from `open` to `close`; these are for one thread, the other side's."""
+class Participant:
+    """Takes part in a run, from `open` to `close`; these are for one thread, the other side's.
+
+    To its loop it is a `Side`.
+    """
 
     def __init__(
         self, store: Store, run_id: str, spec: RunSpec, *, node: str, address: str, edges: Edges | None = None
     ) -> None:
         edges = edges or Edges()
-        super().__init__(run_id, RIDE_THROUGH_S, lambda text: log.warning("%s", text), edges)
+        self.member: Member
+        self._run_id = run_id
         self._store = store
-        self._probes = edges.probe_server(address, run_id, lambda: (self.me.record.incarnation, self.me.started))
+        self._clock = edges.clock
+        self._probes = edges.probe_server(address, run_id, lambda: (self._record.incarnation, self.member.me.started))
         self._ports = edges.store_ports()
         self._ports.bind(address)
-        record = Member(
+        record = MemberRecord(
             node=node,
-            incarnation=self.edges.token(),
+            incarnation=edges.token(),
             address=address,
             pid=os.getpid(),
             workers=1,  # How many the other side starts is not known here; it counts ranks by itself.
@@ -85,11 +91,21 @@ class Participant(Cycle):
             port=self._ports.port,
             warm=True,
         )
-        self.me = Me(record=record, spec=spec)
-        self._watch_threads()
+        self.member = Member(
+            Me(record=record, spec=spec),
+            run_id,
+            token=edges.token,
+            say=log.warning,
+            note=log.warning,
+            ride_through_s=RIDE_THROUGH_S,
+        )
+        self.loop = EventLoop(run_id, self, edges)
+        self._session = edges.lease_session(store, spec.lease_ttl_s, self.loop.queue.put)
+        self._granted = False
+        driver = StoreDriver(store, self.loop.queue.put, edges.clock, grant=self._grant, probe=edges.probe)
+        self.loop.begin(self.member, driver, self._session)
+        self.loop.watch_threads()
         self._probes.start()
-        self._session = edges.lease_session(store, spec.lease_ttl_s, self.queue.put)
-        self._rendezvous = MemberClient(store, Keys(run_id), node, self.queue.put, edges.clock.monotonic, edges.token)
         self._thread: threading.Thread | None = None
         self._left = False
         # What the other side sees; guarded by `_changed`.
@@ -102,19 +118,9 @@ class Participant(Cycle):
 
     def open(self, timeout_s: float) -> None:
         """Register, and begin to take part. Raises RendezvousTimeoutError, DuplicateError, StoreError."""
-        deadline, wait_s = self.clock.monotonic() + timeout_s, min(timeout_s, ETCD_WAIT_S)
-        self._lease = ride_out(self._session.open, wait_s, self.clock)
-        while True:
-            answer = ride_out(self._enter_once, wait_s, self.clock)
-            if isinstance(answer, Entered):
-                break
-            if self.clock.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"run {self._run_id} could not be joined within {timeout_s:g} s")
-            self.clock.sleep(LOOK_AGAIN_S)
-        ride_out(self.rendezvous.refresh, wait_s, self.clock)
-        number = self.rendezvous.view.number
-        record = self.me.record.model_copy(update={"seen": number})
-        self.me = replace(self.me, attempt=answer.attempt, spec=answer.spec, known=number, record=record)
+        too_late = RendezvousTimeoutError(f"run {self._run_id} could not be joined within {timeout_s:g} s")
+        how = Joining(timeout_s, min(timeout_s, ETCD_WAIT_S), again=True, named=True, too_late=too_late)
+        self.loop.driver.run(self.member.join(how))
         self._thread = threading.Thread(target=self._work, name="elasticrt-participant", daemon=True)
         self._thread.start()
 
@@ -124,14 +130,14 @@ class Participant(Cycle):
         Waits as long as the run does: its leader ends it after the join timeout, a lost etcd ends the waiting after a
         quarter of an hour. Raises what has made taking part impossible.
         """
-        self.queue.put(_Back(after))
+        self.loop.queue.put(_Back(after))
         with self._changed:
             self._changed.wait_for(lambda: self._problem or self._ended or self._has(after))
             if self._problem is not None:
                 raise self._problem
             if self._turn is None or not self._has(after):
                 return None
-            self.queue.put(_Taken(self._turn.generation.number))
+            self.loop.queue.put(_Taken(self._turn.generation.number))
             return self._turn
 
     def has(self, *, after: int) -> bool:
@@ -149,32 +155,36 @@ class Participant(Cycle):
     def close(self, *, run_too: bool) -> None:
         """Leave, telling the others; with `run_too` end the run for everybody."""
         if self._thread is not None:
-            self.queue.put(_Going(run_too))
+            self.loop.queue.put(_Going(run_too))
             self._thread.join(CLOSE_S)
-        self.prober.close()
+        self.loop.prober.close()
         self._probes.close()
-        self.rendezvous.close()
+        self.loop.driver.close()
         self._session.close(revoke=True, timeout_s=CLOSE_S)
         self._ports.close()
         self._store.close()
-        self._unwatch_threads()
+        self.loop.unwatch_threads()
 
     def _has(self, after: int) -> bool:
         return self._turn is not None and self._turn.generation.number > after
 
-    def _enter_once(self) -> Entered | Result | KeyValue | None:
-        try:
-            return self.rendezvous.enter(self.me.spec, self.me.record, self._lease.lease_id, again=True)
-        except LeaseLost as error:
-            log.warning("%s; registering with another one", error)
-            self._new_lease()
-            return None
+    def _grant(self) -> Lease:
+        lease = self._session.reopen() if self._granted else self._session.open()
+        self._granted = True
+        return lease
+
+    @property
+    def _record(self) -> MemberRecord:
+        return self.member.me.record
+
+    def _update(self, **fields: Any) -> None:
+        self.member.me = replace(self.member.me, **fields)
 
     # The thread.
 
     def _work(self) -> None:
         try:
-            self._end(self.take_part())
+            self._end(self.loop.take_part())
         except ElasticError as error:
             self._fail(error)
         except Exception as error:
@@ -190,93 +200,101 @@ class Participant(Cycle):
         self._say_goodbye(left=True)
         self._session.close(revoke=True, timeout_s=CLOSE_S)
 
-    @property
-    def rendezvous(self) -> MemberClient:
-        """The member's side of the store."""
-        return self._rendezvous
+    # What the loop wants of its side.
 
-    @property
-    def session(self) -> LeaseSession:
-        """What keeps and judges the lease."""
-        return self._session
+    def do_what_is_due(self, now: float) -> None:
+        """See `Side`. Nothing here is a matter of time: events say all that is known of the other side."""
 
-    @property
-    def lease(self) -> Lease:
-        """What the member key is bound to."""
-        return self._lease
-
-    def _new_lease(self) -> None:
-        self._lease = self._session.reopen()
-
-    def _describe(self, me: Me, now: float) -> Me:
-        del now  # Nothing here is a matter of time: events say all that is known of the other side.
+    def describe(self, me: Me, now: float) -> Me:
+        """See `Side`."""
+        del now
         if me.record.port == self._ports.port:
             return me
         return replace(me, record=me.record.model_copy(update={"port": self._ports.port}))
 
-    def _left_out(self, reason: str) -> None:
+    def decided(self, decision: Decision) -> None:
+        """See `Side`."""
+
+    def run_generation(self, generation: Generation, seat: Seat) -> None:
+        """See `Side`."""
+        number = generation.number
+        listen = self._ports.take(generation.master_port, shared=True) if seat.index == 0 else None
+        if listen is not None:
+            self._ports.bind(self._ports.address)
+        record = self._record.model_copy(update={"seen": max(self._record.seen, number)})
+        self._update(record=record, started=number, report=None, failed_at=None, holding=0, going=0)
+        with self._changed:
+            self._turn, self._left = Turn(generation, seat, listen), False
+            self._changed.notify_all()
+
+    def left_out(self, reason: str) -> bool:
+        """See `Side`. `_Back` comes when the workers are gone."""
         log.info("this node comes back as a new member: %s", reason)
         with self._changed:
             self._left = True
             self._changed.notify_all()
-        # `_Back` comes when the workers are gone.
+        return False
 
-    def _hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
+    def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
+        """See `Side`. Workers that we know nothing of cannot hold: "let in up to step 0" says so."""
         match decision:
             case Hold(handover=handover):
-                # Workers that we know nothing of cannot hold: "let in up to step 0" says so.
-                self.me = replace(self.me, holding=handover, report=self._report("holding", handover=handover))
+                self._update(holding=handover, report=self._report("holding", handover=handover))
             case Go(step=step):
-                self.me = replace(self.me, going=step)
+                self._update(going=step)
             case ReleaseHold():
-                self.me = replace(self.me, holding=0, going=0, report=None)
+                self._update(holding=0, going=0, report=None)
 
-    def _fold_own(self, event: Any) -> None:
+    def drain(self, reason: str) -> None:
+        """See `Side`."""
+        del reason
+        self.member.drain()
+
+    def published(self, decision: Publish, before: View) -> None:
+        """See `Side`."""
+
+    def revive_store(self) -> None:
+        """See `Side`. The store is never this machine's own."""
+
+    def alarms(self, now: float) -> Iterable[float]:
+        """See `Side`."""
+        del now
+        return ()
+
+    def handle(self, event: Any) -> None:
+        """See `Side`."""
         match event:
             case _Taken(generation=generation):
-                self.me = replace(self.me, running=generation, record=_running(self.me.record, generation))
+                self._update(running=generation, record=_running(self._record, generation))
             case _Back(generation=generation):
                 self._back(generation)
             case _Going(close=close):
                 if close:
                     self._finish_run()
-                self.me = replace(self.me, leaving="told to leave")
-
-    def _run(self, generation: Generation, seat: Seat) -> None:
-        number = generation.number
-        listen = self._ports.take(generation.master_port, shared=True) if seat.index == 0 else None
-        if listen is not None:
-            self._ports.bind(self._ports.address)
-        record = self.me.record.model_copy(update={"seen": max(self.me.record.seen, number)})
-        self.me = replace(self.me, record=record, started=number, report=None, failed_at=None, holding=0, going=0)
-        with self._changed:
-            self._turn, self._left = Turn(generation, seat, listen), False
-            self._changed.notify_all()
+                self._update(leaving="told to leave")
 
     def _back(self, generation: int) -> None:
         """The workers of a generation have ended. If it still is the current one, they failed."""
-        self.me = replace(self.me, running=0, record=_running(self.me.record, 0))
+        self._update(running=0, record=_running(self._record, 0))
         if self._left:
-            # Whatever this node was, it comes back as a newcomer.
-            record = self.me.record.model_copy(update={"incarnation": self.edges.token()})
-            self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None)
-        if self._left or generation == 0 or generation != self.me.started:
+            self.member.begin_life()
+        if self._left or generation == 0 or generation != self.member.me.started:
             return
-        summary = f"workers on {self.me.record.node} ended or could not start"
+        summary = f"workers on {self._record.node} ended or could not start"
         failure = Failure(rank=0, code=1, collateral=False, summary=summary)
-        self.me = replace(self.me, report=self._report("failed", failure=failure), failed_at=self.clock.monotonic())
+        self._update(report=self._report("failed", failure=failure), failed_at=self._clock.monotonic())
 
     def _report(self, status: Any, **more: Any) -> Report:
-        record = self.me.record
-        where: dict[str, Any] = {"node": record.node, "incarnation": record.incarnation}
-        return Report(generation=self.me.started, status=status, **where, **more)
+        where: dict[str, Any] = {"node": self._record.node, "incarnation": self._record.incarnation}
+        return Report(generation=self.member.me.started, status=status, **where, **more)
 
     def _finish_run(self) -> None:
-        view = self.rendezvous.view
+        view = self.member.view
         if view.spec is None or view.result is not None:
             return
         try:
-            self.rendezvous.finish(Finish("succeeded", 0, f"closed by {self.me.record.node}"), 0)
+            finish = Finish("succeeded", 0, f"closed by {self._record.node}")
+            self.loop.driver.run(self.member.carry_out(finish))
         except StoreError as error:
             log.warning("the run could not be closed: %s", error)
 
@@ -290,13 +308,11 @@ class Participant(Cycle):
 
     def _say_goodbye(self, *, left: bool) -> None:
         """Take the member key out; with `left` a present seat is given up, so that the others need not ask for it."""
-        view, record = self.rendezvous.view, self.me.record
-        seated = view.seat_of(record.node, record.incarnation) is not None and self.me.started == view.number
         try:
-            self.rendezvous.leave(self._report("left") if left and seated else None)
+            self.loop.driver.run(self.member.leave(seat_too=left))
         except StoreError as error:
             log.warning("etcd could not be told: %s; the lease will tell the others", error)
 
 
-def _running(record: Member, generation: int) -> Member:
+def _running(record: MemberRecord, generation: int) -> MemberRecord:
     return record.model_copy(update={"generation": generation})

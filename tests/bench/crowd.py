@@ -1,6 +1,6 @@
 """Many agents in one process, for `tests/bench/rendezvous.py`: the production rendezvous without workers.
 
-Each virtual agent has its own lease, member key, watches, view and decisions (`MemberClient`, `decide`), and a port
+Each virtual agent has its own lease, member key, watches, view and decisions (`Member`), and a port
 that answers probes. What they share is what a machine of its own would give each of them: the connections to etcd, the
 threads that run their loops in turn, the thread that keeps their leases alive, and the one that answers.
 
@@ -25,14 +25,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from elasticrt.agent.store_driver import StoreDriver
+from elasticrt.errors import StoreError
 from elasticrt.ipc.failure import Failure
 from elasticrt.liveness.probe import Answer
 from elasticrt.liveness.prober import Prober
-from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Fence, File, Finish, Me, Probe, Publish, Register, Run, Wait
-from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import Keys, Member, Report, Seat
-from elasticrt.rendezvous.view import Verdict, with_verdict
+from elasticrt.rendezvous.member import Joining, Member, Probed
+from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.rendezvous.records import Report, Seat
+from elasticrt.rendezvous.requests import Notice
+from elasticrt.rendezvous.view import Verdict
 from elasticrt.spec import RunSpec
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address
@@ -88,7 +91,7 @@ class VirtualAgent:
         self.node = f"node-{index:05d}"
         incarnation = secrets.token_hex(8)
         self.port = crowd.answers.open(incarnation)
-        record = Member(
+        record = MemberRecord(
             node=self.node,
             incarnation=incarnation,
             address="127.0.0.1",
@@ -98,66 +101,63 @@ class VirtualAgent:
             port=self.port,
             warm=True,
         )
-        self.me = Me(record=record, spec=crowd.spec)
-        put = lambda notice: crowd.queue.put((self, notice))  # noqa: E731
-        draw = lambda: secrets.token_hex(8)  # noqa: E731
-        self.rendezvous = MemberClient(store, crowd.keys, self.node, put, time.monotonic, draw)
+        self.member = Member(
+            Me(record=record, spec=crowd.spec),
+            crowd.run_id,
+            token=lambda: secrets.token_hex(8),
+            say=lambda _: None,
+            note=lambda _: None,
+            ride_through_s=60.0,
+        )
+        self.driver = StoreDriver(
+            store, lambda notice: crowd.queue.put((self, notice)), time, grant=lambda: store.grant(crowd.ttl_s)
+        )
         self._prober: Prober | None = None
-        self.lease = 0
         self.lost = self.pausing = False
 
     def _answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        self._crowd.queue.put((self, (seat.incarnation, Verdict(answer, asked_at))))
+        self._crowd.queue.put((self, Probed(seat.incarnation, Verdict(answer, asked_at))))
 
     def register(self) -> float:
-        """Become a member; when the key was there."""
-        self.lease = self.store.grant(self._crowd.ttl_s).lease_id
-        while not isinstance(
-            answer := self.rendezvous.enter(self._crowd.spec, self.me.record, self.lease, again=False), Entered
-        ):
-            time.sleep(0.01)
-        at = time.monotonic()
-        self.rendezvous.refresh()
-        number = self.rendezvous.view.number
-        self.me = replace(self.me, attempt=answer.attempt, known=number)
-        return at
+        """Become a member; when its key was there and its first view read."""
+        how = Joining(600.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
+        self.driver.run(self.member.join(how))
+        return time.monotonic()
 
     def fold(self, event: Any) -> None:
-        """As `Agent._fold`."""
+        """As `EventLoop.handle`."""
         match event:
-            case Notice():
-                self.rendezvous.absorb(event)
-            case (incarnation, Verdict() as verdict):
-                self.rendezvous.view = with_verdict(self.rendezvous.view, incarnation, verdict)
+            case Notice() | Probed():
+                self.member.handle(event, time.monotonic())
             case "fail":
                 failure = Failure(rank=0, code=1, collateral=True, summary="the connection was reset")
-                record = self.me.record
+                record = self.member.me.record
                 report = Report(
-                    generation=self.me.started,
+                    generation=self.member.me.started,
                     node=record.node,
                     incarnation=record.incarnation,
                     status="failed",
                     failure=failure,
                 )
-                self.me = replace(self.me, report=report, failed_at=time.monotonic(), running=0)
+                self.member.me = replace(self.member.me, report=report, failed_at=time.monotonic(), running=0)
 
     def live(self) -> float | None:
-        """As `Agent._loop`, until there is nothing to do; until when.
+        """As `EventLoop.take_part`, until there is nothing to do; until when.
 
         After reading its seat an agent pauses until all of this process have read theirs: what it writes then would
         take time from the others that on machines of their own they would have.
         """
-        self.rendezvous.complete()
+        self.driver.run(self.member.complete())
         while not self.pausing:
-            decision = decide(self.me, self.rendezvous.view, time.monotonic())
+            decision = self.member.decide(time.monotonic())
             match decision:
                 case Wait(until=until):
                     return until
                 case Run(generation=generation):
                     number = generation.number
-                    record = self.me.record.model_copy(update={"generation": number, "seen": number})
-                    self.me = replace(
-                        self.me,
+                    record = self.member.me.record.model_copy(update={"generation": number, "seen": number})
+                    self.member.me = replace(
+                        self.member.me,
                         record=record,
                         known=number,
                         started=number,
@@ -168,21 +168,12 @@ class VirtualAgent:
                     self.pausing = True
                     self._crowd.seated(number)
                     return None
-                case Register():
-                    self.rendezvous.register_again(self.me.record, self.lease)
-                case Announce():
-                    self.rendezvous.announce(decision, self.me, self.lease)
-                case File(report=report):
-                    if self.rendezvous.file(decision):
-                        self.me = replace(self.me, filed=report)
                 case Probe(seats=seats):
                     self._prober = self._prober or Prober(self._answered)
                     self._prober.ask(seats)
                     return time.monotonic() + 2.0
-                case Fence():
-                    self.rendezvous.evict(decision)
-                case Publish():
-                    self.rendezvous.publish(decision)
+                case Register() | Announce() | File() | Fence() | Publish():
+                    self.driver.run(self.member.carry_out(decision))
                 case Finish():
                     raise SystemExit(f"the run ended: {decision.reason}")
                 case _:
@@ -194,7 +185,7 @@ class Crowd:
     """The agents of one process."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        self.keys = Keys(order["run_id"])
+        self.run_id: str = order["run_id"]
         total = order["total"]
         self.ttl_s = order["ttl_s"]
         self.spec = RunSpec(
@@ -274,7 +265,7 @@ class Crowd:
                     if agent.index == int(number):
                         agent.lost = True
                         self._alive -= 1
-                        agent.rendezvous.close()
+                        agent.driver.close()
                         self.answers.close(agent.port)
             case ["fail", count]:
                 at = time.monotonic()
@@ -293,8 +284,8 @@ class Crowd:
         while True:
             began = time.monotonic()
             for index, agent in enumerate(self.agents):
-                if agent.lease and not agent.lost:
-                    agent.store.keep_alive(agent.lease)
+                if agent.member.lease_id and not agent.lost:
+                    agent.store.keep_alive(agent.member.lease_id)
                 due = began + (index + 1) * self.ttl_s / 3 / len(self.agents)
                 time.sleep(max(0.0, due - time.monotonic()))
 

@@ -11,8 +11,11 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "everybody leads": ("S1", "a node is killed"),
     "the youngest leads": ("L1", "a key is made anew unseen"),
     "silence fences a majority": ("L4", "the leader is out of its peers' reach"),
-    "a deaf leader takes silence for death": ("L4", "the leader is out of its peers' reach when etcd loses all leases"),
-    "a deaf leader passes over who has come back": (
+    "an isolated leader takes silence for death": (
+        "L4",
+        "the leader is out of its peers' reach when etcd loses all leases",
+    ),
+    "an isolated leader passes over who has come back": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
@@ -216,8 +219,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_without_leader without: 2 * silent < 2 + len(others)": ("L1", "the leader is silent"),
     "_lead without: led.seats and all((led.said(seat, 'ok') for seat in led.seats))": ("L1", "a node is killed"),
     "_lead without: failure is not None and failure.final_code": ("S13", "a failure that no restart can cure"),
-    "_lead without: doubted": ("L1", "a node is killed"),
-    "_lead without: strangers": ("L1", "a node is out of its peers' reach"),
+    "_lead without: suspected": ("L1", "a node is killed"),
+    "_lead without: unprobed": ("L1", "a node is out of its peers' reach"),
     "_lead without: unsure is not None": ("L1", "a node is killed"),
     "_lead without: gone or not led.seats": ("L1", "a node leaves, and its machine goes off"),
     "_lead without: failed": ("L1", "a node that was silent is needed again"),
@@ -232,7 +235,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S13",
         "the budget is spent",
     ),
-    "_doubted without: key is not None and led.deaf": (
+    "_suspected without: key is not None and led.isolated": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
     ),
@@ -244,12 +247,12 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L1",
         "a node is out of its peers' reach",
     ),
-    "_fence_or_wait without: not led.deaf": ("L1", "a node is out of its peers' reach"),
-    "_fence_or_wait without: away": ("L7", "a member without a key is waited for"),
+    "_fence_or_wait without: not led.isolated": ("L1", "a node is out of its peers' reach"),
+    "_fence_or_wait without: keyless": ("L7", "a member without a key is waited for"),
     "_gone_at without: led.has_left(seat)": ("L1", "a node leaves, and its machine goes off"),
     "_gone_at without: led.key_of(seat) is not None": ("L7", "a former leader publishes"),
     "_gone_at without: verdict is not None and verdict.kind != 'alive'": ("L1", "a node is killed"),
-    "_gone_at without: verdict.kind == 'dead' or len(led.seats) == 2 or (not led.deaf)": ("L1", "a node is killed"),
+    "_gone_at without: verdict.kind == 'dead' or len(led.seats) == 2 or (not led.isolated)": ("L1", "a node is killed"),
     "handing_over without: asked is None or not current": ("L1", "a member hears late that a handover is over"),
     "handing_over without: me.holding != asked.create_revision": ("S10", "a node joins, and nothing is lost"),
     "handing_over without: asked.record.step and me.going != asked.record.step": (

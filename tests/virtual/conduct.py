@@ -126,11 +126,11 @@ class Conduct:
                 decision.result in self.history.results.values(), "S12", f"{process.name} ends by a result that is none"
             )
         if isinstance(decision, Fence):
-            view = process.agent.rendezvous.view
+            view = process.agent.member.view
             process.fencing = (decision.member.record.incarnation, view.number)
             self._fences(process, decision.member.record.node)
         if isinstance(decision, Publish):
-            view = process.agent.rendezvous.view
+            view = process.agent.member.view
             agreed = view.handover is not None and view.handover.record.step
             ends = [node for node, report in view.reports.items() if report.record.status in ("finishing", "ok")]
             joins = decision.draft.kind in ("join", "drain", "resize") and not agreed
@@ -152,7 +152,7 @@ class Conduct:
         if not healthy or node not in seats or len(seats) <= 2:
             return
         self._l4_hears_most(process, seats)
-        if victim.agent.me.record.incarnation != seats[node].incarnation:
+        if victim.agent.member.me.record.incarnation != seats[node].incarnation:
             return
         fenced = self._fenced.setdefault((self.history.number(), process.name, process.life), set())
         fenced.add(node)
@@ -162,14 +162,14 @@ class Conduct:
 
     def _l4_hears_most(self, process: Process, seats: dict[str, Seat]) -> None:
         """L4: who takes another out has heard most of the others, as far as they can be heard."""
-        verdicts = process.agent.rendezvous.view.verdicts
+        verdicts = process.agent.member.view.verdicts
         victim = verdicts.get(process.fencing[0])
         if victim is not None and victim.kind == "dead":
             return  # That is certain, whatever else is heard.
         deaf = []
-        for seat in process.agent.rendezvous.view.seats.values():  # Who follows knows a part of them.
+        for seat in process.agent.member.view.seats.values():  # Who follows knows a part of them.
             other = self.sim.processes[seat.node]
-            me = getattr(other.agent, "me", None)  # It may have been heard in a later life.
+            me = other.me  # It may have been heard in a later life.
             said = (verdicts.get(me.record.incarnation) if me else None) or verdicts.get(seat.incarnation)
             there = not (other.gone or other.paused or self.sim.linked(process, other))
             if there and (said is None or said.kind != "alive"):
@@ -191,7 +191,7 @@ class Conduct:
         for seat in seats.values():
             member = self.members.get(seat.node)
             if member is not None and member[0].incarnation == seat.incarnation:
-                me = getattr(self.sim.processes[seat.node].agent, "me", None)
+                me = self.sim.processes[seat.node].me
                 warm = member[0].warm or (me is not None and me.record.warm)  # An older key may have come late.
                 require(warm, "L1", f"{seat.node} is seated, and cannot start workers yet")
         if self.writer is not None and not self.sim.plan.rates.late:
@@ -221,7 +221,7 @@ class Conduct:
         process = self.sim.processes[seat.node]
         if process.gone or process.paused or self.sim.unreachable(process) or process.told_at is not None:
             return False
-        member, me = self.members.get(seat.node), getattr(process.agent, "me", None)
+        member, me = self.members.get(seat.node), process.me
         if new.in_place and not any(self._goes_on(worker) for worker in process.group.workers):
             return False
         if me is None or me.record.draining or (member is not None and member[0].draining):
@@ -237,7 +237,7 @@ class Conduct:
         with them."""
         ready = {}
         for process in self.sim.processes.values():
-            me = getattr(process.agent, "me", None)
+            me = process.me
             if process.gone or me is None or not self._is_calm(process) or process.told_at is not None:
                 continue
             member = self.members.get(process.name)
@@ -314,12 +314,12 @@ class Conduct:
     def _s16_told_by_peers(self, process: Process, current: int) -> None:
         now, place = self.sim.engine.now, (process.name, process.life)
         old = [group for group in process.group.living if 0 < group.generation < current]
-        told, known = False, process.agent.rendezvous.view.seats if old else {}
+        told, known = False, process.agent.member.view.seats if old else {}
         for group in old:
             for node in self.history.seats.get(group.nonce, {}).keys() & known.keys():
                 peer = self.sim.processes[node]
                 awake = not (peer.gone or peer.paused or peer is process) and self.sim.linked(peer, process)
-                me = getattr(peer.agent, "me", None)
+                me = peer.me
                 told = told or (awake and me is not None and me.started > group.generation)
         if not told:
             self._named_at.pop(place, None)

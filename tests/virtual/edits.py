@@ -6,7 +6,7 @@ from __future__ import annotations
 
 _R, _A, _W = "elasticrt.rendezvous.", "elasticrt.agent.", "elasticrt.workers."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "leader_context", _R + "seats"
-_FENCE, _HANDLER, _COMMIT = _R + "transactions", _R + "member_client", _A + "store_proxy"
+_FENCE, _HANDLER, _COMMIT = _R + "transactions", _R + "conversations", _A + "store_proxy"
 _SHARE, _OFFER = "elasticrt.checkpoint.state_transfer", "elasticrt.checkpoint.newest_offer"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
@@ -32,21 +32,21 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
     ),
     "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
-    "the youngest leads": ((_HANDLER, "MemberClient.complete", "found = self._read(range_, limit=1, by_create=True)", "found = self._read(range_)"),),
+    "the youngest leads": ((_HANDLER, "Conversations.complete", "self._read(range_, limit=1, by_create=True)", "self._read(range_)"),),
     "silence fences a majority": (
-        (_DECIDE, "_fence_or_wait", "if not led.deaf:", "if True:"),
+        (_DECIDE, "_fence_or_wait", "if not led.isolated:", "if True:"),
     ),
-    "a deaf leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.deaf", "or True"),),
-    "a deaf leader passes over who has come back": (
-        (_DECIDE, "_doubted", "if key is not None and led.deaf:", "if False:"),
+    "an isolated leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.isolated", "or True"),),
+    "an isolated leader passes over who has come back": (
+        (_DECIDE, "_suspected", "if key is not None and led.isolated:", "if False:"),
     ),
-    "who has lost its key is not asked": ((_DECIDE, "_doubted", "if key is None:", "if False:"),),
+    "who has lost its key is not asked": ((_DECIDE, "_suspected", "if key is None:", "if False:"),),
     "an old silence is believed": (
-        (_DECIDE, "_doubted", "max(led.since, away - SILENCE_TERMS * led.spec.lease_ttl_s)", "-math.inf"),
+        (_DECIDE, "_suspected", "max(led.since, vanished - SILENCE_TERMS * led.spec.lease_ttl_s)", "-math.inf"),
     ),
-    "a next life is asked only when it is warm": ((_DECIDE, "_strangers", " or entry.record.node in view.seats", ""),),
+    "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
-    "old news take back what a node has written": ((_HANDLER, "MemberClient._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
+    "old news take back what a node has written": ((_HANDLER, "Conversations._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
     "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
         (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
@@ -57,7 +57,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_VIEW, "_generation", "if report.record.generation >= entry.record.number", ""),
         (_VIEW, "_report", " and entry.record.generation >= view.number", ""),
     ),
-    "members that left are seated": ((_LED, "startable", "left | away", "away"),),
+    "members that left are seated": ((_LED, "startable", "left | absent", "absent"),),
     "cold members are seated": ((_VIEW, "_member", "ready = entry.record.warm and not entry.record.draining", "ready = True"),),
     "old deliveries replace newer reads": (
         (_VIEW, "_known_until", "covers(range_, key)", "False"),
@@ -83,20 +83,20 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_SEATS, "Restarts.of", "before.restarts_total,", "before.restarts_total + 1,"),
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
-    "a failed publish is tried again unread": ((_HANDLER, "MemberClient.publish", "self.refresh()", "pass"),),
-    "a failed report is tried again unread": ((_HANDLER, "MemberClient._done", "self.refresh()", "pass"),),
+    "a failed publish is tried again unread": ((_HANDLER, "Conversations.publish", "yield from self.refresh()", "pass"),),
+    "a failed report is tried again unread": ((_HANDLER, "Conversations._done", "yield from self.refresh()", "pass"),),
     "the leader does not follow reports": ((_VIEW, "followed", "keys.all_reports,", ""),),
-    "a resync is taken for the end": ((_HANDLER, "MemberClient.absorb", "self._unfollow(notice.range)", "pass"),),
+    "a resync is taken for the end": ((_HANDLER, "Conversations.absorb", "self._unfollow(notice.range)", "pass"),),
     "workers of the last generation live on": (
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
-    "a node that was left out keeps its workers": ((_A + "agent", "Agent._left_out", "self._kill_workers()", "pass"),),
+    "a node that was left out keeps its workers": ((_A + "agent", "Agent.left_out", "self._kill_workers()", "pass"),),
     "only workers that run bind a life": ((_DECIDE, "decide", "max(me.running, me.seated)", "me.running"),),
-    "a lease that is gone ends the agent": ((_A + "event_loop", "Cycle._do", "except LeaseLost as error:", "except ZeroDivisionError as error:"),),
+    "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
         (_COMMIT, "StoreRequests._settle", "record.incarnation != errand.incarnation or ", ""),
     ),
-    "a new life keeps its claims": ((_A + "agent", "Agent._left_out", 'failed_at=None, lease="lost")', "failed_at=None)"),),
+    "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
     "two build": ((_COMMIT, "StoreRequests._claim", "current.lease != errand.lease", "False"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),

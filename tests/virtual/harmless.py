@@ -38,11 +38,11 @@ HARMLESS: dict[str, str] = {
         "test_workers_that_never_meet watches the rule."
     ),
     "_after_failure without: first.stalled and len(failed) < len(led.seats)": _FOR_PEOPLE,
-    "_asking_again without: away and isinstance(decision, Wait)": (
+    "_asking_again without: absent and isinstance(decision, Wait)": (
         "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
         "later at most. The rule serves one that has been started without the page."
     ),
-    "_doubted without: led.has_left(seat)": (
+    "_suspected without: led.has_left(seat)": (
         "harmless because the question is answered at once, by an agent that is still ending or by its closed "
         "port; only a machine that goes off in the instant it leaves would be waited for, one and a half seconds."
     ),

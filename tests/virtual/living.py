@@ -59,7 +59,7 @@ class Worker:
         self.process = owner.process
         self.env = self.own = env
         self.page = Words()
-        self.incarnation = owner.process.agent.me.record.incarnation
+        self.incarnation = owner.process.agent.member.me.record.incarnation
         self.attempt = env.attempt
         self.alive, self.stopping, self.told, self.left = True, False, False, False
         self.seated = False

@@ -18,7 +18,8 @@ from elasticrt.agent.agent import Agent
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import ElasticError
 from elasticrt.ipc.messages import Warm
-from elasticrt.rendezvous.decision import Decision, Publish
+from elasticrt.rendezvous.decision import Decision, Me
+from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
@@ -98,11 +99,22 @@ class Process:
 
     def intent(self) -> Intent:
         """What it knows now."""
-        me = getattr(self.agent, "me", None)
-        if me is None:
+        member = self.member
+        if member is None:
             return Intent()
-        self.incarnations.add(me.record.incarnation)
-        return Intent(me.record.incarnation, self.fencing, self.agent.rendezvous.view)
+        incarnation = member.me.record.incarnation
+        self.incarnations.add(incarnation)
+        return Intent(incarnation, self.fencing, member.view)
+
+    @property
+    def member(self) -> Member | None:
+        """What its agent is in the run; None before it begins to join."""
+        return getattr(self.agent.loop, "member", None)
+
+    @property
+    def me(self) -> Me | None:
+        """Its member's own state."""
+        return self.member.me if self.member is not None else None
 
     def signal(self) -> None:
         """SIGTERM."""
@@ -115,28 +127,29 @@ class VirtualAgent(Agent):
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self.published: Publish | None = None
+        self.reason = ""
         supervisor = functools.partial(VirtualSupervisor, process)
         super().__init__(_settings(process), process.spec, edges(process, supervisor))
 
-    def _decide(self) -> Decision:
-        before = self.reason
-        decision = super()._decide()
-        if decision.reason != before:
+    def decided(self, decision: Decision) -> None:
+        """Tell it to the story."""
+        if decision.reason != self.reason:
             self.process.sim.say(self.process, f"{type(decision).__name__}: {decision.reason}")
+            self.reason = decision.reason
         self.process.sim.invariants.conduct.decided(self.process, decision)
-        return decision
+        super().decided(decision)
 
     def _join(self) -> bool:
         joined = super()._join()
         if joined:
-            self.process.attempt = self.me.attempt
+            self.process.attempt = self.member.me.attempt
         return joined
 
-    def _run(self, generation: Generation, seat: Seat) -> None:
+    def run_generation(self, generation: Generation, seat: Seat) -> None:
+        """See `Side`."""
         self.process.going_on = generation
         try:
-            super()._run(generation, seat)
+            super().run_generation(generation, seat)
         finally:
             self.process.going_on = None
 

@@ -183,7 +183,7 @@ class Simulator:
         self.invariants = Invariants(self)
         self.engine.check = self.invariants.after_event
         for process in self.processes.values():
-            process.knew = max(process.knew, getattr(getattr(process.agent, "me", None), "known", 0))
+            process.knew = max(process.knew, getattr(process.me, "known", 0))
 
     def spec_of(self, name: str) -> RunSpec:
         """The options that a node is started with."""
@@ -216,7 +216,7 @@ class Simulator:
                 if target.gone or target.probe_port != port:
                     return "dead"
                 if not target.paused:
-                    me = getattr(target.agent, "me", None)
+                    me = target.me
                     return "alive" if me is not None and me.record.incarnation == incarnation else "dead"
             self.engine.sleep(0.5)
         return "silent"
@@ -226,7 +226,7 @@ class Simulator:
         self.engine.sleep(self.plan.latency_s)
         target = self.processes[f"n{int(address.rpartition('.')[2]) - 1}"]
         heard = self.linked(asker, target) and not target.gone and not target.paused and target.probe_port == port
-        me = getattr(target.agent, "me", None)
+        me = target.me
         return me.started if heard and me is not None else 0
 
     def leader(self) -> str | None:
@@ -399,9 +399,8 @@ class Simulator:
         for process in list(self.processes.values()):
             if process.gone:
                 continue
-            me = getattr(process.agent, "me", None)
-            rendezvous = getattr(process.agent.membership, "rendezvous", None)
-            outside = me is None or rendezvous is None or (me.known == 0 and not rendezvous.view.members)
+            me = process.me
+            outside = me is None or (me.known == 0 and not process.agent.member.view.members)
             if outside or me.attempt > max(self.invariants.results, default=0):
                 self.kill(process, "is sent home")
 

@@ -34,7 +34,7 @@ def test_a_follower_that_nobody_reaches_is_left_out_once() -> None:
     world.pass_time(20.0)
     assert world.generations() == [1, 2]
     assert _newest(world) == ["n0", "n1"]
-    assert "n2" in world.members["n0"].rendezvous.view.members
+    assert "n2" in world.members["n0"].view.members
     world.cuts = []
     world.pass_time(6.0)
     assert _newest(world) == ["n0", "n1", "n2"]
@@ -112,7 +112,7 @@ def test_a_member_without_etcd_stops_when_a_peer_has_moved_on() -> None:
     world = _world(2)
     member = world.members["n1"]
     suspended = replace(member.me, lease="suspended")
-    view = member.rendezvous.view
+    view = member.view
     assert isinstance(decide(suspended, view, world.clock()), Wait)
     assert isinstance(decide(replace(suspended, heard=1), view, world.clock()), Wait)
     assert isinstance(decide(replace(suspended, heard=2), view, world.clock()), Rejoin)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decide import decide
-from elasticrt.rendezvous.decision import Ask, Wait
-from elasticrt.rendezvous.member_client import Entered
+from elasticrt.rendezvous.decision import Ask, Wait, Withdraw
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.rendezvous.view import apply_range
 from elasticrt.store.protocol import Delete, Put, RangeRead, StoreUnavailable, Txn, TxnResult
@@ -25,9 +25,9 @@ def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
         for name in ("n0", "n1"):
             world.members[name].step()
     while slow.notices:
-        slow.rendezvous.absorb(slow.notices.popleft())
-    assert slow.rendezvous.view.number == 2
-    assert isinstance(decide(slow.me, slow.rendezvous.view, world.now), Wait)
+        slow.member.handle(slow.notices.popleft(), world.now)
+    assert slow.view.number == 2
+    assert isinstance(decide(slow.me, slow.view, world.now), Wait)
     world.settle()
     check_ranks(world, 2, ["n0", "n2"])
 
@@ -36,7 +36,7 @@ def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
     """L1: a read that finds another creation of the oldest key asks who is oldest; else each waits for the other."""
     world = running(2)
     world.pass_time(1.0)
-    follower, key = world.members["n1"].rendezvous, "/elasticrt/run/members/n0"
+    follower, key = world.members["n1"].member._talks, "/elasticrt/run/members/n0"
     assert follower.view.oldest == "n0"
     value = world.server.read(key, exact=True).keys[0].value
     world.server.commit(Txn((), (Delete(key),)))
@@ -52,7 +52,7 @@ def test_who_was_fenced_for_silence_is_not_fenced_again_for_it() -> None:
     quiet.silent = True
     world.members["n1"].fail(collateral=True)
     world.settle()
-    assert "n3" not in world.members["n0"].rendezvous.view.members
+    assert "n3" not in world.members["n0"].view.members
     quiet.silent = False
     quiet.fail(collateral=True)
     world.pass_time(12.0)
@@ -66,7 +66,7 @@ def test_a_leader_that_sees_nobody_at_all_comes_back() -> None:
     world.server.commit(Txn((), (Delete("/elasticrt/run/members/", prefix=True),)))
     world.settle()
     assert world.generations() == [1]
-    assert "n0" in world.members["n0"].rendezvous.view.members
+    assert "n0" in world.members["n0"].view.members
 
 
 def test_a_new_leader_gives_missing_keys_their_whole_lease_term() -> None:
@@ -74,11 +74,11 @@ def test_a_new_leader_gives_missing_keys_their_whole_lease_term() -> None:
     world = running(3)
     world.pass_time(10.0)
     for member in world.members.values():
-        world.server.revoke(member.lease.lease_id)
+        world.server.revoke(member.member.lease_id)
         member.me = replace(member.me, lease="lost")
     for _ in range(50):
         world.members["n1"].step()
-    assert world.members["n1"].rendezvous.view.leads
+    assert world.members["n1"].view.leads
     world.settle()
     assert world.generations() == [1]
 
@@ -88,17 +88,17 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
     world = running(2)
     leader = world.members["n0"]
     ask = Ask(HandoverRecord(generation=1, cause="n2 joined"), "hold")
-    assert leader.rendezvous.ask(ask)
-    assert leader.rendezvous.withdraw()
-    assert leader.rendezvous.view.handover is None
-    assert leader.rendezvous.ask(ask)
-    mine = leader.rendezvous.view.handover
+    assert leader.run(leader.member.carry_out(ask))
+    assert leader.run(leader.member.carry_out(Withdraw("a test")))
+    assert leader.view.handover is None
+    assert leader.run(leader.member.carry_out(ask))
+    mine = leader.view.handover
     assert mine is not None
     while leader.notices:
-        leader.rendezvous.absorb(leader.notices.popleft())
-        assert leader.rendezvous.view.handover == mine
-    assert leader.rendezvous.view.wrote == {}
-    assert leader.rendezvous.withdraw()
+        leader.member.handle(leader.notices.popleft(), world.now)
+        assert leader.view.handover == mine
+    assert leader.view.wrote == {}
+    assert leader.run(leader.member.carry_out(Withdraw("a test")))
 
 
 class LateStore(MemoryStore):
@@ -130,31 +130,27 @@ class LateStore(MemoryStore):
 def test_a_registration_that_arrives_late_is_the_same_registration(nth: int) -> None:
     """N09: it brings this node's own options into the run, whichever of the next try's reads it comes before."""
     world = running(1)
-    world.server.revoke(world.members["n0"].lease.lease_id)
+    world.server.revoke(world.members["n0"].member.lease_id)
     other = World(spec(max_nodes=3))
     other.server = world.server
     member = VirtualMember(other, "n1")
-    member.store = member.rendezvous.store = LateStore(other, nth)
-    with pytest.raises(StoreUnavailable):
-        member.enter()
-    answers = [member.enter() for _ in range(4)]
-    entered = [answer for answer in answers if isinstance(answer, Entered)]
-    assert [answer for answer in answers if answer is not None] == entered
-    assert {answer.spec.max_nodes for answer in entered} == {3}
+    member.connect(LateStore(other, nth))
+    assert member.enter() is None
+    assert member.me.spec.max_nodes == 3
     assert member.store.read("/elasticrt/run/members/").keys[0].key.endswith("/n1")
 
 
 def test_of_two_who_see_nobody_alive_one_is_refused() -> None:
     """A15: two register in the same moment, one with the options of before; the other does not replace them."""
     world = running(1)
-    world.server.revoke(world.members["n0"].lease.lease_id)
+    world.server.revoke(world.members["n0"].member.lease_id)
     other = World(spec(max_nodes=3))
     other.server = world.server
     slow = VirtualMember(other, "n1")
-    slow.store = slow.rendezvous.store = LateStore(other, 1)
-    with pytest.raises(StoreUnavailable):
-        slow.enter()
-    assert isinstance(VirtualMember(world, "n2").enter(), Entered)
+    slow.connect(LateStore(other, 1))
+    with pytest.raises(StoreError, match="no answer"):
+        slow.enter(wait_s=0.0)
+    assert VirtualMember(world, "n2").enter() is None
     slow.store.read("/")
     assert slow.store.arrived is not None
     assert not slow.store.arrived.succeeded

@@ -26,15 +26,15 @@ def test_who_sees_the_store_go_back_stops() -> None:
     world = running(2)
     leader, follower = world.members["n0"], world.members["n1"]
     for member in (leader, follower):
-        assert not member.rendezvous.view.lost
-        member.rendezvous.store = Restored(world.server)
-        member.rendezvous.refresh()
-        assert "was at" in member.rendezvous.view.lost
-    finish = decide(leader.me, leader.rendezvous.view, world.now)
+        assert not member.view.lost
+        member.connect(Restored(world.server))
+        member.run(member.member.read_again())
+        assert "was at" in member.view.lost
+    finish = decide(leader.me, leader.view, world.now)
     assert isinstance(finish, Finish)
     assert (finish.status, finish.code) == ("failed", EXIT_STORE)
     assert "data lost" in finish.reason
-    halt = decide(follower.me, follower.rendezvous.view, world.now)
+    halt = decide(follower.me, follower.view, world.now)
     assert isinstance(halt, Halt)
     assert halt.code == EXIT_STORE
 
@@ -43,8 +43,8 @@ def test_who_does_not_see_it_is_told() -> None:
     """E20: one member alone has seen more than the store knows now: it leads, and the others end with its result."""
     world = running(2)
     leader = world.members["n0"]
-    leader.rendezvous.store = Restored(world.server)
-    leader.rendezvous.refresh()
+    leader.connect(Restored(world.server))
+    leader.run(leader.member.read_again())
     world.settle()
     for member in world.members.values():
         assert isinstance(member.ended, End)

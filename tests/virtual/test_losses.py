@@ -78,17 +78,17 @@ def test_a_lost_key_alone_restarts_nobody() -> None:
     world.settle()
     world.pass_time(10.0)
     assert world.generations() == [1]
-    assert "n1" in world.members["n0"].rendezvous.view.members
+    assert "n1" in world.members["n0"].view.members
 
 
 def test_all_leases_lost_at_once_restart_nobody() -> None:
     """etcd can drop every lease while all members live: everybody registers again under the same identity."""
     world = running(3)
     for member in world.members.values():
-        world.server.revoke(member.lease.lease_id)
+        world.server.revoke(member.member.lease_id)
     world.pass_time(10.0)
     assert world.generations() == [1]
-    assert len(world.members["n0"].rendezvous.view.members) in (2, 3)
+    assert len(world.members["n0"].view.members) in (2, 3)
 
 
 def test_a_silent_minority_is_fenced_a_silent_half_is_not() -> None:

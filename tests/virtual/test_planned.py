@@ -34,7 +34,7 @@ def test_a_join_with_loops_loses_no_step() -> None:
     generation, _ = world.members["n0"].ran[-1]
     assert generation.memory is not None
     assert (generation.memory.step, generation.kind) == (8, "join")
-    assert world.members["n0"].rendezvous.view.handover is None
+    assert world.members["n0"].view.handover is None
 
 
 def test_a_drained_node_hands_over_and_leaves() -> None:
@@ -73,7 +73,7 @@ def test_nodes_that_are_told_one_after_the_other_save_before_they_leave(late: st
     first, second = world.members["n0"], world.members["n1"]
     _drain(first)
     for _ in range(100):
-        asked = first.rendezvous.view.handover
+        asked = first.view.handover
         if asked is not None and (late == "hold" or asked.record.step):
             break
         assert first.step() or second.step()

@@ -87,10 +87,10 @@ def test_the_next_leader_counts_from_the_last_re_form_too() -> None:
     world.add("n2")
     world.pass_time(22.0)
     assert world.generations() == [1, 2]
-    world.server.revoke(world.members["n0"].lease.lease_id)
+    world.server.revoke(world.members["n0"].member.lease_id)
     world.add("n3")
     world.pass_time(15.0)
-    assert world.members["n1"].rendezvous.view.leads
+    assert world.members["n1"].view.leads
     assert world.generations() == [1, 2]
     world.pass_time(6.0)
     assert world.generations() == [1, 2, 3]
@@ -115,9 +115,9 @@ def test_a_leaving_member_is_not_seated_again() -> None:
     while leader.notices:
         notice = leader.notices.popleft()
         if notice.range.endswith("/reports/"):
-            leader.rendezvous.absorb(notice)
+            leader.member.handle(notice, world.now)
     leader.step()
-    assert "n1" not in {seat.node for seat in leader.rendezvous.view.order()} or leader.rendezvous.view.number == 1
+    assert "n1" not in {seat.node for seat in leader.view.order()} or leader.view.number == 1
     world.settle()
     check_ranks(world, 2, ["n0", "n2"])
 
@@ -154,7 +154,7 @@ def test_a_finished_run_is_not_run_again_by_accident() -> None:
     world = running(1, max_nodes=1)
     world.members["n0"].report("ok")
     world.settle()
-    world.server.revoke(world.members["n0"].lease.lease_id)
+    world.server.revoke(world.members["n0"].member.lease_id)
     late = VirtualMember(world, "n1")
     answer = late.enter()
     assert isinstance(answer, Result)
@@ -176,7 +176,7 @@ def test_other_options_are_refused_while_members_live() -> None:
     stranger = VirtualMember(other, "n9")
     with pytest.raises(DuplicateError, match="max_nodes: 3 here, 4 in the run"):
         stranger.enter()
-    world.server.revoke(world.members["n0"].lease.lease_id)
+    world.server.revoke(world.members["n0"].member.lease_id)
     stranger.enter()
-    assert stranger.rendezvous.view.spec is not None
-    assert stranger.rendezvous.view.spec.record.spec.max_nodes == 3
+    assert stranger.view.spec is not None
+    assert stranger.view.spec.record.spec.max_nodes == 3

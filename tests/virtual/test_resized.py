@@ -7,7 +7,6 @@ import pytest
 from elasticrt.errors import DuplicateError
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decision import Halt, Rejoin
-from elasticrt.rendezvous.member_client import Entered
 from elasticrt.rendezvous.records import Member, SpecRecord, decode
 from elasticrt.spec import RunSpec
 from tests.virtual.world import VirtualMember, World, check_ranks, running
@@ -39,7 +38,7 @@ def test_a_node_that_is_asked_to_drain_hands_over_and_leaves() -> None:
     """Drained from outside it does what it does after SIGTERM: nobody loses a step, its lease stays its own."""
     world = running(3)
     _step(world, 5)
-    leases = {name: member.lease.lease_id for name, member in world.members.items()}
+    leases = {name: member.member.lease_id for name, member in world.members.items()}
     _ask_to_drain(world.members["n1"])
     world.settle()
     check_ranks(world, 2, ["n0", "n2"])
@@ -47,7 +46,7 @@ def test_a_node_that_is_asked_to_drain_hands_over_and_leaves() -> None:
     assert generation.memory is not None
     assert (generation.kind, generation.memory.step) == ("drain", 5)
     assert not world.members["n1"].alive
-    assert leases == {name: member.lease.lease_id for name, member in world.members.items()}
+    assert leases == {name: member.member.lease_id for name, member in world.members.items()}
 
 
 def test_a_run_that_may_have_fewer_nodes_hands_over_to_those_with_the_lowest_ranks() -> None:
@@ -86,8 +85,7 @@ def test_newcomers_to_a_resized_run_need_not_know_its_size() -> None:
     _resize(world, 1, 3)
     world.settle()
     late = VirtualMember(world, "n2")
-    answer = late.enter()
-    assert isinstance(answer, Entered)
+    assert late.enter() is None
     assert (late.me.spec.max_nodes, first.max_nodes) == (3, 2)
     world.spec = RunSpec(**{**first.model_dump(), "command": ("script", "other.py")})
     with pytest.raises(DuplicateError, match=r"command: .* here"):

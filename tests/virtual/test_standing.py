@@ -9,7 +9,8 @@ import pytest
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import STACKS_GRACE_S
 from elasticrt.rendezvous.decision import End, Fence, Probe
-from elasticrt.rendezvous.view import Verdict, with_verdict
+from elasticrt.rendezvous.member import Probed
+from elasticrt.rendezvous.view import Verdict
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
 
@@ -100,13 +101,13 @@ def test_steps_that_go_on_are_an_answer() -> None:
     world.members["n1"].silent = True
     _stand(world, "n0")
     world.pass_time(0.25)
-    assert world.members["n0"].rendezvous.view.verdicts[world.members["n1"].me.record.incarnation].kind == "silent"
+    assert world.members["n0"].view.verdicts[world.members["n1"].me.record.incarnation].kind == "silent"
 
 
 def test_a_silence_of_long_ago_is_no_loss() -> None:
     """L7: of two, one was silent for a moment. When its key goes much later it is asked, and registers again."""
     world = _long_after_a_silence()
-    world.server.revoke(world.members["n1"].lease.lease_id)
+    world.server.revoke(world.members["n1"].member.lease_id)
     world.pass_time(10.0)
     assert world.generations() == [1]
 
@@ -121,8 +122,8 @@ def test_a_silence_in_the_last_generation_is_no_loss_in_this_one() -> None:
     assert world.generations() == [1, 2]
     leader, other = world.members["n0"], world.members["n1"]
     late = Verdict("silent", asked_at)
-    leader.rendezvous.view = with_verdict(leader.rendezvous.view, other.me.record.incarnation, late)
-    world.server.revoke(other.lease.lease_id)
+    leader.member.handle(Probed(other.me.record.incarnation, late), world.now)
+    world.server.revoke(other.member.lease_id)
     world.pass_time(10.0)
     assert world.generations() == [1, 2]
 

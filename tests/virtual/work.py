@@ -49,7 +49,7 @@ class Work:
         seat = seats.get(group.process.name)
         require(seat is not None, "S3", f"{group.process.name} has no seat in generation {group.generation}")
         assert seat is not None
-        life = group.process.agent.me.record.incarnation
+        life = group.process.agent.member.me.record.incarnation
         require(seat.incarnation == life, "S3", f"{seat.node} took the seat of another life")
         self.worked.add(life)
         if self.sim.plan.in_place:
@@ -91,7 +91,7 @@ class Work:
         text = f"{first.process.name} in generation {first.generation}"
         require(seat is not None, "S3", f"{text} has no seat")
         assert seat is not None
-        life = first.process.agent.me.record.incarnation
+        life = first.process.agent.member.me.record.incarnation
         require(seat.incarnation == life == first.incarnation, "S3", f"{text} took the seat of another life")
         owners = self.started_ranks.setdefault(first.nonce, {})
         record = next(one for one in self.history.generations if one.nonce == first.nonce)

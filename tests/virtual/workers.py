@@ -49,7 +49,7 @@ class Group:
         self.stopping = False
         self.ended_well = 0
         self.attempt = envs[0].attempt
-        self.incarnation = owner.process.agent.me.record.incarnation
+        self.incarnation = owner.process.agent.member.me.record.incarnation
         self.resume = envs[0].resume
         self.copy = envs[0].copy
         self.start = self.copy.step if self.copy else self.resume.step if self.resume else 0

@@ -9,39 +9,37 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from elasticrt.agent.store_driver import StoreDriver
+from elasticrt.errors import StoreError
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
-    Adopt,
-    Announce,
-    Ask,
     Decision,
     Drain,
     End,
-    Fence,
-    File,
-    Finish,
     Go,
     Halt,
     Hold,
     Leave,
     Me,
     Probe,
-    Publish,
     Register,
     Rejoin,
     ReleaseHold,
     Run,
     Wait,
-    Withdraw,
 )
-from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import CopyRecord, Generation, Keys, Member, Report, Seat
-from elasticrt.rendezvous.view import Verdict, with_verdict
+from elasticrt.rendezvous.member import Joining, Member, Probed
+from elasticrt.rendezvous.records import CopyRecord, Generation, Keys, Report, Result, Seat
+from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.rendezvous.requests import Conversation, Notice
+from elasticrt.rendezvous.view import Verdict, View
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import LeaseLost
+from elasticrt.store.protocol import Lease, LeaseLost
 from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,39 +49,69 @@ class VirtualMember:
     world: World
     name: str
     life: int = 0
-    me: Me = field(init=False)
     story: list[Decision] = field(default_factory=list)
     alive: bool = True
     silent: bool = False
     entered: int = 0  # How far its workers have got, for a handover; 0 for scripts without a Loop.
     ran: list[tuple[Generation, Seat]] = field(default_factory=list)
     ended: End | Halt | None = None
+    said: list[str] = field(default_factory=list)
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         self.notices: deque[Notice] = deque()
-        self.store = self.world.connect()
         self.keys = Keys("run")
-        self.rendezvous = MemberClient(
-            self.store, self.keys, self.name, self.notices.append, self.world.clock, self.world.token
+        self.member = Member(
+            Me(record=self._record(), spec=self.world.spec),
+            "run",
+            token=self._token,
+            say=self.said.append,
+            note=self.said.append,
+            ride_through_s=900.0,
         )
-        self.me = Me(record=self._record(), spec=self.world.spec)
+        self.store = self.world.connect()
+        self.driver = StoreDriver(self.store, self.notices.append, self.world, grant=self._grant)
 
-    def _record(self) -> Member:
+    def connect(self, store: MemoryStore) -> None:
+        """Talk to the store by this client from now on."""
+        self.store = self.driver.store = store
+
+    def _grant(self) -> Lease:
+        return self.store.grant(self.world.spec.lease_ttl_s)
+
+    def run(self, conversation: Conversation[T]) -> T:
+        """Have a conversation with the store."""
+        return self.driver.run(conversation)
+
+    @property
+    def me(self) -> Me:
+        """The member's own state."""
+        return self.member.me
+
+    @me.setter
+    def me(self, me: Me) -> None:
+        self.member.me = me
+
+    @property
+    def view(self) -> View:
+        """What it knows."""
+        return self.member.view
+
+    def _token(self) -> str:
+        self.drawn += 1
+        return hashlib.sha256(f"{self.name}/{self.life}/{self.drawn}".encode()).hexdigest()[:16]
+
+    def _record(self) -> MemberRecord:
         incarnation = hashlib.sha256(f"{self.name}/{self.life}".encode()).hexdigest()[:16]
         port = 10_000 + int(incarnation[:3], 16)
-        return Member(
+        return MemberRecord(
             node=self.name, incarnation=incarnation, address="127.0.0.1", pid=1, workers=1, probe_port=port, port=port
         )
 
-    def enter(self, *, again: bool = False) -> object:
-        """Register; warm at once."""
-        self.lease = self.store.grant(self.world.spec.lease_ttl_s)
-        answer = self.rendezvous.enter(self.me.spec, self.me.record, self.lease.lease_id, again=again)
-        if isinstance(answer, Entered):
-            self.me = replace(self.me, attempt=answer.attempt, spec=answer.spec)
-            self.rendezvous.refresh()
-            self.me = replace(self.me, known=self.rendezvous.view.number)
-        return answer
+    def enter(self, *, again: bool = False, wait_s: float = 5.0) -> Result | None:
+        """Join, warm at once; etcd is waited for up to `wait_s`. Returns and raises as `Member.join`."""
+        late = StoreError("it could not join")
+        return self.run(self.member.join(Joining(5.0, wait_s, again=again, named=True, too_late=late)))
 
     def warm(self) -> None:
         """The worker parent is ready."""
@@ -133,9 +161,9 @@ class VirtualMember:
         if not self.alive or self.silent or self.ended is not None:
             return False
         while self.notices:
-            self.rendezvous.absorb(self.notices.popleft())
-        self.rendezvous.complete()
-        decision = decide(self.me, self.rendezvous.view, self.world.clock())
+            self.member.handle(self.notices.popleft(), self.world.clock())
+        self.run(self.member.complete())
+        decision = self.member.decide(self.world.clock())
         if not self.story or self.story[-1].reason != decision.reason:
             self.story.append(decision)
         return self._do(decision)
@@ -148,9 +176,7 @@ class VirtualMember:
             case End() | Halt():
                 self.ended = decision
             case Leave():
-                seated = self.rendezvous.view.seat_of(self.name, self.me.record.incarnation)
-                self.report("left") if seated else None
-                self.rendezvous.leave(self.me.report if seated else None)
+                self.run(self.member.leave(seat_too=True))
                 self.alive = False
             case Run(generation, seat, _):
                 self.ran.append((generation, seat))
@@ -171,37 +197,14 @@ class VirtualMember:
                 )
             case Rejoin():
                 self.life += 1
-                record = self._record().model_copy(update={"warm": True})
-                self.me = replace(self.me, record=record, running=0, seated=0, report=None, failed_at=None)
-                self.rendezvous.leave(None)
-            case Register():
-                self.world.now += 0.001  # A key that comes back is younger than a question asked before.
-                self.lease = self.store.grant(self.world.spec.lease_ttl_s)
-                self.me = replace(self.me, lease="connected")
-                self.rendezvous.register_again(self.me.record, self.lease.lease_id)
-            case Announce():
-                self.rendezvous.announce(decision, self.me, self.lease.lease_id)
-            case Adopt(spec, _):
-                self.me = replace(self.me, spec=spec)
+                self.me = replace(self.me, running=0, seated=0)
+                self.run(self.member.carry_out(decision))
             case Drain():
-                self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
-            case File(report, _):
-                if self.rendezvous.file(decision):
-                    self.me = replace(self.me, filed=report)
+                self.member.drain()
             case Probe(seats, _):
                 for seat in seats:
                     verdict = Verdict(self.world.probe(seat, self.name), self.world.clock())
-                    self.rendezvous.view = with_verdict(self.rendezvous.view, seat.incarnation, verdict)
-            case Fence():
-                self.rendezvous.evict(decision)
-            case Publish():
-                self.rendezvous.publish(decision)
-            case Finish():
-                self.rendezvous.finish(decision, 0)
-            case Ask():
-                self.rendezvous.ask(decision)
-            case Withdraw():
-                self.rendezvous.withdraw()
+                    self.member.handle(Probed(seat.incarnation, verdict), self.world.clock())
             case Hold(handover, _):
                 self.me = replace(self.me, holding=handover)
                 self.report("holding", handover=handover, entered=self.entered)
@@ -211,6 +214,10 @@ class VirtualMember:
                 self.report("held", handover=self.me.holding, memory=copy)
             case ReleaseHold():
                 self.me = replace(self.me, holding=0, going=0, report=None)
+            case _:
+                if isinstance(decision, Register):
+                    self.world.now += 0.001  # A key that comes back is younger than a question asked before.
+                self.run(self.member.carry_out(decision))
         return True
 
 
@@ -220,7 +227,6 @@ class World:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.now = 100.0
-        self.drawn = 0
         self.server = MemoryServer(self.clock)
         self.members: dict[str, VirtualMember] = {}
         self.cuts: list[set[str]] = []  # Pairs that do not hear each other; etcd hears all.
@@ -229,10 +235,15 @@ class World:
         """The only clock."""
         return self.now
 
-    def token(self) -> str:
-        """64 bits that nobody has had."""
-        self.drawn += 1
-        return hashlib.sha256(f"token {self.drawn}".encode()).hexdigest()[:16]
+    monotonic = clock
+
+    def monotonic_ns(self) -> int:
+        """See `Clock`."""
+        return int(self.now * 1e9)
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock`."""
+        self.now += seconds
 
     def connect(self) -> MemoryStore:
         """A client for one member."""
@@ -241,7 +252,7 @@ class World:
     def add(self, name: str, *, warm: bool = True) -> VirtualMember:
         """A member that has registered."""
         member = self.members[name] = VirtualMember(self, name)
-        assert isinstance(member.enter(), Entered)
+        assert member.enter() is None
         if warm:
             member.warm()
         return member
@@ -273,7 +284,7 @@ class World:
             for member in self.members.values():
                 if member.alive and not member.silent and member.ended is None:
                     try:
-                        member.store.keep_alive(member.lease.lease_id)
+                        member.store.keep_alive(member.member.lease_id)
                     except LeaseLost:  # The session would say so.
                         member.me = replace(member.me, lease="lost")
             self.settle()

@@ -17,11 +17,11 @@ import pytest
 
 from elasticrt.agent.health_server import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
 from elasticrt.agent.health_state import CUT_OFF_S, LIVE_S, HealthState, live, member, ready
-from elasticrt.agent.outage import Heard, Outage
 from elasticrt.errors import ConfigError
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.outage import Heard, Outage
 from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
@@ -121,13 +121,14 @@ def test_since_when_a_node_hears_nobody() -> None:
     try:
         other.start()
         alone = Outage(900.0, lambda _: None)
-        alone.doubt(time.monotonic())
-        alone.listen(prober, [], "digits", heard.put, time.monotonic())
+        alone.suspect(time.monotonic())
+        assert not alone.listens_to([], time.monotonic())
         assert alone.alone_since is None, "a run of one node has nobody to hear"
         for port, answers in ((refusing, False), (other.port, True)):
             outage = Outage(900.0, lambda _: None)
-            outage.doubt(time.monotonic())
-            outage.listen(prober, [_seat(port)], "digits", heard.put, time.monotonic())
+            outage.suspect(time.monotonic())
+            asked = outage.listens_to([_seat(port)], time.monotonic())
+            prober.listen(asked, "digits", lambda number: heard.put(Heard(number)))
             assert outage.alone_since is not None
             outage.heard(heard.get(timeout=30))
             assert (outage.alone_since is None) is answers

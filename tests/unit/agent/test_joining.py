@@ -16,7 +16,9 @@ from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import Meeting, ride_out
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decision import Me
-from elasticrt.rendezvous.records import Keys, Member, decode
+from elasticrt.rendezvous.member import Member
+from elasticrt.rendezvous.records import Keys, decode
+from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
@@ -72,7 +74,7 @@ class Troubled(MemoryStore):
 def _joined(server: MemoryServer, node: str) -> bool:
     """Whether a key of this node is there, on a lease."""
     found = server.read(Keys("run").members).keys
-    return any(decode(Member, kv.key, kv.value).node == node and kv.lease for kv in found)
+    return any(decode(MemberRecord, kv.key, kv.value).node == node and kv.lease for kv in found)
 
 
 def _agent_joins(store: Troubled) -> str:
@@ -88,13 +90,16 @@ def _agent_joins(store: Troubled) -> str:
         serve=None,
         run_dir=Path("/nowhere"),
     )
-    member = Member(
+    record = MemberRecord(
         node="alpha", incarnation="a" * 16, address="127.0.0.1", pid=7, workers=1, probe_port=5, port=6, warm=True
+    )
+    member = Member(
+        Me(record=record, spec=SPEC), "run", token=lambda: "b" * 16, say=print, note=print, ride_through_s=60.0
     )
     one = Membership(settings, queue.SimpleQueue(), Edges(meet=lambda *_: Meeting(store, (), None)))
     try:
-        assert isinstance(one.open(Me(record=member, spec=SPEC)), Me)
-        return one.rendezvous.view.node if _joined(store.server, "alpha") else ""
+        assert one.open(member) is None
+        return member.view.node if _joined(store.server, "alpha") else ""
     finally:
         one.close()
 
@@ -103,7 +108,7 @@ def _participant_joins(store: Troubled) -> str:
     one = Participant(store, "run", SPEC, node="alpha", address="127.0.0.1")
     try:
         one.open(30.0)
-        return one.me.record.node if _joined(store.server, "alpha") else ""
+        return one.member.me.record.node if _joined(store.server, "alpha") else ""
     finally:
         one.close(run_too=False)
 

@@ -57,11 +57,11 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
         run_dir=tmp_path,
     )
     agent = Agent(settings, SPEC)
-    agent._watch_threads()
+    agent.loop.watch_threads()
     yield agent
-    agent._unwatch_threads()
+    agent.loop.unwatch_threads()
     assert threading.excepthook == before
-    agent.prober.close()
+    agent.loop.prober.close()
 
 
 def _courier() -> tuple[StoreProxy, int, MemoryStore]:
@@ -105,7 +105,7 @@ def test_a_dead_courier_ends_the_agent(agent):
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
     with pytest.raises(RuntimeError, match=r"elasticrt-courier of this agent has ended: LookupError\('a bug'\)"):
-        agent._fold(event)
+        agent.loop.handle(event)
     courier.close(5)
 
 
@@ -138,7 +138,7 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
         raise LookupError("a bug")
 
     monkeypatch.setattr(Prober, "_try", broken)
-    one.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
+    one.loop.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
     with pytest.raises(StoreError, match=r"thread elasticrt-ask of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)
     assert one.has(after=turn.generation.number)

@@ -9,11 +9,14 @@ from functools import partial
 
 import pytest
 
+from elasticrt.agent.store_driver import StoreDriver
+from elasticrt.errors import StoreError
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Me, Publish, Run, Wait
-from elasticrt.rendezvous.member_client import Entered, MemberClient, Notice
-from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Member, Seat, roster_chunks
+from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Seat, roster_chunks
+from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.rendezvous.requests import Notice
 from elasticrt.rendezvous.view import View, apply, apply_range
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Changes, Event, KeyValue, Put, RangeRead, Txn, TxnResult
@@ -41,6 +44,21 @@ class CountedStore(MemoryStore):
         return super().commit(txn)
 
 
+class Standing:
+    """A clock that stands still."""
+
+    def monotonic(self) -> float:
+        """See `Clock`."""
+        return 0.0
+
+    def monotonic_ns(self) -> int:
+        """See `Clock`."""
+        return 0
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock`."""
+
+
 class One:
     """A member without workers."""
 
@@ -49,14 +67,17 @@ class One:
         record = _member(index)
         self.notices: deque[Notice] = deque()
         self.messages = 0
-        self.rendezvous = MemberClient(
-            self.store, KEYS, record.node, self.notices.append, lambda: 0.0, lambda: "0" * 16
+        self.member = Member(
+            Me(record=record, spec=spec),
+            "run",
+            token=lambda: "0" * 16,
+            say=lambda _: None,
+            note=lambda _: None,
+            ride_through_s=60.0,
         )
-        self.lease = self.store.grant(60.0).lease_id
-        entered = self.rendezvous.enter(spec, record, self.lease, again=False)
-        assert isinstance(entered, Entered)
-        self.rendezvous.refresh()
-        self.me = Me(record=record, spec=spec, attempt=entered.attempt)
+        self.driver = StoreDriver(self.store, self.notices.append, Standing(), grant=lambda: self.store.grant(60.0))
+        how = Joining(60.0, 60.0, again=False, named=True, too_late=StoreError("it could not join"))
+        assert self.driver.run(self.member.join(how)) is None
 
     def live(self) -> bool:
         """Do all there is to do; whether there was anything."""
@@ -66,21 +87,20 @@ class One:
             assert isinstance(notice.item, Changes)
             self.messages += 1
             self.store.size += sum(len(event.value.value) for event in notice.item.events if event.value)
-            self.rendezvous.absorb(notice)
-        self.rendezvous.complete()
+            self.member.handle(notice, 0.0)
+        self.driver.run(self.member.complete())
         while True:
-            decision = decide(self.me, self.rendezvous.view, 0.0)
+            decision = self.member.decide(0.0)
             match decision:
                 case Wait():
                     return seen
-                case Publish():
-                    assert self.rendezvous.publish(decision)
-                case Announce():
-                    self.rendezvous.announce(decision, self.me, self.lease)
+                case Publish() | Announce():
+                    assert self.driver.run(self.member.carry_out(decision))
                 case Run(generation=generation):
                     number = generation.number
-                    record = self.me.record.model_copy(update={"generation": number, "seen": number})
-                    self.me = replace(self.me, record=record, known=number, started=number, running=number)
+                    me = self.member.me
+                    record = me.record.model_copy(update={"generation": number, "seen": number})
+                    self.member.me = replace(me, record=record, known=number, started=number, running=number)
                 case _:
                     raise AssertionError(f"nothing else is to be done: {decision}")
             seen = True
@@ -107,7 +127,7 @@ def _form(count: int) -> tuple[Cost, Cost]:
     members = [One(server, spec, index) for index in range(count)]
     while sum(member.live() for member in members):
         pass
-    assert {member.me.running for member in members} == {1}
+    assert {member.member.me.running for member in members} == {1}
     costs = [Cost.of(member) for member in members]
     others = costs[1:]
     dearest = Cost(*(max(getattr(cost, name) for cost in others) for name in ("requests", "messages", "size")))
@@ -181,8 +201,8 @@ def test_a_view_remembers_no_reads_of_former_rosters() -> None:
     assert list(view.read_at) == [chunk]
 
 
-def _member(index: int) -> Member:
-    return Member(
+def _member(index: int) -> MemberRecord:
+    return MemberRecord(
         node=f"n{index:05d}",
         incarnation=f"{index:016x}",
         address="127.0.0.1",

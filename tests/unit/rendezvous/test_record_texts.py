@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
 from elasticrt.ipc.env import PATH_BYTES_MAX
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.member_client import MemberClient
+from elasticrt.rendezvous.conversations import Conversations
 from elasticrt.rendezvous.records import (
     TEXT_MAX_BYTES,
     VALUE_MAX_BYTES,
@@ -217,15 +219,16 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
     values |= {keys.chunk("c" * 16, 0): chunks[0], **{keys.member(each.node): each for each in members}}
     for name, record in values.items():
         store.commit(Txn((), (Put(name, record.encode()),)))
-    rendezvous = MemberClient(store, keys, "n0", lambda _: None, lambda: 0.0, lambda: "0" * 16)
-    rendezvous.refresh()
-    assert rendezvous.view.leads
+    driver = StoreDriver(store, lambda _: None, time, grant=lambda: store.grant(5.0))
+    talks = Conversations("n0", keys, lambda: "0" * 16, lambda _: None)
+    driver.run(talks.refresh())
+    assert talks.view.leads
     store.commit(Txn((), (Put(keys.prefix + key, b"\xff no record"),)))
-    fresh = MemberClient(store, keys, "n0", lambda _: None, lambda: 0.0, lambda: "0" * 16)
-    fresh.view = replace(rendezvous.view, read_at={})
+    fresh = Conversations("n0", keys, lambda: "0" * 16, lambda _: None)
+    fresh.view = replace(talks.view, read_at={})
     if key in OWN:
         with pytest.raises(StoreError, match=rf"has been overwritten \({keys.prefix + key}\)"):
-            fresh.refresh()
+            driver.run(fresh.refresh())
     else:
-        fresh.refresh()
+        driver.run(fresh.refresh())
         assert len(fresh.view.members) == 2

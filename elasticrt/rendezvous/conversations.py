@@ -1,22 +1,21 @@
-"""The doing: a member's reads, watches and transactions. Every decision about them is made elsewhere.
+"""A member's conversations with the store: what it reads, follows and writes. No I/O: see `requests`. Pure.
 
-A `MemberClient` owns the view. It keeps it up to date from watches (whose deliveries come through the caller's queue as
-`Notice`s, so that one thread owns all state), reads what the view says is missing, and carries out decisions.
+`Conversations` owns the view. It folds what watches deliver, asks for what the view says is missing, and writes what
+was decided. Every decision about it is made elsewhere.
 
-Any call may raise StoreUnavailable; then nothing is known about its effect, and the caller calls `refresh` before it
-decides again. That is the whole treatment of unknown outcomes: what happened is in the store.
+Any request may fail with StoreUnavailable; then nothing is known about its effect, and `refresh` has to come before the
+next decision. That is the whole treatment of unknown outcomes: what happened is in the store.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticrt.errors import DuplicateError, StoreError, explain
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.decision import Announce, Ask, Fence, File, Finish, Me, Publish
+from elasticrt.rendezvous.decision import Ask, Fence, File, Finish, Publish
 from elasticrt.rendezvous.records import (
     SEATS_PER_CHUNK,
     HeadRecord,
@@ -28,6 +27,7 @@ from elasticrt.rendezvous.records import (
     SpecRecord,
     decode,
 )
+from elasticrt.rendezvous.requests import Commit, Conversation, Follow, Notice, Read, Unfollow
 from elasticrt.rendezvous.view import (
     View,
     apply,
@@ -39,34 +39,12 @@ from elasticrt.rendezvous.view import (
     with_oldest,
 )
 from elasticrt.spec import RunSpec, difference, resized
-from elasticrt.store.protocol import (
-    Broken,
-    Changes,
-    Event,
-    KeyValue,
-    RangeRead,
-    Resync,
-    Store,
-    Txn,
-    TxnResult,
-    Watch,
-)
-
-log = logging.getLogger(__name__)
+from elasticrt.store.protocol import Changes, Event, KeyValue, RangeRead, Resync, Txn, TxnResult
 
 R = TypeVar("R", bound=Record)
 
 READS_MAX = 20
 """Reads in a row to complete one view. Each answers a question the last one raised; more means a bug or a livelock."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """A delivery of one watch, to be handed to `MemberClient.absorb`."""
-
-    watch: int
-    range: str
-    item: Changes | Resync | Broken
 
 
 @dataclass(frozen=True)
@@ -77,81 +55,80 @@ class Entered:
     spec: RunSpec
 
 
-class MemberClient:
-    """A member's side of the store. Used by one thread; only `emit` is called from others."""
+class Conversations:
+    """One member's. Each method that returns a `Conversation` is to be run, by whoever has a store.
 
-    def __init__(  # noqa: PLR0917  What one member of one run works with.
+    Args:
+        node: the member's name.
+        keys: of its run.
+        token: draws 64 random bits.
+        note: takes what an operator may want to know.
+        seats_per_chunk: of the rosters that it writes.
+    """
+
+    def __init__(
         self,
-        store: Store,
-        keys: Keys,
         node: str,
-        emit: Callable[[Notice], None],
-        now: Callable[[], float],
+        keys: Keys,
         token: Callable[[], str],
+        note: Callable[[str], None],
         seats_per_chunk: int = SEATS_PER_CHUNK,
     ) -> None:
-        self.store = store
         self.keys = keys
         self.view = View(node)
-        self.store_id, self._revision = "", 0
-        self._emit = emit
-        self._now = now
         self._token = token
+        self._note = note
         self._seats_per_chunk = seats_per_chunk
-        self._watches: dict[str, tuple[int, Watch]] = {}
+        self._store_id, self._revision = "", 0
+        self._followed: dict[str, int] = {}  # Numbers of watches by range.
+        self._dropped: list[int] = []  # Those that have still to be ended.
         self._next_watch = 1
         self._warned: set[str] = set()
 
     # Reading.
 
-    def refresh(self) -> None:
-        """Read everything that is followed, then whatever the view still lacks. Raises StoreUnavailable."""
+    def refresh(self) -> Conversation[None]:
+        """Read everything that is followed, then whatever the view still lacks."""
         for range_ in followed(self.view, self.keys):
-            if range_ in self._watches:  # Any other is read when `complete` begins to follow it.
-                self._fold_range(range_)
-        self.complete()
+            if range_ in self._followed:  # Any other is read when `complete` begins to follow it.
+                yield from self._fold_range(range_)
+        yield from self.complete()
 
-    def complete(self) -> None:
-        """Read what the view lacks and follow what it should, until it lacks nothing. Raises StoreUnavailable."""
+    def complete(self) -> Conversation[None]:
+        """Read what the view lacks and follow what it should, until it lacks nothing."""
         for _ in range(READS_MAX):
-            self._follow()
+            yield from self._follow()
             wanted = wanted_reads(self.view, self.keys)
             if not wanted:
                 break
             for range_ in wanted:
                 if range_ == self.keys.members and not self.view.complete:
-                    found = self._read(range_, limit=1, by_create=True)
-                    self.view = with_oldest(self.view, self.keys, next(iter(found.keys), None), self._now())
+                    found, now = yield from self._read(range_, limit=1, by_create=True)
+                    self.view = with_oldest(self.view, self.keys, next(iter(found.keys), None), now)
                 else:
-                    found = self._fold_range(range_)
+                    found = yield from self._fold_range(range_)
             if wanted == (self.keys.members,) and not found.keys:
                 return  # Nobody is registered, not even we: there is nothing to be complete about.
         else:
             raise StoreError(f"the view of {self.keys.prefix} does not settle after {READS_MAX} reads")
         self._warn_of_unreadable()
 
-    def absorb(self, notice: Notice) -> None:
-        """Fold one delivery. Those of a watch that has been cancelled are dropped. Raises StoreUnavailable."""
-        current = self._watches.get(notice.range)
-        if current is None or current[0] != notice.watch:
+    def absorb(self, notice: Notice, now: float) -> None:
+        """Fold one delivery. Those of a watch that has been ended are dropped."""
+        if self._followed.get(notice.range) != notice.watch:
             return
         if isinstance(notice.item, Changes):
-            self.view = apply(self.view, self.keys, notice.item.events, self._now())
+            self.view = apply(self.view, self.keys, notice.item.events, now)
             self._revision = max(self._revision, notice.item.revision)
         elif isinstance(notice.item, Resync):
-            log.warning("reading %s again: %s", notice.range, notice.item.reason)
+            self._note(f"reading {notice.range} again: {notice.item.reason}")
             self._unfollow(notice.range)
-        else:
-            log.info("the watch of %s is interrupted: %s", notice.range, notice.item.reason)
-
-    def close(self) -> None:
-        """Stop following."""
-        for range_ in list(self._watches):
-            self._unfollow(range_)
 
     # Registering.
 
-    def enter(self, spec: RunSpec, member: Member, lease: int, *, again: bool) -> Entered | Result | KeyValue | None:
+    def enter(
+        self, spec: RunSpec, member: Member, lease: int, *, again: bool
+    ) -> Conversation[Entered | Result | KeyValue | None]:
         """One try to register for the first time.
 
         Returns:
@@ -159,24 +136,24 @@ class MemberClient:
             stands under this name (the caller finds out whether it lives). None: somebody else was faster, or a
             finished attempt's members are still leaving; try again soon.
 
-        Raises DuplicateError when live members run with other options, StoreUnavailable.
+        Raises DuplicateError when live members run with other options.
         """
         keys, own = self.keys, self.keys.member(member.node)
         # In this order: an earlier try whose answer was lost, and which arrives only now, writes the spec and the key.
-        mine = self._read(own).get(own)
-        stored = self._record(SpecRecord, keys.spec)
+        mine = yield from self._look_up(own)
+        stored = yield from self._record(SpecRecord, keys.spec)
         if mine is not None:
             if decode(Member, mine.key, mine.value).incarnation != member.incarnation:
                 return mine
             return Entered(stored[0].attempt, stored[0].spec) if stored else None
-        generation = self._read(keys.generation).get(keys.generation)
-        alive = self._read(keys.members, limit=1).keys
+        generation = yield from self._look_up(keys.generation)
+        alive = (yield from self._read(keys.members, limit=1))[0].keys
         if own in (kv.key for kv in alive):
             return None
         attempt = 1
         if stored is not None:
             attempt = stored[0].attempt
-            result = self._record(Result, keys.result(attempt))
+            result = yield from self._record(Result, keys.result(attempt))
             if alive:
                 spec = resized(spec, stored[0].spec) if stored[0].resized else spec
                 unlike = difference(spec, stored[0].spec)
@@ -198,90 +175,94 @@ class MemberClient:
             txn = transactions.register(keys, guard, record, member, lease)
         else:
             txn = transactions.register_again(keys, guard, member, lease)
-        return Entered(attempt, spec) if self._commit(txn).succeeded else None
+        done, _ = yield from self._commit(txn)
+        return Entered(attempt, spec) if done.succeeded else None
 
-    def register_again(self, member: Member, lease: int) -> bool:
+    def register_again(self, member: Member, lease: int) -> Conversation[bool]:
         """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
         decided_by = (self.view.number, self._guard().spec)
-        self.refresh()
+        yield from self.refresh()
         if (self.view.number, self._guard().spec) != decided_by:
             # A generation may have left this life out, or the run may have other options: that is decided anew.
             return False
         mine = self.view.members.get(member.node)
         if mine is not None and mine.record.incarnation == member.incarnation:
             # The key is still there, on the old lease: replace it by one on the new lease.
-            return self._write(transactions.announce(self.keys, self._guard(), member, lease), member)
+            return (yield from self._write(transactions.announce(self.keys, self._guard(), member, lease), member))
         if mine is not None and _same_process(mine.record, member):
             # A former life of this very agent. Its farewell did not reach etcd, and its lease may be ours still.
-            self.leave(None)
-            self.refresh()
-        return self._write(transactions.register_again(self.keys, self._guard(), member, lease), member)
+            yield from self.leave(None)
+            yield from self.refresh()
+        return (yield from self._write(transactions.register_again(self.keys, self._guard(), member, lease), member))
 
-    def evict_stale(self, stale: KeyValue) -> None:
-        """Delete a dead life's key under this name, if it is unchanged. Raises StoreUnavailable."""
+    def evict_stale(self, stale: KeyValue) -> Conversation[None]:
+        """Delete a dead life's key under this name, if it is unchanged."""
         # In a view of its own: this one may know already that the key is gone, and would not take it up.
-        seen = apply(View(self.view.node), self.keys, [Event(stale.key, stale, stale.mod_revision)], self._now())
-        generation = self._read(self.keys.generation).get(self.keys.generation)
+        seen = apply(View(self.view.node), self.keys, [Event(stale.key, stale, stale.mod_revision)], 0.0)
+        generation = yield from self._look_up(self.keys.generation)
         guard = transactions.Guard(spec=0, generation=generation.mod_revision if generation else 0, checkpoint=0, me=0)
-        self._commit(transactions.evict(self.keys, guard, seen.members[self.view.node]))
+        yield from self._commit(transactions.evict(self.keys, guard, seen.members[self.view.node]))
         self.view = View(self.view.node)
 
     # Carrying out decisions. Each returns whether it took effect; if not, the view has been read anew.
 
-    def announce(self, _: Announce, me: Me, lease: int) -> bool:
+    def announce(self, member: Member, lease: int) -> Conversation[bool]:
         """Bring the member key up to date."""
-        return self._write(transactions.announce(self.keys, self._guard(), me.record, lease), me.record)
+        return (yield from self._write(transactions.announce(self.keys, self._guard(), member, lease), member))
 
-    def file(self, decision: File) -> bool:
+    def file(self, decision: File) -> Conversation[bool]:
         """Store the report."""
-        return bool(self._done(transactions.file(self.keys, self._guard(), decision.report)))
-
-    def evict(self, decision: Fence) -> bool:
-        """Fence a member."""
-        revision = self._done(transactions.evict(self.keys, self._guard(), decision.member))
-        if revision:
-            self._fold(Event(self.keys.member(decision.member.record.node), None, revision))
+        revision, _ = yield from self._done(transactions.file(self.keys, self._guard(), decision.report))
         return bool(revision)
 
-    def publish(self, decision: Publish) -> bool:
+    def evict(self, decision: Fence) -> Conversation[bool]:
+        """Fence a member."""
+        revision, now = yield from self._done(transactions.evict(self.keys, self._guard(), decision.member))
+        if revision:
+            self._fold(now, Event(self.keys.member(decision.member.record.node), None, revision))
+        return bool(revision)
+
+    def publish(self, decision: Publish) -> Conversation[bool]:
         """Write the roster, then swap the generation; take the roster back if somebody else was faster."""
         generation, chunks = decision.draft.seal(self._token(), self._seats_per_chunk)
         for txn in transactions.roster(self.keys, generation.nonce, chunks):
-            self._commit(txn)
+            yield from self._commit(txn)
         txn = transactions.publish(self.keys, self._guard(), self.view.node, generation, self.view.generation)
-        done = self._commit(txn)
+        done, now = yield from self._commit(txn)
         if not done.succeeded:
-            self._commit(transactions.discard_roster(self.keys, generation.nonce))
-            self.refresh()
+            yield from self._commit(transactions.discard_roster(self.keys, generation.nonce))
+            yield from self.refresh()
             return False
-        self._fold(_put(self.keys.generation, generation, done.revision))
-        self._fold(Event(self.keys.handover, None, done.revision))  # It went with the generation before.
-        self._fold_range(self.keys.roster(generation.nonce))
+        self._fold(now, _put(self.keys.generation, generation, done.revision))
+        self._fold(now, Event(self.keys.handover, None, done.revision))  # It went with the generation before.
+        yield from self._fold_range(self.keys.roster(generation.nonce))
         return True
 
-    def ask(self, decision: Ask) -> bool:
+    def ask(self, decision: Ask) -> Conversation[bool]:
         """Ask for a handover, or say after which step it happens."""
         seen = self.view.handover
-        revision = self._done(
+        revision, now = yield from self._done(
             transactions.ask(
                 self.keys, self._guard(), self.view.node, decision.handover, seen.mod_revision if seen else 0
             )
         )
         if revision:
-            self._fold(_put(self.keys.handover, decision.handover, revision, seen.create_revision if seen else None))
+            self._fold(
+                now, _put(self.keys.handover, decision.handover, revision, seen.create_revision if seen else None)
+            )
         return bool(revision)
 
-    def withdraw(self) -> bool:
+    def withdraw(self) -> Conversation[bool]:
         """Give the handover up."""
         seen = self.view.handover
-        revision = self._done(
+        revision, now = yield from self._done(
             transactions.withdraw(self.keys, self._guard(), self.view.node, seen.mod_revision if seen else 0)
         )
         if revision:
-            self._fold(Event(self.keys.handover, None, revision))
+            self._fold(now, Event(self.keys.handover, None, revision))
         return bool(revision)
 
-    def finish(self, decision: Finish, step: int) -> bool:
+    def finish(self, decision: Finish, step: int) -> Conversation[bool]:
         """Write the run's result."""
         assert self.view.spec is not None
         result = Result(
@@ -293,21 +274,22 @@ class MemberClient:
             step=step,
             text=decision.text,
         )
-        revision = self._done(transactions.finish(self.keys, self._guard(), self.view.node, result))
+        revision, now = yield from self._done(transactions.finish(self.keys, self._guard(), self.view.node, result))
         if revision:
-            self._fold(_put(self.keys.result(result.attempt), result, revision))
+            self._fold(now, _put(self.keys.result(result.attempt), result, revision))
         return bool(revision)
 
-    def leave(self, report: Report | None) -> None:
-        """Take the own key out at once, telling the others why. Raises StoreUnavailable."""
-        done = self._commit(transactions.leave(self.keys, self._guard(), self.view.node, report))
+    def leave(self, report: Report | None) -> Conversation[None]:
+        """Take the own key out at once, telling the others why."""
+        done, _ = yield from self._commit(transactions.leave(self.keys, self._guard(), self.view.node, report))
         if not done.succeeded:
             # The generation has moved on, or the key is gone already: then leaving needs no report.
-            self._commit(transactions.leave(self.keys, self._guard(), self.view.node, None))
+            yield from self._commit(transactions.leave(self.keys, self._guard(), self.view.node, None))
 
-    def newest(self) -> HeadRecord | None:
-        """The newest committed checkpoint, which only the leader follows. Raises StoreUnavailable."""
-        found = self.store.read(self.keys.checkpoint, exact=True).get(self.keys.checkpoint)
+    def newest(self) -> Conversation[HeadRecord | None]:
+        """The newest committed checkpoint, which only the leader follows."""
+        answer, _ = yield Read(self.keys.checkpoint)
+        found = answer.get(self.keys.checkpoint)
         return decode(HeadRecord, self.keys.checkpoint, found.value) if found is not None else None
 
     # Details.
@@ -315,73 +297,74 @@ class MemberClient:
     def _guard(self) -> transactions.Guard:
         return transactions.Guard.of(self.view)
 
-    def _commit(self, txn: Txn) -> TxnResult:
-        log.debug("transaction: %s", txn.why)
-        return self.store.commit(txn)
+    def _commit(self, txn: Txn) -> Conversation[tuple[TxnResult, float]]:
+        return (yield Commit(txn))
 
-    def _done(self, txn: Txn) -> int:
-        """The revision at which it took effect; 0 if it did not, and then the view has been read anew."""
-        done = self._commit(txn)
+    def _done(self, txn: Txn) -> Conversation[tuple[int, float]]:
+        """The revision at which it took effect, and when; 0 if it did not, and then the view has been read anew."""
+        done, now = yield from self._commit(txn)
         if done.succeeded:
-            return done.revision
-        self.refresh()
-        return 0
+            return done.revision, now
+        yield from self.refresh()
+        return 0, now
 
-    def _write(self, txn: Txn, member: Member) -> bool:
-        revision = self._done(txn)
+    def _write(self, txn: Txn, member: Member) -> Conversation[bool]:
+        revision, now = yield from self._done(txn)
         if revision:
             old = self.view.members.get(member.node)
             created = old.create_revision if old is not None else None
-            self._fold(_put(self.keys.member(member.node), member, revision, created))
+            self._fold(now, _put(self.keys.member(member.node), member, revision, created))
         return bool(revision)
 
-    def _fold(self, event: Event) -> None:
-        self.view = apply_written(self.view, self.keys, event, self._now())
+    def _fold(self, now: float, event: Event) -> None:
+        self.view = apply_written(self.view, self.keys, event, now)
 
-    def _read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
-        found = self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)
+    def _read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Conversation[tuple[RangeRead, float]]:
+        found, now = yield Read(range_, limit, by_create)
         lost = ""
-        if self.store_id and found.store_id != self.store_id:
+        if self._store_id and found.store_id != self._store_id:
             lost = "another store answers"
         elif found.revision < self._revision:  # Reads are linearizable: a store that is whole never goes back.
             lost = f"the store is at revision {found.revision} and was at {self._revision}"
         if lost:
-            log.warning("%s: %s", ", ".join(self.store.endpoints), lost)
+            self._note(lost)
             self.view = View(self.view.node, lost=lost if self.view.number else "")
-            self.close()  # Then all is read anew.
-        self.store_id, self._revision = found.store_id, found.revision
-        return found
+            for followed_ in list(self._followed):  # Then all is read anew.
+                self._unfollow(followed_)
+        self._store_id, self._revision = found.store_id, found.revision
+        return found, now
 
-    def _record(self, kind: type[R], key: str) -> tuple[R, int] | None:
-        found = self._read(key).get(key)
+    def _look_up(self, key: str) -> Conversation[KeyValue | None]:
+        found, _ = yield from self._read(key)
+        return found.get(key)
+
+    def _record(self, kind: type[R], key: str) -> Conversation[tuple[R, int] | None]:
+        found = yield from self._look_up(key)
         return None if found is None else (decode(kind, key, found.value), found.mod_revision)
 
-    def _fold_range(self, range_: str) -> RangeRead:
-        found = self._read(range_)
-        self.view = apply_range(self.view, self.keys, range_, found, self._now())
+    def _fold_range(self, range_: str) -> Conversation[RangeRead]:
+        found, now = yield from self._read(range_)
+        self.view = apply_range(self.view, self.keys, range_, found, now)
         return found
 
-    def _follow(self) -> None:
+    def _follow(self) -> Conversation[None]:
         ranges = followed(self.view, self.keys)
-        for range_ in [known for known in self._watches if known not in ranges]:
+        for range_ in [known for known in self._followed if known not in ranges]:
             self._unfollow(range_)
             if range_ == self.keys.members:
                 self.view = replace(self.view, complete=False)  # Nobody tells us of the others any more.
+        while self._dropped:
+            yield Unfollow(self._dropped.pop())
         for range_ in ranges:
-            if range_ not in self._watches:
-                found = self._fold_range(range_)
-                number = self._next_watch
-                self._next_watch += 1
-
-                def sink(item: Changes | Resync | Broken, number: int = number, range_: str = range_) -> None:
-                    self._emit(Notice(number, range_, item))
-
-                exact = not range_.endswith("/")
-                watch = self.store.watch(range_, sink, from_revision=found.revision + 1, exact=exact)
-                self._watches[range_] = (number, watch)
+            if range_ not in self._followed:
+                found = yield from self._fold_range(range_)
+                number, self._next_watch = self._next_watch, self._next_watch + 1
+                yield Follow(number, range_, found.revision + 1)
+                self._followed[range_] = number
 
     def _unfollow(self, range_: str) -> None:
-        self._watches.pop(range_)[1].cancel()
+        """No delivery of its watch counts any more; it is ended before the next one begins."""
+        self._dropped.append(self._followed.pop(range_))
 
     def _warn_of_unreadable(self) -> None:
         """Foreign keys are left alone. Raises StoreError for a key that somebody of this run waits for."""
@@ -396,7 +379,7 @@ class MemberClient:
                 )
             )
         for key in sorted(self.view.unreadable - self._warned):
-            log.warning("%s holds something that is not ours; it is ignored", key)
+            self._note(f"{key} holds something that is not ours; it is ignored")
         self._warned |= self.view.unreadable
 
 

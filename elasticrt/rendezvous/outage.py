@@ -1,16 +1,15 @@
-"""etcd does not answer, or takes no writes: since when, when to try again, and whom to ask meanwhile.
+"""etcd does not answer, or takes no writes: since when, when to try again, and whom to ask meanwhile. Pure.
 
 Workers run on and nothing is committed. An agent that cannot reach etcd asks its generation's other agents once a
-second which generation they are in: when one is in a newer one, its own is over (`rendezvous.decide` then ends the
-workers). When etcd is full, what has to be written is tried again until somebody has made space.
+second which generation they are in: when one is in a newer one, its own is over (`decide` then ends the workers). When
+etcd is full, what has to be written is tried again until somebody has made space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.protocol import StoreFull, StoreUnavailable
 
@@ -26,7 +25,11 @@ class Heard:
 
 
 class Outage:
-    """The state of the way to etcd, as one agent sees it. Used by the agent's thread only.
+    """The state of the way to etcd, as one member sees it. Times are on the member's clock, in seconds.
+
+    Args:
+        ride_through_s: a longer outage ends the member.
+        say: tells people.
 
     Attributes:
         since: since when what is known of the store may be old; None while it is not.
@@ -35,7 +38,7 @@ class Outage:
     """
 
     def __init__(self, ride_through_s: float, say: Callable[[str], None]) -> None:
-        self._ride_through_s = ride_through_s
+        self.ride_through_s = ride_through_s
         self._say = say
         self._full_since: float | None = None
         self._listen_at = 0.0
@@ -44,16 +47,16 @@ class Outage:
         self.retry_at = 0.0
 
     def begin(self, error: StoreUnavailable, now: float) -> None:
-        """A call has not been answered."""
+        """A request has not been answered."""
         if self.since is None:
             self.since = now
             self._say(f"etcd does not answer ({error}); workers run on, nothing is committed")
         self.retry_at = now + RETRY_S
 
-    def doubt(self, now: float) -> None:
-        """Somebody may have decided without us: nothing is written before everything has been read again, now."""
+    def suspect(self, now: float) -> None:
+        """Others may have decided without us: nothing is written before everything has been read again, now."""
         self.retry_at = now
-        self.since = self.since if self.since is not None else self.retry_at
+        self.since = self.since if self.since is not None else now
 
     def end(self, now: float) -> None:
         """Everything has been read again."""
@@ -61,21 +64,22 @@ class Outage:
             self._say(f"etcd answers again after {now - self.since:.1f} s")
         self.since = self.alone_since = None
 
-    def too_long(self, now: float) -> bool:
-        """Whether it lasts longer than a run should go on without agreement."""
-        return self.since is not None and now - self.since > self._ride_through_s
+    def is_due(self, now: float) -> bool:
+        """Whether everything is to be read again now."""
+        return self.since is not None and now >= self.retry_at
 
-    def listen(
-        self, prober: Prober, seats: Iterable[Seat], run_id: str, heard: Callable[[Heard], None], now: float
-    ) -> None:
-        """Ask the generation's other agents which generation they are in, at most once a second."""
-        if now < self._listen_at:
-            return
+    def is_too_long(self, now: float) -> bool:
+        """Whether it lasts longer than a run should go on without agreement."""
+        return self.since is not None and now - self.since > self.ride_through_s
+
+    def listens_to(self, seats: Sequence[Seat], now: float) -> Sequence[Seat]:
+        """Which of the generation's other `seats` to ask for their generation now: all of them once a second."""
+        if self.since is None or now < self._listen_at:
+            return ()
         self._listen_at = now + LISTEN_S
-        asked = tuple(seats)
-        if asked and self.alone_since is None:
+        if seats and self.alone_since is None:
             self.alone_since = now
-        prober.listen(asked, run_id, lambda number: heard(Heard(number)))
+        return seats
 
     def heard(self, heard: Heard) -> None:
         """What one of them has said, or 0 for nothing."""
@@ -87,7 +91,7 @@ class Outage:
         if self._full_since is None:
             self._full_since = now
             self._say(f"{error}; workers run on, nothing can be agreed until then")
-        if now - self._full_since > self._ride_through_s:
+        if now - self._full_since > self.ride_through_s:
             raise error
         return now + RETRY_S
 

@@ -1,0 +1,96 @@
+"""A member without I/O: its requests are answered by hand, and time is a number."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt.errors import EXIT_STORE, StoreError
+from elasticrt.rendezvous.decision import Halt, Me, Wait
+from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.records import Member as MemberRecord
+from elasticrt.rendezvous.requests import Commit, Grant, Pause, Read
+from elasticrt.spec import RunSpec
+from elasticrt.store.lease_session import SessionState
+from elasticrt.store.protocol import Lease, LeaseLost, RangeRead, StoreFull, StoreUnavailable, TxnResult
+
+SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
+HOW = Joining(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
+EMPTY = RangeRead((), 1, "store", 0)
+
+
+def _member(said: list[str]) -> Member:
+    record = MemberRecord(node="n0", incarnation="a" * 16, address="127.0.0.1", pid=1, workers=1, probe_port=1, port=2)
+    me = Me(record=record, spec=SPEC)
+    return Member(me, "run", token=lambda: "b" * 16, say=said.append, note=said.append, ride_through_s=60.0)
+
+
+def test_a_newcomer_asks_for_a_lease_looks_around_and_registers() -> None:
+    """What it asks for, in order, when nobody is there."""
+    coming, asked, now = _member([]).join(HOW), [], 10.0
+    request = next(coming)
+    while not isinstance(request, Commit):
+        asked.append(request)
+        answer = Lease(7, 5.0) if isinstance(request, Grant) else EMPTY if isinstance(request, Read) else None
+        request = coming.send((answer, now))
+    assert [type(each).__name__ for each in asked if each != Pause(0.0)] == ["Grant", "Read", "Read", "Read", "Read"]
+    assert request.txn.why == "n0 joins"
+
+
+@pytest.mark.parametrize("lost", [StoreUnavailable("silence"), LeaseLost("gone")])
+def test_a_registration_that_fails_is_tried_again(lost: StoreError) -> None:
+    """Whatever became of it: it looks before it writes again, and a lost lease is replaced first."""
+    coming, commits, grants = _member([]).join(HOW), 0, 0
+    request = next(coming)
+    while commits < 2:
+        grants += isinstance(request, Grant)
+        commits += isinstance(request, Commit)
+        if isinstance(request, Commit) and commits == 1:
+            request = coming.throw(lost)
+            continue
+        answer = Lease(6 + grants, 5.0) if isinstance(request, Grant) else EMPTY
+        request = coming.send((TxnResult(False, 1) if isinstance(request, Commit) else answer, 10.0))
+    assert grants == 1 + isinstance(lost, LeaseLost)
+
+
+def test_a_newcomer_ends_when_etcd_has_not_answered_for_long_enough() -> None:
+    """It says for how long, and why."""
+    coming = _member([]).join(HOW)
+    assert next(coming) == Pause(0.0)
+    assert coming.send((None, 10.0)) == Grant()
+    assert coming.throw(StoreUnavailable("silence")) == Pause(0.0)
+    with pytest.raises(StoreError, match="etcd has not answered for 5 s"):
+        coming.send((None, 15.0))
+
+
+def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
+    """After a request without an answer, and after a lease in doubt; too long an outage ends the member."""
+    member = _member([])
+    assert member.failed(StoreUnavailable("silence"), 10.0) == 10.5
+    assert not member.outage.is_due(10.4)
+    assert member.outage.is_due(10.5)
+    assert member.decide(70.1) == Halt(EXIT_STORE, "etcd has not answered for 60 s")
+    member.outage.end(11.0)
+    member.handle(SessionState("suspended", 0, 5.0, 12.0, "no answer"), 12.0)
+    assert member.me.lease == "suspended"
+    assert member.outage.is_due(12.0)
+
+
+def test_a_full_store_is_waited_for_and_then_ends_the_member() -> None:
+    """People are told once."""
+    said: list[str] = []
+    member = _member(said)
+    assert member.failed(StoreFull("no space"), 10.0) == 10.5
+    assert member.failed(StoreFull("no space"), 10.5) == 11.0
+    assert len(said) == 1
+    with pytest.raises(StoreFull):
+        member.failed(StoreFull("no space"), 70.1)
+    member.outage.not_full()
+    assert member.failed(StoreFull("no space"), 80.0) == 80.5
+
+
+def test_a_life_that_was_left_out_is_followed_by_another() -> None:
+    """It has another incarnation and needs another lease; nothing of the old one is reported."""
+    member = _member([])
+    member.begin_life()
+    assert (member.me.record.incarnation, member.me.lease, member.me.report) == ("b" * 16, "lost", None)
+    assert not isinstance(member.decide(1.0), Wait)
