@@ -19,7 +19,8 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.settings import ERR, LogOptions
-from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
+from elasticrt.workers.logs import Output, WorkerConsole
+from tests.unit.workers.states import worker
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077], ids=lambda mask: f"{mask:03o}")
@@ -41,7 +42,7 @@ def checkpoints(path: Path) -> None:
 
 def logs(path: Path) -> None:
     """Logs, events, error files and stacks of a run."""
-    output = Output(WorkerLabel("a", 0, 0, 1), path / "run", LogOptions(), WorkerConsole())
+    output = Output(worker("a", 0, 1, path / "run"), LogOptions(), WorkerConsole())
     output.write(ERR, b"text\n")
     output.close()
     events = EventLog("a", path / "run")
