@@ -24,7 +24,7 @@ from elasticrt.option_values import ERR, OUT
 from elasticrt.settings import Command, LogOptions
 from elasticrt.workers.failures import failure_of
 from elasticrt.workers.fork_server import WorkerParent
-from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel, file_of
+from elasticrt.workers.logs import Output, WorkerConsole, file_of
 from elasticrt.workers.worker_io import (
     GroupEnded,
     GroupEvent,
@@ -228,8 +228,7 @@ class WorkerGroup:
             page = StatusPage(fds[-1])
             env = _with_error_file(env)
             undo.pop_all()
-        seat = WorkerLabel(env.node, env.rank, env.local_rank, env.generation, env.role)
-        output = Output(seat, env.run_dir or None, self._logs, self._console)
+        output = Output(env, self._logs, self._console)
         start = Start(
             generation=self._starts,
             local_rank=env.local_rank,

@@ -11,11 +11,11 @@ import os
 import re
 import select
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import BinaryIO
 
+from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.option_values import ERR, OUT
 from elasticrt.settings import LogOptions
@@ -27,22 +27,6 @@ TAIL_MAX_BYTES = 16 * 1024
 LINE_MAX_BYTES = 64 * 1024
 """A longer line is passed on in pieces: it may be mixed with other workers' output, but memory stays flat."""
 _CONSOLE_WAIT_S = 10.0
-
-
-@dataclass(frozen=True)
-class WorkerLabel:
-    """Which worker it is that prints."""
-
-    node: str
-    rank: int
-    local_rank: int
-    generation: int
-    role: str = "default"
-
-    def names(self) -> dict[str, object]:
-        """What a prefix can say of it, in torchrun's words and ours."""
-        names = {"node": self.node, "rank": self.rank, "local_rank": self.local_rank}
-        return {**names, "generation": self.generation, "role_name": self.role}
 
 
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
@@ -68,20 +52,20 @@ class WorkerConsole:
 
     def __init__(self, fds: Mapping[str, int] | None = None) -> None:
         self._fds = dict(fds or {OUT: 1, ERR: 2})
-        self._unfinished: dict[str, WorkerLabel | None] = {OUT: None, ERR: None}
+        self._unfinished: dict[str, WorkerEnv | None] = {OUT: None, ERR: None}
 
-    def write(self, seat: WorkerLabel, stream: str, prefix: bytes, text: bytes) -> None:
+    def write(self, worker: WorkerEnv, stream: str, prefix: bytes, text: bytes) -> None:
         """Write `text`, whole lines or the piece of one; another worker's unfinished line is ended first."""
         if stream not in self._fds:
             return
         owner = self._unfinished[stream]
-        if owner not in (None, seat):
+        if owner is not None and owner is not worker:
             self._emit(stream, b"\n")
             owner = None
         lines = text.splitlines(keepends=True) if prefix else [text]
-        whole = b"".join(line if owner == seat and index == 0 else prefix + line for index, line in enumerate(lines))
+        whole = b"".join(line if owner is worker and index == 0 else prefix + line for index, line in enumerate(lines))
         self._emit(stream, whole)
-        self._unfinished[stream] = None if text.endswith((b"\n", b"\r")) else seat
+        self._unfinished[stream] = None if text.endswith((b"\n", b"\r")) else worker
 
     def _emit(self, stream: str, data: bytes) -> None:
         fd = self._fds[stream]
@@ -134,21 +118,20 @@ class Output:
 
     _warned: bool = False  # Of the class: a full disk is said once, not once per worker and generation.
 
-    def __init__(
-        self, seat: WorkerLabel, directory: str | Path | None, options: LogOptions, console: WorkerConsole
-    ) -> None:
-        self._seat = seat
+    def __init__(self, worker: WorkerEnv, options: LogOptions, console: WorkerConsole) -> None:
+        self._worker = worker
         self._console = console
-        self._prefix = os.fsencode(Template(options.prefix).safe_substitute(seat.names()))
-        shown = options.console_ranks is None or seat.local_rank in options.console_ranks
-        self._shown = frozenset({OUT, ERR}) - options.redirected.of(seat.local_rank) if shown else frozenset()
+        # What a prefix can say of a worker, in torchrun's words and ours.
+        names: dict[str, object] = {"node": worker.node, "rank": worker.rank, "local_rank": worker.local_rank}
+        names |= {"generation": worker.generation, "role_name": worker.role}
+        self._prefix = os.fsencode(Template(options.prefix).safe_substitute(names))
+        shown = options.console_ranks is None or worker.local_rank in options.console_ranks
+        self._shown = frozenset({OUT, ERR}) - options.redirected.of(worker.local_rank) if shown else frozenset()
         self._lines = {OUT: bytearray(), ERR: bytearray()}
         self._tail = bytearray()
         self._files: dict[str, _File] = {}
-        if not options.files or directory is None:
-            return
-        for stream in (OUT, ERR):
-            path = file_of(directory, seat.generation, seat.rank, seat.node, stream)
+        for stream in (OUT, ERR) if options.files and worker.run_dir else ():
+            path = file_of(worker.run_dir, worker.generation, worker.rank, worker.node, stream)
             self._files[stream] = _File(path, options.file_max_bytes)
 
     @property
@@ -176,14 +159,14 @@ class Output:
         if end == 0 and len(line) > LINE_MAX_BYTES:
             end = len(line)
         if end:
-            self._console.write(self._seat, stream, self._prefix, bytes(line[:end]))
+            self._console.write(self._worker, stream, self._prefix, bytes(line[:end]))
             del line[:end]
 
     def flush(self) -> None:
         """Show pieces of lines as they are: nothing more is coming, or not soon (a prompt, dots of progress)."""
         for stream, line in self._lines.items():
             if line:
-                self._console.write(self._seat, stream, self._prefix, bytes(line))
+                self._console.write(self._worker, stream, self._prefix, bytes(line))
                 line.clear()
 
     def tail(self) -> list[str]:

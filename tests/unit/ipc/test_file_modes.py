@@ -20,7 +20,8 @@ from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.option_values import ERR
 from elasticrt.settings import LogOptions
-from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
+from elasticrt.workers.logs import Output, WorkerConsole
+from tests.unit.workers.states import worker
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o022, 0o077], ids=lambda mask: f"{mask:03o}")
@@ -42,7 +43,7 @@ def checkpoints(path: Path) -> None:
 
 def logs(path: Path) -> None:
     """Logs, events, error files and stacks of a run."""
-    output = Output(WorkerLabel("a", 0, 0, 1), path / "run", LogOptions(), WorkerConsole())
+    output = Output(worker("a", 0, 1, path / "run"), LogOptions(), WorkerConsole())
     output.write(ERR, b"text\n")
     output.close()
     events = EventLog("a", path / "run")

@@ -1,9 +1,11 @@
-"""What a node reports whose workers have ended somehow."""
+"""Workers, and what a node reports whose workers have ended somehow."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from elasticrt.ipc.env import WorkerEnv
 from elasticrt.rendezvous.records import Generation, Report, Seat
 from elasticrt.workers.group_state import GroupState
 
@@ -35,3 +37,23 @@ def ended(workers: int, **ends: Any) -> Report:
     report = GroupState(1, generation, seat, **ends).report(kept=None, ready=0, has_state=False)
     assert report is not None
     return report
+
+
+def worker(node: str, rank: int, generation: int, directory: Path | None = None, **more: Any) -> WorkerEnv:
+    """One worker of a run in that directory."""
+    fields = {
+        "local_rank": rank,
+        "world_size": 8,
+        "local_world_size": 8,
+        "group_rank": 0,
+        "group_world_size": 1,
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "restart_count": 0,
+        "max_restarts": 3,
+        "run_id": "run",
+        "attempt": 1,
+        "nonce": "0" * 16,
+        "run_dir": str(directory or ""),
+    }
+    return WorkerEnv(node=node, rank=rank, generation=generation, **{**fields, **more})

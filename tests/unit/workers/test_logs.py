@@ -10,7 +10,8 @@ import pytest
 from elasticrt.option_values import ERR, OUT, Streams
 from elasticrt.settings import LogOptions
 from elasticrt.workers import logs
-from elasticrt.workers.logs import LINE_MAX_BYTES, TAIL_LINES_MAX, Output, WorkerConsole, WorkerLabel
+from elasticrt.workers.logs import LINE_MAX_BYTES, TAIL_LINES_MAX, Output, WorkerConsole
+from tests.unit.workers.states import worker
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def unwarned(monkeypatch):
 
 def outputs(console, directory=None, **options):
     """The outputs of ranks 0 and 1."""
-    return [Output(WorkerLabel("node-1", rank, rank, 3), directory, LogOptions(**options), console) for rank in (0, 1)]
+    return [Output(worker("node-1", rank, 3, directory), LogOptions(**options), console) for rank in (0, 1)]
 
 
 def test_lines_of_two_workers_do_not_mix(screen):
@@ -98,7 +99,7 @@ def test_files(screen, tmp_path):
     a.write(ERR, b"err\xff")
     a.close()
     b.close()
-    later = Output(WorkerLabel("node-1", 0, 0, 4), tmp_path / "run", LogOptions(), console)
+    later = Output(worker("node-1", 0, 4, tmp_path / "run"), LogOptions(), console)
     later.write(OUT, b"later")
     later.close()
     files = {str(p.relative_to(tmp_path / "run")): p.read_bytes() for p in (tmp_path / "run").rglob("*.*")}
@@ -184,9 +185,9 @@ def test_filters(screen):
 def test_a_prefix_in_torchruns_words(screen):
     """`${role_name}` and the like are filled in; what is no name of ours stays as it is."""
     console, read = screen
-    seat = WorkerLabel("node-1", 5, 1, 3, "trainer")
+    one = worker("node-1", 5, 3, local_rank=1, role="trainer")
     options = LogOptions(prefix="[${role_name}${local_rank}/${rank} ${node} ${generation} ${unknown}]:")
-    Output(seat, None, options, console).write(OUT, b"x\n")
+    Output(one, options, console).write(OUT, b"x\n")
     assert read() == b"[trainer1/5 node-1 3 ${unknown}]:x\n"
 
 

@@ -16,7 +16,7 @@ from elasticrt.ipc.messages import Copied, Exited, Message, Started, Step
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR
 from elasticrt.settings import LogOptions
-from elasticrt.workers.logs import Output, WorkerConsole, WorkerLabel
+from elasticrt.workers.logs import Output, WorkerConsole
 from elasticrt.workers.worker_io import (
     GroupEnded,
     WorkerEnded,
@@ -68,9 +68,7 @@ class Heard:
         self.worker = Channel(theirs)
         page = StatusPage.create()
         reader, self.errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output = Output(
-            WorkerLabel("node-0", 0, 0, 1, ""), None, LogOptions(console_ranks=frozenset()), WorkerConsole({})
-        )
+        output = Output(ENV, LogOptions(console_ranks=frozenset()), WorkerConsole({}))
         state = WorkerState(1, ENV, self.parent, output, channel, StatusPage(page), {ERR: reader})
         os.close(page)
         self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
