@@ -105,7 +105,7 @@ class Loop:
         modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
         self._weighting = Weighting(stateful_objects.values())
-        self._optimizers = OptimizerWatch(objects, self._before_optimizer)
+        self._optimizers = OptimizerWatch(objects)
         self._undo = Undo(modules, scalers, seed is not None)
         # The world that this process is in.
         self._in_place = InPlace(stateful_objects.values())
@@ -227,7 +227,7 @@ class Loop:
         else:
             self._begin_with_all()
         self._saving.begin()
-        self._optimizers.attach()
+        self._optimizers.attach(self._before_optimizer)
         self._stage = "running"
         self._guard.raise_()
         _running.append(self)
@@ -596,7 +596,7 @@ class Loop:
         if self._optimizers.stepped:
             self._stage = "broken"
 
-    def _before_optimizer(self) -> None:
+    def _before_optimizer(self, *_: Any) -> None:
         if self._has_blocks and not self._in_step:
             raise ConfigError(validation.outside_of_step())
         watch = self._optimizers

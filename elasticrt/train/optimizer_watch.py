@@ -16,7 +16,6 @@ class OptimizerWatch:
 
     Args:
         objects: the Loop's; the optimizers among them are watched.
-        before: called before an optimizer steps; what it raises keeps the optimizer from stepping.
 
     Attributes:
         stepped: an optimizer has stepped in the present batch.
@@ -24,9 +23,8 @@ class OptimizerWatch:
         communicates_late: steps of this script go on with collectives after an optimizer has stepped.
     """
 
-    def __init__(self, objects: Iterable[object], before: Callable[[], None]) -> None:
+    def __init__(self, objects: Iterable[object]) -> None:
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
-        self._before = before
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step.
         self.stepped = False
@@ -38,9 +36,10 @@ class OptimizerWatch:
         """Whether there is an optimizer to watch."""
         return bool(self._handles)
 
-    def attach(self) -> None:
-        """Begin."""
-        self._handles = [each.register_step_pre_hook(self._steps) for each in self._optimizers]
+    def attach(self, before: Callable[..., None]) -> None:
+        """Begin. `before` is called before an optimizer steps; what it raises keeps the optimizer from stepping."""
+        # Only the hooks hold it: a Loop that is over is freed at once, and its loader's workers with it.
+        self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(self._has_stepped) for each in self._optimizers]
 
     def detach(self) -> None:
@@ -52,9 +51,6 @@ class OptimizerWatch:
         """All of a step is done: note whether it had collectives after its optimizer."""
         if self.stepped and collectives.sequence_number() != self._collectives:
             self.communicates_late = True
-
-    def _steps(self, *_: Any) -> None:
-        self._before()
 
     def _has_stepped(self, *_: Any) -> None:
         if not self.stepped:
