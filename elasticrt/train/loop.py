@@ -596,7 +596,7 @@ class Loop:
         if self._optimizers.stepped:
             self._stage = "broken"
 
-    def _before_optimizer(self) -> None:
+    def _before_optimizer(self, *_: Any) -> None:
         if self._has_blocks and not self._in_step:
             raise ConfigError(validation.outside_of_step())
         watch = self._optimizers

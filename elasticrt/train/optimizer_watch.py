@@ -36,13 +36,10 @@ class OptimizerWatch:
         """Whether there is an optimizer to watch."""
         return bool(self._handles)
 
-    def attach(self, before: Callable[[], None]) -> None:
-        """Begin. `before`: called before an optimizer steps; what it raises keeps the optimizer from stepping.
-
-        Only the hooks hold it, until `detach`: a Loop that has ended goes, with its loader and model, when the script
-        lets go of it.
-        """
-        self._handles = [each.register_step_pre_hook(lambda *_: before()) for each in self._optimizers]
+    def attach(self, before: Callable[..., None]) -> None:
+        """Begin. `before` is called before an optimizer steps; what it raises keeps the optimizer from stepping."""
+        # Only the hooks hold it: a Loop that is over is freed at once, and its loader's workers with it.
+        self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(self._has_stepped) for each in self._optimizers]
 
     def detach(self) -> None:
