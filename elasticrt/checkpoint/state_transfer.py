@@ -24,7 +24,7 @@ from elasticrt.checkpoint.memory_budget import available_bytes
 from elasticrt.distributed import collectives
 from elasticrt.errors import explain
 
-MESSAGE_BYTES = 8 * 1024 * 1024
+MESSAGE_BYTES = 2 * 1024 * 1024
 """What travels at a time: enough for full bandwidth, small beside any state."""
 
 AHEAD = 2

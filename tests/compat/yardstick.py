@@ -264,14 +264,14 @@ BEHAVIOURS = [
         "errors",
         ("@record writes the error file", _RECORD),
         ("without @record the error file is written all the same", f"{_BECOME}::test_error_file"),
-        ("an error file that is no JSON does no harm", f"{_REPORT}::test_kinds"),
-        ("a message that is plain text is understood", f"{_REPORT}::test_kinds"),
+        ("an error file that is no JSON does no harm", f"{_REPORT}::test_summaries"),
+        ("a message that is plain text is understood", f"{_REPORT}::test_summaries"),
         (
             "the first failure is the cause",
             (f"{_REPORT}::test_first_cause", f"{_LOSSES}::test_the_cause_is_told_from_its_consequences"),
         ),
         ("the report names rank, node, code, error and log", f"{_REPORT}::test_the_report_that_people_read"),
-        ("an unknown signal has a name all the same", f"{_REPORT}::test_kinds"),
+        ("an unknown signal has a name all the same", f"{_REPORT}::test_summaries"),
         ("sys.exit keeps its code", f"{_BECOME}::test_exit_codes_and_tracebacks"),
         ("faults in C code leave a traceback", f"{_BECOME}::test_fault_handler_works"),
         (
