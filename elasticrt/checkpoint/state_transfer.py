@@ -9,10 +9,13 @@ that has changed on its way is refused.
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,12 +27,12 @@ from elasticrt.checkpoint.memory_budget import available_bytes
 from elasticrt.distributed import collectives
 from elasticrt.errors import explain
 
-MESSAGE_BYTES = 2 * 1024 * 1024
-"""What travels at a time: enough for full bandwidth, small beside any state."""
-
-AHEAD = 2
-"""Messages that are on their way to the next rank at a time."""
-
+CHUNK_BYTES = 8 * 1024 * 1024
+PACK_BYTES = 1024 * 1024
+ROW_BYTES = 64 * 1024
+HUGE_BYTES = 2 * 1024 * 1024
+AHEAD = 4
+"""Pieces that are on their way at a time, for each of receiving and sending."""
 _MARK = "elasticrt-tensor"
 
 
@@ -90,61 +93,42 @@ def share(mine: Standing, state: Callable[[], dict[str, Any]], overwrites: Calla
 
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
-    """Do with `state` what `share` does, without another rank, because a first time takes longest.
-
-    Args:
-        state: this rank's own.
-
-    Returns the state, in the tensors that it was in.
-    """
+    """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
     tensors: list[torch.Tensor] = []
-    filled: dict[str, Any] = _filled(parse(_described(state, tensors)), state, [])
-    for parts in islice(_messages(tensors), 1):
-        _checksum(_joined(parts))
-    return filled
-
-
-def _described(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytearray:
-    """The structure and plain values of `state` as a file of torch's; its tensors are appended to `tensors`."""
     buffer = io.BytesIO()
     torch.save(_outline(state, tensors), buffer)
-    return bytearray(buffer.getbuffer())
+    told: dict[str, Any] = _filled(parse(bytearray(buffer.getbuffer())), state, [])
+    for piece, _ in islice(_pieces(tensors, arrive=False), 1):
+        _checksum(piece)
+    return told
 
 
-def _send(state: dict[str, Any], following: int) -> None:
-    chain, tensors = _Chain(None, following), list[torch.Tensor]()
-    outline = torch.frombuffer(_described(state, tensors), dtype=torch.uint8)
-    chain.carry(torch.tensor([outline.numel()]))
-    chain.carry(outline)
-    sums = [chain.carry(_joined(parts)) for parts in _messages(tensors)]
-    chain.carry(torch.tensor(sums or [0]))
-    chain.end()
+def _send(state: dict[str, Any], behind: int) -> None:
+    tensors: list[torch.Tensor] = []
+    buffer = io.BytesIO()
+    torch.save(_outline(state, tensors), buffer)
+    outline = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    way = _Way(None, behind)
+    way.one(torch.tensor([outline.numel()], dtype=torch.int64))
+    way.one(outline)
+    way.one(torch.tensor([*way.carry(_pieces(tensors, arrive=False)), 0], dtype=torch.int64))
 
 
 def _receive(
-    own: dict[str, Any], before: int, following: int | None, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], before: int, behind: int | None, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
-    chain = _Chain(before, following)
-    size, places = torch.empty(1, dtype=torch.int64), list[torch.Tensor]()
-    chain.carry(size)
-    outline = torch.empty(int(size.item()), dtype=torch.uint8)
-    chain.carry(outline)
-    filled: dict[str, Any] = _filled(parse(bytearray(outline.tolist())), own, places)
-    beside = keeps and sum(place.nbytes for place in places) < available_bytes() // 2
+    way = _Way(before, behind)
+    size = way.one(torch.empty(1, dtype=torch.int64))
+    outline = way.one(torch.empty(int(size.item()), dtype=torch.uint8))
+    told = parse(bytearray(outline.numpy().tobytes()))
+    places: list[torch.Tensor] = []
+    filled: dict[str, Any] = _filled(told, own, places)
+    beside = keeps and sum(map(_size, places)) < available_bytes() // 2
+    targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
     if not beside:
         overwrites()
-    # What does not lie in one piece is received beside its place, too.
-    targets = [place if place.is_contiguous() and not beside else _host_tensor(place) for place in places]
-    sums = []
-    for parts in _messages(targets):
-        flat = torch.empty(sum(map(len, parts)), dtype=torch.uint8)
-        sums.append(chain.carry(flat))
-        for part, arrived in zip(parts, torch.split(flat, [len(each) for each in parts]), strict=True):
-            part.copy_(arrived)
-    sent = torch.empty(len(sums) or 1, dtype=torch.int64)
-    chain.carry(sent)
-    chain.end()
-    if sent.tolist() != (sums or [0]):
+    sums = way.carry(_pieces(targets, arrive=True))
+    if way.one(torch.empty(len(sums) + 1, dtype=torch.int64)).tolist() != [*sums, 0]:
         raise RuntimeError(
             explain(
                 "the state has changed on its way to this rank",
@@ -154,66 +138,114 @@ def _receive(
         )
     if beside:
         overwrites()
-    for place, target in zip(places, targets, strict=True):
-        if target is not place:
+        for place, target in zip(places, targets, strict=True):
             place.copy_(target)
     return filled
 
 
-class _Chain:
-    """The way of the state along the ranks that need it: each receives a message and passes it on to the next.
+_Piece = tuple[torch.Tensor, Callable[[], None] | None]
+"""Bytes that travel at a time, and what to do when they have arrived."""
 
-    So no rank sends the state more than once, however many need it. A message is sent while the next one arrives.
+
+class _Way:
+    """The state's way along the ranks that need it: each takes it from the one before and passes it on at once.
+
+    So nobody sends it more than once, however many need it. The next pieces travel while one is summed up.
     """
 
-    def __init__(self, before: int | None, following: int | None) -> None:
-        self._before = before
-        self._following = following
+    def __init__(self, before: int | None, behind: int | None) -> None:
+        self._before, self._behind = before, behind
+        self._place = collectives.device()
         self._going: deque[tuple[Any, torch.Tensor]] = deque()
 
-    def carry(self, message: torch.Tensor) -> int:
-        """Receive into `message`, where there is a rank before, and send it to the next, if any. Its checksum."""
-        if self._before is not None:
-            dist.recv(message, self._before)
-        if self._following is not None:
-            self._going.append((dist.isend(message, self._following), message))
-            if len(self._going) > AHEAD:
-                self._going.popleft()[0].wait()
-        return _checksum(message.view(torch.uint8))
+    def one(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A message of its own."""
+        self.carry([(tensor, None)])
+        return tensor
 
-    def end(self) -> None:
-        """Wait until all is sent."""
-        while self._going:
+    def carry(self, pieces: Iterable[_Piece]) -> list[int]:
+        """Receive the pieces, where there is a rank before; send them, where there is one behind. Their checksums."""
+        sums = []
+        coming: deque[tuple[_Piece, Callable[[], torch.Tensor]]] = deque()
+        for piece in pieces:
+            coming.append((piece, self._begin(piece[0])))
+            if len(coming) > AHEAD:
+                sums.append(self._end(*coming.popleft()))
+        sums += [self._end(*each) for each in coming]
+        self._sent(0)
+        return sums
+
+    def _begin(self, piece: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Gives what waits until the piece is here, and where the group can reach it."""
+        if self._before is None:
+            return lambda: piece.to(self._place)
+        here = piece.device.type == self._place.type
+        travelling = piece if here else torch.empty_like(piece, device=self._place)
+        work: Any = dist.irecv(travelling, self._before)
+
+        def arrived() -> torch.Tensor:
+            work.wait()
+            if not here:
+                piece.copy_(travelling)
+            return travelling
+
+        return arrived
+
+    def _end(self, piece: _Piece, arrived: Callable[[], torch.Tensor]) -> int:
+        travelling = arrived()
+        if self._behind is not None:
+            self._going.append((dist.isend(travelling, self._behind), travelling))
+        total = _checksum(travelling)
+        if piece[1] is not None:
+            piece[1]()
+        self._sent(AHEAD)
+        return total
+
+    def _sent(self, left: int) -> None:
+        """Wait until all but so many sends are over."""
+        while len(self._going) > left:
             self._going.popleft()[0].wait()
 
 
-def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The bytes of the tensors as they travel, the same on all ranks: the parts of one message after the other."""
-    parts: list[torch.Tensor] = []
+def _pieces(tensors: Sequence[torch.Tensor], *, arrive: bool) -> Iterator[_Piece]:
+    """The bytes of the tensors, the same pieces on all ranks. `arrive`: they are to be written to."""
+    for pack in _packs(tensors):
+        direct = len(pack) == 1 and _lies_flat(pack[0])
+        if direct:
+            flat = _bytes(pack[0])
+        elif arrive:
+            flat = torch.empty(sum(map(_size, pack)), dtype=torch.uint8)
+        else:
+            flat = torch.cat([_bytes(each.cpu()) for each in pack])
+        *others, last = torch.split(flat, CHUNK_BYTES)
+        for chunk in others:
+            yield chunk, None
+        yield last, partial(_unpack, flat, pack) if arrive and not direct else None
+
+
+def _unpack(flat: torch.Tensor, pack: Sequence[torch.Tensor]) -> None:
+    for place, part in zip(pack, torch.split(flat, [_size(each) for each in pack]), strict=True):
+        aligned = part if part.storage_offset() % place.element_size() == 0 else part.clone()
+        place.copy_(aligned.view(place.dtype).reshape(place.shape))
+
+
+def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, small ones together: a message costs as much as some hundred kilobytes. None is empty."""
+    pack: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        for part in torch.split(tensor.detach().contiguous().reshape(-1).view(torch.uint8), MESSAGE_BYTES):
-            if parts and size + len(part) > MESSAGE_BYTES:
-                yield parts
-                parts, size = [], 0
-            parts.append(part)
-            size += len(part)
-    if parts:
-        yield parts
+        if pack and size + _size(tensor) > PACK_BYTES:
+            yield pack
+            pack, size = [], 0
+        if _size(tensor):
+            pack.append(tensor.detach())
+            size += _size(tensor)
+    if pack:
+        yield pack
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([part.cpu() for part in parts])
-
-
-def _host_tensor(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=like.dtype)
-
-
-def _checksum(flat: torch.Tensor) -> int:
-    """The sum of its words of 8 bytes: an accident of the wire or the memory changes it."""
-    words, rest = flat[: len(flat) // 8 * 8], flat[len(flat) // 8 * 8 :]
-    return int(words.view(torch.int64).sum() + rest.sum())
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -233,7 +265,7 @@ def _filled(told: Any, own: Any, places: list[torch.Tensor]) -> Any:
     if isinstance(told, tuple) and len(told) == 4 and told[0] == _MARK:
         dtype, shape, device = getattr(torch, told[1]), torch.Size(told[2]), told[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device
-        place = own if fits else torch.empty(shape, dtype=dtype, device=device)
+        place = own if fits else _fresh(shape, dtype, device)
         places.append(place)
         return place
     if isinstance(told, dict):
@@ -243,3 +275,34 @@ def _filled(told: Any, own: Any, places: list[torch.Tensor]) -> Any:
         has_list = own if isinstance(own, (list, tuple)) and len(own) == len(told) else [None] * len(told)
         return type(told)(_filled(each, mine, places) for each, mine in zip(told, has_list, strict=True))
     return told
+
+
+def _fresh(shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A new tensor. A large one is of huge pages where the kernel has them: touching small ones costs more than
+    receiving does."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    first, end = -(-tensor.data_ptr() // mmap.PAGESIZE), (tensor.data_ptr() + _size(tensor)) // mmap.PAGESIZE
+    if device == "cpu" and _size(tensor) >= HUGE_BYTES:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((end - first) * mmap.PAGESIZE), mmap.MADV_HUGEPAGE
+        )
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as a flat uint8 tensor: itself where it lies flat, else a copy."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _lies_flat(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can travel as they lie, and be summed up as words of 8."""
+    return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 8 == 0
+
+
+def _checksum(flat: torch.Tensor) -> int:
+    """A sum over 8-byte words, rows of them weighted by their place: an accident of wire or memory changes it."""
+    whole = flat.numel() // ROW_BYTES * ROW_BYTES
+    rows = flat[:whole].view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
+    rest = flat[whole:].to(torch.int64)
+    odd = torch.arange(1, 2 * max(len(rows), len(rest)) + 1, 2, device=flat.device)
+    return int(((rows * odd[: len(rows)]).sum() + (rest * odd[: len(rest)]).sum()).item()) & 0x7FFFFFFFFFFFFFFF

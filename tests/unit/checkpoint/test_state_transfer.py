@@ -149,15 +149,19 @@ def test_who_lacks_parts_gets_them(tmp_path: Path) -> None:
 
 def _with_a_flipped_bit(rank: int) -> Any:
     if rank == 0:
-        received, real = [], dist.recv
+        received, real = [], dist.irecv
 
-        def recv(tensor: torch.Tensor, *args: Any) -> None:
-            real(tensor, *args)
-            received.append(tensor.numel())
-            if len(received) == 3:
-                tensor.view(torch.uint8)[5] ^= 16
+        class Flipped:
+            def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+                self._work, self._tensor = work, tensor
 
-        dist.recv = recv
+            def wait(self) -> None:
+                self._work.wait()
+                received.append(self._tensor.numel())
+                if len(received) == 3:
+                    self._tensor.view(torch.uint8)[5] ^= 16
+
+        dist.irecv = lambda tensor, *args: Flipped(real(tensor, *args), tensor)
     return str(share(Standing(rank, True), lambda: _state(rank), lambda: None))
 
 
