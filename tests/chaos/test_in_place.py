@@ -22,7 +22,7 @@ import torch
 
 from elasticrt.audit.exactly_once import check
 from elasticrt.cli.audit import books
-from tests.cluster import Cluster, kill
+from tests.cluster import TOGETHER, Cluster, kill
 
 SCRIPT = Path(__file__).with_name("in_place_script.py")
 STEPS_PER_EPOCH = 20
@@ -376,7 +376,7 @@ for step in loop.steps(200):
 def test_a_node_that_dies_between_its_seat_and_the_meeting(tmp_path: Path) -> None:
     """N01: the others wait for it where no connection breaks: they ask, and do not wait for a lease to end."""
     (tmp_path / "train.py").write_text(NODES)
-    options = ["--nnodes", "1:3", "--lease-ttl", "600"]
+    options = ["--nnodes", "1:3", "--lease-ttl", "600", *TOGETHER]
     with Cluster(tmp_path, f"unmet-{secrets.token_hex(4)}", options, [str(tmp_path / "train.py")]) as cluster:
         for rank, name in enumerate("abc"):
             cluster.start(name, "--node-rank", str(rank))

@@ -37,8 +37,7 @@ for epoch in loop.epochs(1):
         F.mse_loss(model(x), x).backward()
         optimizer.step()
         optimizer.zero_grad()
-        loop.step()
-        if loop.steps == 20 and not os.path.exists(killed):
+        if loop.steps_done == 20 and not os.path.exists(killed):
             open(killed, "w").close()
             os.kill(os.getpid(), 9)
 """
