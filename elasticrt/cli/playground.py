@@ -36,7 +36,8 @@ class SimulateOptions:
 
 
 _OURS = frozenset({
-    "nnodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone", "events_fd", "health",
+    "nnodes", "min_nodes", "max_nodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
+    "events_fd", "health",
 })  # fmt: skip
 """Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
 
