@@ -21,7 +21,6 @@ from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Keys, Result
 from elasticrt.settings import Settings
 from elasticrt.store.lease_session import LeaseSession
-from elasticrt.store.protocol import Lease
 from elasticrt.workers.logs import newest_generation
 
 log = logging.getLogger(__name__)
@@ -40,15 +39,13 @@ class Membership:
         self.session: LeaseSession
         self.driver: StoreDriver
         self.courier: StoreProxy
-        self._granted = False
 
     def open(self, member: Member) -> Result | None:
         """Have the member join. A Result when the run has succeeded before. Raises DuplicateError, StoreError."""
         settings, edges, store, put = self._settings, self._edges, self.meeting.store, self._queue.put
-        self._granted = False
         self.session = edges.lease_session(store, member.me.spec.lease_ttl_s, put)
         self.driver = StoreDriver(
-            store, put, edges.clock, grant=self._grant, probe=edges.probe, told_to_leave=self.told_to_leave
+            store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self.told_to_leave
         )
         self.courier = edges.store_proxy(store, Keys(settings.run_id), put)
         timeout_s = member.me.spec.join_timeout_s
@@ -65,11 +62,6 @@ class Membership:
         seen = max(record.seen, newest_generation(settings.run_dir))
         member.me = replace(member.me, record=record.model_copy(update={"seen": seen}))
         return None
-
-    def _grant(self) -> Lease:
-        lease = self.session.reopen() if self._granted else self.session.open()
-        self._granted = True
-        return lease
 
     def _has_succeeded(self, member: Member) -> str:
         """How the run ended, if it is told to nobody but by its logs: this machine's etcd has ended with it."""

@@ -88,19 +88,23 @@ class LeaseSession:
         self._lost = self._closed = False
         self._threads: list[threading.Thread] = []
 
-    def open(self) -> Lease:
-        """Grant the lease and begin to keep it alive. Raises StoreUnavailable, StoreRefused."""
+    def grant(self) -> Lease:
+        """Get a lease: the first, which is kept alive from now on, or a new one in place of the last.
+
+        Raises StoreUnavailable, StoreRefused; then the last one stays.
+        """
         with self._lock:
-            assert self._lease is None, "a session is opened once"
+            is_first = self._lease is None
         lease = self._grant()
+        if is_first:
+            self._start()
+        return lease
+
+    def _start(self) -> None:
+        """Begin to keep the lease alive, and to judge it."""
         for work in (self._keep_alive, self._look):
             self._threads.append(threading.Thread(target=work, name=f"elasticrt-session{work.__name__}", daemon=True))
             self._threads[-1].start()
-        return lease
-
-    def reopen(self) -> Lease:
-        """Grant a new lease in place of the old one. StoreUnavailable, StoreRefused: the old one stays."""
-        return self._grant()
 
     def look(self) -> None:
         """Look at the clock now: after a pause of the whole process the caller may be faster than our own threads."""
@@ -149,7 +153,7 @@ class LeaseSession:
                 assert self._lease is not None, "started after the grant"
                 pause_s = pause_s or self._lease.ttl_s * KEEP_ALIVE_SHARE
                 self._wake.wait_for(lambda: self._closed, pause_s)
-                # A lost lease needs no keep-alive; a new one, by `reopen`, wakes us.
+                # A lost lease needs no keep-alive; a new one, by `grant`, wakes us.
                 self._wake.wait_for(lambda: self._closed or not self._lost)
                 if self._closed:
                     return

@@ -26,7 +26,7 @@ from elasticrt.rendezvous.records import Generation, Report, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import ETCD_WAIT_S, Lease, Store
+from elasticrt.store.protocol import ETCD_WAIT_S, Store
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,7 @@ class Participant:
         )
         self.loop = EventLoop(run_id, self, edges)
         self._session = edges.lease_session(store, spec.lease_ttl_s, self.loop.queue.put)
-        self._granted = False
-        driver = StoreDriver(store, self.loop.queue.put, edges.clock, grant=self._grant, probe=edges.probe)
+        driver = StoreDriver(store, self.loop.queue.put, edges.clock, grant=self._session.grant, probe=edges.probe)
         self.loop.begin(self.member, driver, self._session)
         self.loop.watch_threads()
         self._probes.start()
@@ -167,11 +166,6 @@ class Participant:
 
     def _has(self, after: int) -> bool:
         return self._turn is not None and self._turn.generation.number > after
-
-    def _grant(self) -> Lease:
-        lease = self._session.reopen() if self._granted else self._session.open()
-        self._granted = True
-        return lease
 
     @property
     def _record(self) -> MemberRecord:

@@ -13,7 +13,6 @@ from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, nobody
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, LeaseSession
-from elasticrt.store.protocol import Lease
 from tests.virtual.engine import VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
 
@@ -153,13 +152,10 @@ class VirtualLeaseSession(LeaseSession):
         super().__init__(store, ttl_s, sink, now=store.process.clock)
         self._process = store.process
 
-    def open(self) -> Lease:
-        """See `LeaseSession`."""
-        lease = self._grant()
+    def _start(self) -> None:
         engine, process = self._process.sim.engine, self._process
         process.tasks.append(engine.start(process, self._keep, "keep"))
         process.tasks.append(engine.start(process, self._watch_clock, "look"))
-        return lease
 
     def _keep(self) -> None:
         pause_s = 0.0

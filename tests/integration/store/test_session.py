@@ -50,7 +50,7 @@ def test_kept_alive(etcd: EtcdServer) -> None:
     """A session outlives its TTL and says so once; closing with revoke ends the lease at once."""
     words = Words()
     with session_at(etcd.address, words) as (store, session):
-        lease = session.open()
+        lease = session.grant()
         end = time.monotonic() + 2.5 * lease.ttl_s
         while time.monotonic() < end:
             assert store.keep_alive(lease.lease_id) > 0
@@ -66,10 +66,10 @@ def test_lease_revoked_by_hand(etcd: EtcdServer) -> None:
     """A revocation by hand is noticed with the next keep-alive; a new lease makes it connected again (E08)."""
     words = Words()
     with session_at(etcd.address, words) as (store, session):
-        first = session.open()
+        first = session.grant()
         store.revoke(first.lease_id)
         words.wait("connected lost")
-        second = session.reopen()
+        second = session.grant()
         assert second.lease_id != first.lease_id
         words.wait("connected lost connected")
         assert words.states[-1].lease_id == second.lease_id
@@ -82,7 +82,7 @@ def test_silent_server(etcd: EtcdServer) -> None:
     words = Words()
     # A question goes out every 1.25 s at most, and etcd gets it: the lease lives throughout.
     with Proxy(etcd.address) as proxy, session_at(proxy.address, words, ttl_s=3.0) as (_, session):
-        lease = session.open()
+        lease = session.grant()
         proxy.set("swallow")
         words.wait("connected suspended")
         assert "no answer from etcd for" in words.states[-1].reason
@@ -96,7 +96,7 @@ def test_server_killed_and_restarted(etcd: EtcdServer) -> None:
     """A restart longer than the TTL suspends; leases start anew with the server, so the session recovers (E04)."""
     words = Words()
     with session_at(etcd.address, words) as (_, session):
-        session.open()
+        session.grant()
         etcd.stop()
         words.wait("connected suspended")
         etcd.restart()
@@ -107,7 +107,7 @@ def test_paused_process(etcd: EtcdServer) -> None:
     """A process that stood still is suspended before it believes anything, and connected by a fresh answer (A05)."""
     words, jump = Words(), [0.0]
     with session_at(etcd.address, words, now=lambda: time.monotonic() + jump[0]) as (_, session):
-        session.open()
+        session.grant()
         jump[0] = 60.0
         words.wait("connected suspended connected")
         assert words.states[1].reason.startswith("paused for 60.")
@@ -120,5 +120,5 @@ def test_no_server() -> None:
         session_at(Address("http", "127.0.0.1", free_port()), words) as (_, session),
         pytest.raises(StoreUnavailable, match="grant a lease"),
     ):
-        session.open()
+        session.grant()
     assert words.states == []

@@ -63,7 +63,7 @@ def test_an_answer_counts_from_when_its_question_was_sent(asked: str) -> None:
     try:
         if asked == "grant":
             store.delay_s = late_s
-        session.open()
+        session.grant()
         if asked == "keep-alive":
             assert states.get(timeout=20).word == "connected"
             store.delay_s = late_s
