@@ -7,6 +7,8 @@ import secrets
 import shutil
 import socket
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +104,7 @@ def command_of(options: RunOptions, script: str | None, arguments: list[str]) ->
         raise ConfigError(explain("nothing to run", "SCRIPT", expected=expected, remedy=remedy))
     argv = (script, *arguments)
     if options.module:
+        _check_module(script)
         return Command(argv=argv, kind="module")
     if options.no_python:
         if shutil.which(script) is None:
@@ -112,6 +115,17 @@ def command_of(options: RunOptions, script: str | None, arguments: list[str]) ->
         return Command(argv=argv, kind="program")
     _check_script(Path(script))
     return Command(argv=argv, kind="script")
+
+
+def _check_module(name: str) -> None:
+    """Look for its top-level part: what is below could be found only by importing that."""
+    top = name.partition(".")[0]
+    # Another Python may have other modules.
+    if not os.environ.get("PYTHON_EXEC") and not (
+        top and (PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top))
+    ):
+        got, expected = "nothing of that name here or installed", "a Python module"
+        raise ConfigError(explain("no such module", name, got=got, expected=expected, remedy="Check the name"))
 
 
 def _check_script(path: Path) -> None:

@@ -23,6 +23,13 @@ DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 class Parser(argparse.ArgumentParser):
     """An argument parser whose mistakes are ours: one line, a suggestion, exit code 2."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but unknown options are told by the command that they were given to, not by the whole."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage."""
         commands = self._commands()
@@ -32,18 +39,16 @@ class Parser(argparse.ArgumentParser):
             remedy = f"Did you mean `{near}`?" if near else f"Write {self.prog} COMMAND [options]"
             choices = f"one of {', '.join(commands)}"
             raise ConfigError(explain("no such command", self.prog, got=wrong[1], expected=choices, remedy=remedy))
-        unknown = message.rpartition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
-        # argparse reports a command's unknown options at the top.
-        known = [
-            option
-            for parser in (self, *commands.values())
-            for action in parser._actions
-            for option in action.option_strings
-        ]
-        begun = [option for option in known if len(unknown) > 3 and option.startswith(unknown)]
-        options = begun[:1] or get_close_matches(unknown, known, n=1)
-        hint = f". Did you mean {options[0]}?" if options else f". See `{self.prog} --help`"
+        near = self._near(message.rpartition("unrecognized arguments: ")[2])
+        hint = f". Did you mean {near}?" if near else f". See `{self.prog} --help`"
         raise ConfigError(f"{message} ({self.prog}){hint}")
+
+    def _near(self, words: str) -> str:
+        """The option that the first of these words may be a slip or the beginning of; "" when none is likely."""
+        unknown = re.split("[ =]", words)[0].replace("_", "-")
+        known = [option for action in self._actions for option in action.option_strings if "_" not in option]
+        begun = [option for option in known if len(unknown) > 3 and option.startswith(unknown)]
+        return next(iter(begun or get_close_matches(unknown, known, n=1, cutoff=0.75)), "")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """At once and to stdout, so that help which cannot be written is found out like anything else."""

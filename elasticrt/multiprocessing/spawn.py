@@ -186,7 +186,7 @@ class _Shown:
                     if read:
                         self._target.write(text)
                         self._target.flush()
-                except BrokenPipeError:  # The reader has gone. What the agent says at its end is still wanted.
+                except OSError:  # The reader has gone, or the disk is full. The agent's last words are still wanted.
                     read = False
 
 

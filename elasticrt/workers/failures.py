@@ -205,6 +205,9 @@ _NOT_HERE = re.compile(
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
 _NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
 _WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
+EXITS_OF_SHELLS = (126, 127)
+"""What shells end with when there is no such program, or none that can be executed."""
+
 EXIT_USAGE = 2
 """What argparse, click and most programs end with when they do not understand their arguments."""
 
@@ -282,14 +285,16 @@ def _in_traceback(lines: Sequence[str]) -> Raised | None:
 
 
 def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
-    """What certainly comes again and has no traceback: a script that cannot be compiled, a module that is not there,
-    arguments that the script refuses.
+    """What certainly comes again and has no traceback: a script that cannot be compiled, a module or a program that is
+    not there, arguments that the script refuses.
     """
     last = next((line for line in reversed(lines) if line.strip()), "")
     if found := _UNCOMPILED.fullmatch(last):
         return Raised(found[1], found[2], certain=True)
     if code == 1 and (found := _NO_MODULE.fullmatch(last)):
         return Raised("ModuleNotFoundError", found[1], certain=True)
+    if code in EXITS_OF_SHELLS:
+        return Raised(message=last, certain=True)
     usage = code == EXIT_USAGE and _WRONG.fullmatch(last) and any(line.lower().startswith("usage: ") for line in lines)
     return Raised(message=last, certain=True) if usage else Raised()
 

@@ -186,6 +186,36 @@ def test_notebook_cells_without_cloudpickle(tmp_path: Path) -> None:
     assert "pip install cloudpickle" in output
 
 
+CHATTY = """
+import sys
+import elasticrt
+
+def talk(i):
+    print("x" * (1 << 20))
+    return i
+
+if __name__ == "__main__":
+    print(elasticrt.spawn(talk), file=sys.stderr)
+"""
+
+
+def test_a_full_disk_behind_the_output(tmp_path: Path) -> None:
+    """What workers print is lost, more than a pipe holds; the call ends as it does otherwise."""
+    (tmp_path / "script.py").write_text(CHATTY)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+    assert done.stderr.endswith("{0: 0}\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 SLEEPER = """
 import pathlib, time
 import elasticrt

@@ -332,7 +332,7 @@ def test_what_is_certain_to_fail_again_ends_the_run(tmp_path: Path, script: str,
 @pytest.mark.parametrize(
     "words",
     [
-        ["-m", "not_there"],
+        ["-m", "json.not_there"],
         ["--start-method", "spawn", "wrong.py"],
         ["asks.py"],
         ["--no-python", "./none.sh"],

@@ -168,6 +168,8 @@ NO_FILE = "cannot start the worker: [Errno 2] No such file or directory: './x'"
         ({"code": 2, "last_lines": ["fetch: error: the connection was lost"]}, 0),
         ({"code": 3, "last_lines": USAGE}, 0),
         ({"code": 2, "last_lines": ["No module named x"]}, 0),
+        ({"code": 127, "last_lines": ["./run.sh: 2: nothing: not found"]}, 1),
+        ({"code": 127, "last_lines": ["./run.sh: 2: nothing: not found"], "stepped": True}, 0),
         ({"code": 127, "start_error": NO_FILE}, 1),
         ({"code": 126, "start_error": "cannot start the worker: [Errno 8] Exec format error: './x'"}, 1),
         ({"code": 126, "start_error": "fork: [Errno 11] Resource temporarily unavailable"}, 0),
