@@ -8,7 +8,6 @@ It has one thread and one loop: messages from the agent, ends of children. When 
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import errno
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elasticrt.bootstrap import child_process, process_sessions
+from elasticrt.bootstrap import child_process, process_sessions, shutdown
 from elasticrt.bootstrap.child_process import Job
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Message, Signal, Start, Started, Warm
@@ -260,6 +259,7 @@ def _expect_all(start: Start, fds: list[int]) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the worker parent, to its process's end, or to that of the worker which a fork of it has become."""
+    shutdown.arrange()
     options = _parser().parse_args(arguments)
     if not getattr(sys.flags, "safe_path", False):
         # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
@@ -271,12 +271,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        # As in its forks, what was imported is not taken apart: libraries complain of what is left.
-        os._exit(0)
+        shutdown.leave(0)  # As in its forks, what was imported is not taken apart: libraries complain of what is left.
     parent.forget()
     signals = parent.signals
     del parent

@@ -112,17 +112,14 @@ def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterator[tuple[_Place, 
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             environ |= {alias.asname or alias.name for alias in node.names if alias.name in environ}
+    values = {target: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
-            targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-            value = _text(node.value) if isinstance(node, ast.Assign) else _ANY
-            for each in (part for target in targets for part in ast.walk(target)):
-                if isinstance(each, ast.Subscript) and _name(each.value) in environ:
-                    changed = _text(each.slice)
-                    if changed == _ANY or env.get(changed) != value:
-                        yield _place(node), changed
-                elif isinstance(node, ast.AugAssign) and each is node.target and _name(each) in environ:
-                    yield _place(node), _ANY  # `os.environ |= ...`
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _name(node.value) in environ:
+            name = _text(node.slice)
+            if name == _ANY or env.get(name) != _text(values.get(node)):
+                yield _place(node), name
+        elif isinstance(node, ast.AugAssign) and _name(node.target) in environ:
+            yield _place(node), _ANY  # `os.environ |= ...`
         elif isinstance(node, ast.Call):
             yield from ((_place(node), name) for name in _called(node, environ, env))
 

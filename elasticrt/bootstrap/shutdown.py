@@ -16,6 +16,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -105,23 +106,42 @@ def _leave_groups() -> None:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def leave(code: int, names: Sequence[str], *, host_fd: int = -1) -> NoReturn:
+def arrange() -> None:
+    """Let every end of this process, and of its forks, be as `leave` says.
+
+    To be called before anything has registered an exit hook: hooks run in the reverse order, so that ours is the last.
+    """
+    atexit.register(lambda: [step() for step in _last_steps])
+
+
+_last_steps: list[Callable[[], object]] = []
+"""What the last exit hook does: nothing, until `leave` has been called."""
+
+
+def leave(code: int, names: Sequence[str] = (), *, host_fd: int = -1) -> NoReturn:
     """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
 
-    Threads are joined, exit hooks run, the objects that the script and the modules it imported (`names`) hold are
-    destroyed, which flushes files and calls `__del__`, and streams are flushed. Left out are the destructors of
-    preloaded libraries. In a fork they cost 0.2 s of copying pages only to free them, they complain of what a fork
-    cannot free, and they can wait for ever for a thread of torch's that needs the interpreter.
+    The interpreter joins threads and runs exit hooks. The last one (see `arrange`) destroys the objects that the script
+    and the modules it imported (`names`) hold, which flushes files and calls `__del__`, flushes streams, and ends the
+    process. Left out are the destructors of preloaded libraries. In a fork they cost 0.2 s of copying pages only to
+    free them, they complain of what a fork cannot free, and they can wait for ever for a thread of torch's that needs
+    the interpreter.
 
     After a success a worker with `host_fd` lingers on that channel. Code of the script's runs here: whatever it raises
     is shown as an interpreter shows it, and everything else is still done.
     """
-    _guarded(threading._shutdown)  # type: ignore[attr-defined]  # What the interpreter itself calls.
-    _guarded(_spare_torch)
-    _guarded(atexit._run_exitfuncs)
+    _spare_torch()
+    _last_steps.append(partial(_end, code, names, host_fd))
+    sys.exit()
+
+
+def _end(code: int, names: Sequence[str], host_fd: int) -> NoReturn:
     # Before, because of a file that goes with others at once only the lower half may be left to write to.
     flushed = [_flushed(file) for file in _open_files()]
-    _guarded(lambda: _destroy(names))
+    try:
+        _destroy(names)
+    except BaseException as error:  # noqa: BLE001  Code of the script's may raise anything.
+        _show(error, _destroy)
     flushed += [_flushed(stream) for stream in (sys.stdout, sys.stderr, *_open_files())]
     if not all(flushed):
         code = code or _EXIT_CANNOT_FLUSH
@@ -132,13 +152,6 @@ def leave(code: int, names: Sequence[str], *, host_fd: int = -1) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
-
-
-def _guarded(step: Callable[[], object]) -> None:
-    try:
-        step()
-    except BaseException as error:  # noqa: BLE001  Code of the script's may raise anything.
-        _show(error, step)
 
 
 def _show(error: BaseException, about: object) -> None:

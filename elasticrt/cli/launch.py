@@ -17,7 +17,7 @@ from elasticrt.cli import run
 from elasticrt.cli.configure import ORDER
 from elasticrt.cli.options import read
 from elasticrt.errors import ConfigError
-from elasticrt.option_values import choice, option
+from elasticrt.option_values import option
 
 LOCAL_RANK = "${local_rank}"
 """What stands for its local rank in a worker's arguments, as under torchrun."""
@@ -28,12 +28,6 @@ class LaunchOptions:
     """What `launch` has besides the options of `run`. The script's arguments show what it did."""
 
     use_env: bool = option("--use-env", False, "append nothing: the script reads LOCAL_RANK")
-    local_rank_argument: str = option(
-        "--local-rank-argument HOW",
-        "auto",
-        "--local-rank or --local_rank; auto: whichever the script names",
-        choice("auto", "dash", "underscore"),
-    )
 
 
 _UNDERSCORE = re.compile(r"""["']--local_rank["']""")
@@ -56,24 +50,18 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the agent; its exit code."""
-    own = read(LaunchOptions(), arguments, os.environ)
-    if not own.use_env:
+    if not read(LaunchOptions(), arguments, os.environ).use_env:
         if run.options_given(arguments, os.environ).no_python:
             raise ConfigError(
                 "a program that is not Python gets no argument of ours (--no-python). Add --use-env; read LOCAL_RANK"
             )
-        how = own.local_rank_argument
-        name = argument_of(_source(arguments.script)) if how == "auto" else _NAMES[how]
-        arguments.arguments = [f"{name}={LOCAL_RANK}", *arguments.arguments]
+        arguments.arguments = [f"{argument_of(_source(arguments.script))}={LOCAL_RANK}", *arguments.arguments]
     return run.main(arguments)
-
-
-_NAMES = {"dash": "--local-rank", "underscore": "--local_rank"}
 
 
 def argument_of(source: str) -> str:
     """The argument that a script with this source asks for; torch's own where it does not say. Pure."""
-    return _NAMES["underscore" if _UNDERSCORE.search(source) and not _DASH.search(source) else "dash"]
+    return "--local_rank" if _UNDERSCORE.search(source) and not _DASH.search(source) else "--local-rank"
 
 
 def _source(script: str | None) -> str:

@@ -126,15 +126,19 @@ def _socket_in(directory: Path) -> Address:
 
 def parse_listen(text: str, *, tls: bool) -> Address:
     """`HOST:PORT`. Raises ConfigError."""
-    expected = "HOST:PORT, such as 0.0.0.0:2379"
     try:
-        addresses = parse_endpoints(text)
-    except ConfigError as error:
-        what = str(error).partition(" (--etcd)")[0]
-        raise ConfigError(explain(what, "--listen", got=text, expected=expected)) from error
-    if "://" in text or len(addresses) != 1 or not text.endswith(f":{addresses[0].port}"):
-        raise ConfigError(explain("a bad address to serve at", "--listen", got=text, expected=expected))
-    return Address("https" if tls else "http", addresses[0].host, addresses[0].port)
+        (address,) = parse_endpoints(text)
+    except (ConfigError, ValueError) as error:
+        raise _bad_listen(text) from error
+    if "://" in text or not text.endswith(f":{address.port}"):
+        raise _bad_listen(text)
+    return replace(address, scheme="https" if tls else "http")
+
+
+def _bad_listen(text: str) -> ConfigError:
+    return ConfigError(
+        explain("a bad address to serve at", "--listen", got=text, expected="HOST:PORT, such as 0.0.0.0:2379")
+    )
 
 
 def check_tls(arguments: argparse.Namespace) -> bool:
@@ -172,29 +176,16 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, argume
     # With a directory of its own the identity lasts as long as the data; without one every server is another.
     token = "elasticrt" if arguments.data_dir is not None else uuid4().hex
     etcd = EtcdProcess(binary, directory, listen, token, tuple(options))
-    received: list[int] = []
-
-    def end(number: int, _: object) -> None:
-        # The first signal asks etcd to end, which ends the waits below; the second insists.
-        received.append(number)
-        if etcd.process is not None:
-            etcd.process.send_signal(signal.SIGTERM if len(received) == 1 else signal.SIGKILL)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = etcd_server.caught_signals()
     try:
         etcd.start()
-        if etcd.process is not None and not received:
-            write(sys.stdout, "\n".join(how_to_join(given, arguments, etcd_server.version_of(binary))) + "\n")
-            etcd.process.wait()
-    except StoreError:
-        if not received:
-            raise
+        write(sys.stdout, "\n".join(how_to_join(given, arguments, etcd_server.version_of(binary))) + "\n")
+        while (number := signals.get()) == signal.SIGCHLD and etcd.runs():
+            pass  # Another child's end: that of `etcd --version`.
     finally:
         etcd.stop()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        return EXIT_OK if received[0] == signal.SIGINT else EXIT_TERMINATED
+    if number != signal.SIGCHLD:
+        return EXIT_OK if number == signal.SIGINT else EXIT_TERMINATED
     got, remedy = etcd.why_it_ended()
     raise StoreError(explain("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy))
 

@@ -224,9 +224,7 @@ class _Player:
         if fault.what == "drain node":
             process.terminate()
             return f"SIGTERM to pid {pid}"
-        _, workers = self._story.workers.get(node, (0, {}))
-        words = [str(word) for word in (fault.pause_s, pid, *workers.values())]
-        helper = [sys.executable, "-m", "elasticrt.playground.pause", *words]
+        helper = [sys.executable, "-m", "elasticrt.playground.pause", str(fault.pause_s), str(pid)]
         self._pauses.append(subprocess.Popen(helper, stdin=subprocess.PIPE, start_new_session=True))
         return f"SIGSTOP to pid {pid} and its workers, SIGCONT after {fault.pause_s:g} s"
 
@@ -234,7 +232,7 @@ class _Player:
         pid = self._story.worker(rank)
         agents = [process.pid for process in self._agents.values()]
         # A number that an event named some time ago is signalled only while it still belongs to one of our agents.
-        if pid is None or not any(pause.line_of_descent(pid, agent) for agent in agents):
+        if pid is None or not any(pause.descends(pid, agent) for agent in agents):
             return "no such worker is running: nothing done"
         with suppress(ProcessLookupError):  # It has ended by itself in this very moment.
             os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,10 @@ _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST = re.compile(rf"(?=.{{1,254}}$)(?!_){_LABEL}(\.{_LABEL})*\.?")
 """Python's resolver raises UnicodeError, which is no OSError, for a label that is empty or longer than 63."""
 
-_EXPECTED = "host:port, http://host:port, https://host:port or unix:/path, several separated by commas"
+_ENDPOINT = re.compile(r"(?:(https?)://)?(\[[^\]]*\]|[^\[\]:/?#]*)(?::([^:/?#]*))?/?", re.IGNORECASE)
+_EXPECTED = (
+    "host:port, http://host:port, https://host:port or unix:/path, several separated by commas; [..] around IPv6"
+)
 
 
 def parse_endpoints(text: str) -> tuple[Address, ...]:
@@ -70,37 +73,31 @@ def check_host(text: str, option: str) -> str:
 
 
 def _is_name(host: str) -> bool:
-    return _HOST.fullmatch(host) is not None and not _looks_numeric(host)
+    looks_numeric = all(character in "0123456789." for character in host)
+    return _HOST.fullmatch(host) is not None and not looks_numeric
 
 
 def _parse_endpoint(item: str) -> Address:
-    if not item:
-        raise _wrong("an empty endpoint", item)
     if item.startswith("unix:"):
         return _parse_socket(item)
-    scheme: Literal["http", "https"] = "http"
-    rest = item
-    if "://" in item:
-        given, rest = item.split("://", 1)
-        if given.lower() not in ("http", "https"):
-            raise _wrong("an endpoint with an unknown scheme", _redacted(item))
-        scheme = "https" if given.lower() == "https" else "http"
-    if "@" in rest:
+    if "@" in item:
         # A password on a command line is in the process list and in every log; refusing it teaches the right way.
+        remedy = "Use --etcd-user and --etcd-password-file"
+        got = item[: item.find("://") + 3 if "://" in item else 0] + "***@" + item.rpartition("@")[2]
         raise ConfigError(
-            explain(
-                "an endpoint with a user name in it",
-                "--etcd",
-                got=_redacted(item),
-                expected=_EXPECTED,
-                remedy="Use --etcd-user and --etcd-password-file",
-            )
+            explain("an endpoint with a user name in it", "--etcd", got=got, expected=_EXPECTED, remedy=remedy)
         )
-    rest = rest[:-1] if rest.endswith("/") else rest
-    if any(character in rest for character in "/?#"):
-        raise _wrong("an endpoint with a path", item)
-    host, port = _split_port(rest, item)
-    return Address(scheme, host, port)
+    found = _ENDPOINT.fullmatch(item)
+    if found is None:
+        raise _wrong("not an endpoint", item)
+    host, port = found[2], str(DEFAULT_PORT) if found[3] is None else found[3]
+    is_ipv6 = isinstance(_as_ip(host[1:-1]), ipaddress.IPv6Address) and host.startswith("[")
+    if not (is_ipv6 or _is_name(host) or isinstance(_as_ip(host), ipaddress.IPv4Address)):
+        raise _wrong("an endpoint with a malformed host", item)
+    if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise _wrong("an endpoint with a bad port", item, expected="a port from 1 to 65535")
+    scheme: Literal["http", "https"] = "https" if (found[1] or "").lower() == "https" else "http"
+    return Address(scheme, host[1:-1] if is_ipv6 else host, int(port))
 
 
 def _parse_socket(item: str) -> Address:
@@ -113,28 +110,6 @@ def _parse_socket(item: str) -> Address:
     return Address("unix", path, 0)
 
 
-def _split_port(rest: str, item: str) -> tuple[str, int]:
-    if rest.startswith("["):
-        host, closed, after = rest[1:].partition("]")
-        if not closed or not isinstance(_as_ip(host), ipaddress.IPv6Address) or (after and not after.startswith(":")):
-            raise _wrong("an endpoint with a malformed IPv6 address", item)
-        port = after[1:] if after else str(DEFAULT_PORT)
-    elif rest.count(":") > 1:
-        raise _wrong("an IPv6 address without brackets", item, expected=f"[{rest}] or [{rest}]:{DEFAULT_PORT}")
-    else:
-        host, colon, port = rest.partition(":")
-        port = port if colon else str(DEFAULT_PORT)
-        if not _is_name(host) and _as_ip(host) is None:
-            raise _wrong("an endpoint with a malformed host", item)
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
-        raise _wrong("an endpoint with a bad port", item, expected="a port from 1 to 65535")
-    return host, int(port)
-
-
-def _looks_numeric(host: str) -> bool:
-    return all(character in "0123456789." for character in host)
-
-
 def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)
@@ -144,13 +119,6 @@ def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _redacted(item: str) -> str:
-    if "@" not in item:
-        return item
-    start = item.index("://") + 3 if "://" in item else 0
-    return item[:start] + "***@" + item.rsplit("@", 1)[1]
 
 
 def _wrong(what: str, item: str, expected: str = _EXPECTED) -> ConfigError:

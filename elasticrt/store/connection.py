@@ -288,8 +288,7 @@ def refused(what: str, where: str, code: str, details: str) -> str:
 
 
 def _password(credentials: Credentials) -> str:
-    if credentials.password_file is None:
-        raise ConfigError(explain("a user without a password", "--etcd-user", expected="--etcd-password-file as well"))
+    assert credentials.password_file is not None, "a login has both"
     try:
         return Path(credentials.password_file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:

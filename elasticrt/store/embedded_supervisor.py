@@ -38,18 +38,6 @@ LEAVE_S = 60.0
 """How long members may take to hand over and leave, after a signal that they have got as well."""
 
 
-def ends_at(*, members: int, result: bool, left_at: float, found_at: float, linger_s: float) -> float | None:
-    """When to end if nothing changes, on the clock of the arguments; None while there are members. Pure.
-
-    `left_at` is when the last member left, or when the server began; `found_at` when an agent last asked for it.
-    """
-    if members:
-        return None
-    if result:
-        return max(left_at + min(AFTER_RESULT_S, linger_s), found_at + min(FOUND_S, linger_s))
-    return max(left_at, found_at) + linger_s
-
-
 class Need:
     """Whether a run still needs its server. Times are in seconds on the clock of `now`."""
 
@@ -70,20 +58,15 @@ class Need:
         if touched_ns != self._touched_ns:
             self._touched_ns, self._found_at = touched_ns, now
         try:
-            members = self._store.read(self._members, limit=1).count
-            result = self._store.read(self._result, limit=1).count
+            if self._store.read(self._members, limit=1).count:
+                self._left_at, self._linger_s = now, self._after_first_s
+                return False
+            has_result = bool(self._store.read(self._result, limit=1).count)
         except StoreError:
-            members, result = 1, 0  # It counts as needed until it answers.
-        if members:
-            self._left_at, self._linger_s = now, self._after_first_s
-        due = ends_at(
-            members=members,
-            result=bool(result),
-            left_at=self._left_at,
-            found_at=self._found_at,
-            linger_s=self._linger_s,
-        )
-        return due is not None and now >= due
+            return False  # It counts as needed until it answers.
+        after_leaving_s = min(AFTER_RESULT_S, self._linger_s) if has_result else self._linger_s
+        after_finding_s = min(FOUND_S, self._linger_s) if has_result else self._linger_s
+        return now >= max(self._left_at + after_leaving_s, self._found_at + after_finding_s)
 
 
 def keep_up(etcd: EtcdProcess) -> bool:
@@ -154,9 +137,7 @@ def main(text: str) -> None:
     order: dict[str, Any] = json.loads(text)
     if os.fork():
         os._exit(0)  # The agent has nothing to wait for, and init reaps the child.
-    signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-        signal.signal(number, lambda received, _: signals.put(received))
+    signals = etcd_server.caught_signals()
     data, record = embedded.make_data(), Path(order["record"])
     listen = Address(**order["listen"]) if order["listen"] else etcd_server.socket_in(data)
     # Without fsync: the data does not outlive a crash anyway, because the next server starts empty.

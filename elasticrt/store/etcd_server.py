@@ -7,7 +7,6 @@ Used by the keeper of the embedded server, which must be quick (so only light mo
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from queue import SimpleQueue
 
 from elasticrt.errors import ConfigError, StoreError, explain
 from elasticrt.ipc.leash import command_of
@@ -155,6 +155,14 @@ def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
     return False
 
 
+def caught_signals() -> SimpleQueue[int]:
+    """From now on SIGTERM, SIGINT, and the end of a child only put their numbers into this queue."""
+    signals: SimpleQueue[int] = SimpleQueue()  # Its `put` is safe in a signal handler.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, lambda received, _: signals.put(received))
+    return signals
+
+
 class EtcdProcess:
     """One etcd, made by `command` from the arguments of the same names, with its files in the directory `data`.
 
@@ -183,6 +191,10 @@ class EtcdProcess:
         remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
         raise StoreError(explain("etcd did not start", self._command[0], got=got, remedy=remedy))
 
+    def runs(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
     def why_it_ended(self) -> tuple[str, str]:
         """What the server's log says about its end, in a few words, and the remedy when the reason is a usual one."""
         log = self._data / LOG
@@ -194,13 +206,12 @@ class EtcdProcess:
         """SIGINT, and SIGKILL when that takes more than 5 s; the process has been reaped afterwards."""
         if self.process is None:
             return
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def connect(address: Address, timeout_s: float) -> socket.socket:
@@ -238,24 +249,14 @@ def resolve(host: str, option: str) -> str:
 
 
 def resolve_for_others(host: str, option: str) -> str:
-    """The same, for other nodes to come to: 0.0.0.0, a broadcast or a multicast address is no machine's own."""
+    """The same, for other nodes to come to: neither 0.0.0.0 nor a multicast address is one machine's own."""
     ip = resolve(host, option)
     parsed = ip_address(ip.partition("%")[0])
-    if parsed.is_unspecified or parsed.is_multicast or _is_broadcast(ip):
+    if parsed.is_unspecified or parsed.is_multicast:
         got = host if host == ip else f"{host}, which is {ip} here"
         expected = "the one address of this machine that the other nodes reach"
         raise ConfigError(explain("not one machine's address", option, got=got, expected=expected))
     return ip
-
-
-def _is_broadcast(ip: str) -> bool:
-    """Whether the kernel asks for a permission to send there, as it does for broadcasts. Nothing is sent."""
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((ip, 9))
-        except OSError as error:
-            return error.errno == errno.EACCES
-    return False
 
 
 def reached_from_here(listen: Address) -> Address:
@@ -284,58 +285,28 @@ def claim(listen: Address, option: str) -> Address:
 
 
 def in_our_words(text: str) -> tuple[str, str]:
-    """The reason in what a server, or the attempt to start it, has said, and the remedy. Pure.
-
-    Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
-    """
-    lowered = text.lower()
-    for pieces, got, remedy in _LIMITS:
-        if any(piece in lowered for piece in pieces):
-            return got, remedy
+    """The reason in what a server, or the attempt to start it, has said, and the remedy where one is known. Pure."""
+    remedy = next((remedy for words, remedy in _REMEDIES if re.search(words, text, re.IGNORECASE)), "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
     told = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
-    return (_logged(told[0]), "") if told else ("", "")
+    logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', told[0]) if told else []
+    return ": ".join(logged or told[:1]), remedy
 
 
-_LIMITS = (
+_REMEDIES = (
+    ("too many open files|descriptor limit|pipe failed with 24", "Raise the limit of open files (ulimit -n)"),
     (
-        ("file descriptor limit of etcd process is too low",),
-        "too few files may be open: etcd needs more than 150",
-        "Raise the limit of open files (ulimit -n)",
-    ),
-    (
-        ("too many open files", "pipe failed with 24"),
-        "too many open files",
-        "Raise the limit of open files (ulimit -n)",
-    ),
-    (
-        ("failed to create new os thread", "newosproc", "resource temporarily unavailable"),
-        "no further thread or process may be started",
+        "new OS thread|newosproc|resource temporarily unavailable",
         "Raise the limit of processes (ulimit -u, or pids.max of the control group)",
     ),
+    ("no space left on device", "Make room in the directory for temporary files, or set TMPDIR"),
     (
-        ("no space left on device",),
-        "no space left on the device of its data",
-        "Make room in the directory for temporary files, or set TMPDIR",
-    ),
-    (
-        ("cannot allocate memory", "out of memory", "failed to reserve"),
-        "not enough memory",
+        "cannot allocate memory|out of memory|failed to reserve",
         "Raise the limit of memory (ulimit -v, or memory.max of the control group)",
     ),
 )
-"""Pieces of what etcd, Go or the kernel says, in lower case; what it means, and what helps."""
-
-
-def _logged(line: str) -> str:
-    """Message and error of one line of etcd's log; any other line as it is."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return line
-    if not isinstance(fields, dict):
-        return line
-    return ": ".join(str(fields[name]) for name in ("msg", "error") if fields.get(name)) or line
+"""What etcd, Go or the kernel says when something runs out, and what helps."""
 
 
 def _on_path() -> list[Path]:

@@ -11,6 +11,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -37,30 +38,29 @@ class _LoginExpiredError(Exception):
     """The stream has to be opened again, with a new login at the same endpoint."""
 
 
+@dataclass(eq=False)
 class EtcdWatch:
-    """A watch on etcd. `next_revision` is the first revision that the sink has not seen."""
+    """A watch on etcd, of one key (`exact`) or of all that begin with `prefix`.
 
-    def __init__(
-        self,
-        watcher: Watcher,
-        *,
-        number: int,
-        prefix: str,
-        exact: bool,
-        sink: WatchSink,
-        from_revision: int,
-        store_id: str,
-    ) -> None:
-        self.number = number
-        self.prefix = prefix
-        self.exact = exact
-        self.sink = sink
-        self.next_revision = from_revision
-        self.store_id = store_id
-        self.active = True
-        self.broken = False
-        self.logged_in_again = False
-        self._watcher = watcher
+    Attributes:
+        number: what etcd knows it by.
+        next_revision: the first revision that the sink has not seen.
+        store_id: the store that it began in, "" until that is known.
+        active: it has not been cancelled, and has not ended.
+        broken: its owner was told that the server is away.
+        logged_in_again: its last refusal was answered by a new login.
+    """
+
+    watcher: Watcher
+    number: int
+    prefix: str
+    exact: bool
+    sink: WatchSink
+    next_revision: int
+    store_id: str
+    active: bool = True
+    broken: bool = False
+    logged_in_again: bool = False
 
     def request(self) -> Any:
         """The message that starts it, one revision early (see `fresh`)."""
@@ -76,7 +76,7 @@ class EtcdWatch:
 
     def cancel(self) -> None:
         """See `protocol.Watch`. Cancelling twice is harmless."""
-        self._watcher.remove(self)
+        self.watcher.remove(self)
 
 
 class Watcher:
@@ -104,15 +104,7 @@ class Watcher:
             if self._closed.is_set():
                 raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self._connections.names)})")
             self._count += 1  # Never 0: etcd takes that as "choose one for me".
-            watch = EtcdWatch(
-                self,
-                number=self._count,
-                prefix=prefix,
-                exact=exact,
-                sink=sink,
-                from_revision=from_revision,
-                store_id=self._identity(),
-            )
+            watch = EtcdWatch(self, self._count, prefix, exact, sink, from_revision, self._identity())
             self._watches[watch.number] = watch
             if self._requests is not None:
                 self._requests.put(watch.request())

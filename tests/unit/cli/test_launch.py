@@ -36,8 +36,6 @@ def test_argument_of(source: str, expected: str) -> None:
     ("options", "arguments"),
     [
         ([], ["--local_rank=${local_rank}", "--local-rank", "x"]),
-        (["--local-rank-argument=dash"], ["--local-rank=${local_rank}", "--local-rank", "x"]),
-        (["--local_rank_argument", "underscore"], ["--local_rank=${local_rank}", "--local-rank", "x"]),
         (["--use-env"], ["--local-rank", "x"]),
         (["--use_env"], ["--local-rank", "x"]),
     ],

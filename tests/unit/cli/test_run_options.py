@@ -73,7 +73,7 @@ def test_environment_and_command_line() -> None:
 NO_ADDRESSES_OF_OURS = ("192.0.2.1", "no.such.host.invalid", "", "a..b", "caf\udce9", "[::", "10.0.0.256", "a" * 64)
 """Another machine's, a name that nobody has, and what can't be either."""
 
-NOBODYS = ("0.0.0.0", "0", "[::]", "255.255.255.255", "127.255.255.255", "224.0.0.1")
+NOBODYS = ("0.0.0.0", "0", "[::]", "224.0.0.1")
 """Addresses that a socket can be bound to, and at which no other node comes to this one."""
 
 

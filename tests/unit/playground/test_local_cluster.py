@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elasticrt.playground.narration import Line
-from elasticrt.playground.pause import line_of_descent, processes_of
+from elasticrt.playground.pause import descends
 from elasticrt.playground.screen import Screen
 
 HERE = Path(__file__).parent
@@ -210,18 +210,14 @@ def test_a_reader_that_goes_away_ends_the_simulation(tmp_path):
 
 
 def test_what_makes_up_a_node():
-    """The agent, the worker and what is between and below them belong to a node; the agent's other children do not."""
-    script = "sleep 100 & bash -c 'bash -c \"sleep 100 & echo \\$\\$ \\$!; wait\" & wait' & echo $$ $!; wait"
+    """The agent's children and theirs belong to a node; nothing else does, and no process is below itself."""
+    script = "bash -c 'sleep 100 & echo $$ $!; wait' & wait"
     with subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True) as agent:
         try:
             assert agent.stdout is not None
-            words = [agent.stdout.readline().split() for _ in range(2)]
-            (pid, parent), (worker, grandchild) = sorted(
-                ([int(word) for word in line] for line in words), key=lambda line: line[0] != agent.pid
-            )
-            assert processes_of(pid, [worker]) == [pid, worker, parent, grandchild]
-            assert processes_of(pid, []) == [pid]
-            assert line_of_descent(os.getpid(), pid) == []
+            child, grandchild = map(int, agent.stdout.readline().split())
+            assert [descends(pid, agent.pid) for pid in (child, grandchild)] == [True, True]
+            assert [descends(pid, agent.pid) for pid in (agent.pid, os.getpid(), 1)] == [False, False, False]
         finally:
             os.killpg(agent.pid, signal.SIGKILL)
 

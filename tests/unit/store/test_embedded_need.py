@@ -1,32 +1,10 @@
-"""When an embedded server ends, as a table; and that the members are counted right."""
+"""When an embedded server ends: members are counted, and whoever may soon be one."""
 
 from __future__ import annotations
 
-import pytest
-
-from elasticrt.store.embedded_supervisor import Need, ends_at
+from elasticrt.store.embedded_supervisor import Need
 from elasticrt.store.protocol import Delete, Put, Txn
 from elasticrt.testing.memory_store import MemoryServer, MemoryStore
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ((1, False, 0.0, 0.0, 30.0), None),
-        ((5, True, 0.0, 0.0, 30.0), None),
-        ((0, False, 100.0, 0.0, 30.0), 130.0),
-        ((0, False, 100.0, 120.0, 30.0), 150.0),
-        ((0, True, 100.0, 0.0, 30.0), 101.0),
-        # An agent of the same run id that has just found the server of the ended run needs time to register.
-        ((0, True, 100.0, 99.0, 30.0), 104.0),
-        ((0, True, 100.0, 100.0, 0.3), 100.3),
-    ],
-)
-def test_end(given: tuple[int, bool, float, float, float], expected: float | None) -> None:
-    """Never while there are members; a linger time after the last left or somebody asked; soon after a result."""
-    members, result, left_at, found_at, linger_s = given
-    ends = ends_at(members=members, result=result, left_at=left_at, found_at=found_at, linger_s=linger_s)
-    assert ends == expected
 
 
 def test_members_are_counted() -> None:
@@ -54,3 +32,19 @@ def test_members_are_counted() -> None:
     commit(Put("/elasticrt/r/members/a", b""))
     store.close()
     assert not need.over(3, 400.0), "a store that does not answer is needed"
+
+
+def test_a_run_with_its_result_needs_no_server() -> None:
+    """A second after the last member has left it is over; who has just found the server gets time to register."""
+    server = MemoryServer(lambda: 0.0)
+    store = MemoryStore(server)
+    store.commit(Txn((), (Put("/elasticrt/r/members/a", b""), Put("/elasticrt/r/result/1", b""))))
+    need = Need(store, "r", 30.0, 0.0)
+    assert not need.over(1, 100.0)
+    store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
+    assert [need.over(1, now) for now in (100.9, 104.9)] == [False, False], "found at 100 s"
+    assert need.over(1, 105.0)
+    store.commit(Txn((), (Put("/elasticrt/r/members/a", b""),)))
+    assert not need.over(1, 200.0)
+    store.commit(Txn((), (Delete("/elasticrt/r/members/a"),)))
+    assert [need.over(1, now) for now in (200.9, 201.0)] == [False, True]

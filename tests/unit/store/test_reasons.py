@@ -1,4 +1,4 @@
-"""Why an etcd did not start, in our words: a line for people, and what helps, whatever it has printed."""
+"""Why an etcd did not start: its own last words in a line, and what helps."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ runtime.goexit()
 @pytest.mark.parametrize(
     ("text", "got", "helps"),
     [
-        ("runtime: pipe failed with 24\nfatal error: runtime: pipe failed" + STACK, "too many open files", "ulimit -n"),
+        (
+            "runtime: pipe failed with 24\nfatal error: runtime: pipe failed" + STACK,
+            "fatal error: runtime: pipe failed",
+            "ulimit -n",
+        ),
         (
             '{"level":"fatal","msg":"discovery failed","error":"listen tcp: socket: too many open files"}',
-            "too many open files",
+            "discovery failed: listen tcp: socket: too many open files",
             "ulimit -n",
         ),
         (
             '{"level":"fatal","msg":"file descriptor limit of etcd process is too low; please set higher"}',
-            "too few files may be open: etcd needs more than 150",
+            "file descriptor limit of etcd process is too low; please set higher",
             "ulimit -n",
         ),
-        ("[Errno 24] Too many open files", "too many open files", "ulimit -n"),
+        ("[Errno 24] Too many open files", "[Errno 24] Too many open files", "ulimit -n"),
         (
             "runtime: failed to create new OS thread (have 5 already; errno=11)\nfatal error: newosproc" + STACK,
-            "no further thread or process may be started",
+            "fatal error: newosproc",
             "ulimit -u",
         ),
-        ("[Errno 11] Resource temporarily unavailable", "no further thread or process may be started", "ulimit -u"),
-        ("fatal error: failed to reserve page summary memory" + STACK, "not enough memory", "ulimit -v"),
-        ("fatal error: out of memory allocating heap arena map" + STACK, "not enough memory", "ulimit -v"),
-        ("[Errno 12] Cannot allocate memory", "not enough memory", "ulimit -v"),
-        ("open /x/wal: no space left on device", "no space left on the device of its data", "TMPDIR"),
+        ("[Errno 11] Resource temporarily unavailable", "[Errno 11] Resource temporarily unavailable", "ulimit -u"),
+        ("fatal error: failed to reserve page" + STACK, "fatal error: failed to reserve page", "ulimit -v"),
+        ("fatal error: out of memory (heap)" + STACK, "fatal error: out of memory (heap)", "ulimit -v"),
+        ("[Errno 12] Cannot allocate memory", "[Errno 12] Cannot allocate memory", "ulimit -v"),
+        ("open /x/wal: no space left on device", "open /x/wal: no space left on device", "TMPDIR"),
         ("warn: x\npanic: assertion failed" + STACK, "panic: assertion failed", ""),
         (
             'first\n{"level":"fatal","msg":"discovery failed","error":"no such host","stacktrace":"a\\nb"}\n',
@@ -52,7 +56,7 @@ runtime.goexit()
     ],
 )
 def test_in_our_words(text: str, got: str, helps: str) -> None:
-    """G17: files, threads, memory and space that run out are named with their limit; else its own last words."""
+    """G17: files, threads, memory and space that run out are told with the limit to raise."""
     found, remedy = in_our_words(text)
     assert found == got
     assert helps in remedy
