@@ -1,21 +1,27 @@
-"""Training state from those who have it to those who have not, over the process group, tensors straight into place.
+"""Training state from a rank that has it to those that have not, straight into their tensors.
 
 Ranks of a world differ by at most one finished step when it loses somebody, and newcomers have nothing. So all say how
-far they are, and who is behind gets the state of the first of those that are furthest. Structure and plain values
-travel as one small message that is read with `weights_only`; tensors follow in pieces, along a chain of those alone
-that need them. The receiver's own tensors are written to where they fit. A checksum of each piece comes last: state
-that has changed on its way is refused.
+far they are, and who is behind gets the state of the first of those that are furthest.
+
+It travels over TCP connections of its own, along a chain of those alone that need it: each rank takes it from the one
+before and passes it on at once. Every wait ends when nothing has moved for `STALL_S`, or when another generation has
+begun; so a rank that dies, stops or is cut off in the middle of a state costs seconds. Structure and plain values come
+first, as one small message that is read with `weights_only`, then the bytes of the tensors as they lie, then their
+checksum: state that has changed on its way is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
+import json
 import mmap
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,15 +30,24 @@ import torch.distributed as dist
 
 from elasticrt.checkpoint.checkpoint_dir import parse
 from elasticrt.checkpoint.memory_budget import available_bytes
-from elasticrt.distributed import collectives
+from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
 
-CHUNK_BYTES = 8 * 1024 * 1024
+STALL_S = 5.0
+"""A rank from which, or to which, no byte has moved for so long is gone."""
+
+LOOK_S = 0.05
+"""How often a wait looks whether another generation has begun."""
+
+PIECE_BYTES = 8 * 1024 * 1024
+"""What is sent and summed up at a time, and passed on to the next rank."""
+
 PACK_BYTES = 1024 * 1024
+"""Small tensors travel together, up to so much."""
+
 ROW_BYTES = 64 * 1024
 HUGE_BYTES = 2 * 1024 * 1024
-AHEAD = 4
-"""Pieces that are on their way at a time, for each of receiving and sending."""
+_NUMBER = struct.Struct("!Q")
 _MARK = "elasticrt-tensor"
 
 
@@ -65,77 +80,190 @@ def plan(standings: Sequence[Standing]) -> Plan | None:
     return Plan(level[0], behind)
 
 
-def share(mine: Standing, state: Callable[[], dict[str, Any]], overwrites: Callable[[], None]) -> dict[str, Any] | None:
+def share(
+    mine: Standing, meeting: Meeting, state: Callable[[], dict[str, Any]], overwrites: Callable[[], None]
+) -> dict[str, Any] | None:
     """Agree on the furthest state. What this rank has to take over, None if it is as far as anybody. Collective.
 
     Args:
         mine: how far this rank is.
+        meeting: where the ranks of the generation have met.
         state: gives this rank's own state, to send or to be written to: nested dicts, lists and tuples of tensors and
             plain values. What the receiver has may lack parts.
         overwrites: called before this rank's own tensors are written to: until all is here they are of no step. A rank
             whose state is whole receives beside it, where there is room: should the sender die, nothing is lost.
 
-    Raises RuntimeError when nobody has a state, or when it does not arrive as it was sent.
+    Raises RuntimeError when nobody has a state, or when it does not arrive as it was sent; DistNetworkError when a rank
+    is gone; Overtaken when another generation has begun.
     """
-    told = collectives.gather_numbers([mine.step, int(mine.whole)])
-    agreed = plan([Standing(step, bool(whole)) for step, whole in told])
-    if agreed is None:
-        raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
-    rank, _ = collectives.rank_and_world()
-    if rank == agreed.source and agreed.behind:
-        _send(state(), agreed.behind[0])
-    elif rank in agreed.behind:
-        index = agreed.behind.index(rank)
-        along = (agreed.source, *agreed.behind)
-        following = next(iter(agreed.behind[index + 1 :]), None)
-        return _receive(state(), along[index], following, overwrites, keeps=mine.whole)
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(_listening(meeting.address))
+        said = json.dumps([mine.step, mine.whole, meeting.address, listening.getsockname()[1]])
+        told = [json.loads(each) for each in meeting.gather("standing", said)]
+        agreed = plan([Standing(step, whole) for step, whole, *_ in told])
+        if agreed is None:
+            raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
+        chain = (agreed.source, *agreed.behind)
+        if meeting.rank not in chain:
+            return None
+        place = chain.index(meeting.rank)
+        before = behind = None
+        if place:
+            before = stack.enter_context(_connected(tuple(told[chain[place - 1]][2:]), meeting))
+        if place + 1 < len(chain):
+            behind = stack.enter_context(_accepted(listening, chain[place + 1], meeting))
+        if before is not None:
+            return _receive(state(), before, behind, overwrites, keeps=mine.whole)
+        if behind is not None:
+            _send(state(), behind)
     return None
 
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
     """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
     tensors: list[torch.Tensor] = []
-    buffer = io.BytesIO()
-    torch.save(_outline(state, tensors), buffer)
-    told: dict[str, Any] = _filled(parse(bytearray(buffer.getbuffer())), state, [])
-    for piece, _ in islice(_pieces(tensors, arrive=False), 1):
-        _checksum(piece)
+    told: dict[str, Any] = _filled(parse(bytearray(_outlined(state, tensors))), state, [])
+    for pack in islice(_packs(tensors), 1):
+        _checksum(torch.split(_together(pack), PIECE_BYTES)[0])
     return told
 
 
-def _send(state: dict[str, Any], behind: int) -> None:
+class Line:
+    """A connection to one rank, used by one thread. It is closed at the end of a `with` block.
+
+    Args:
+        connection: the socket.
+        over: whether another generation has begun.
+    """
+
+    def __init__(self, connection: socket.socket, over: Callable[[], bool]) -> None:
+        connection.settimeout(LOOK_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._over = over
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def send(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of it."""
+        left = memoryview(data)
+        while left:
+            left = left[self._moved(self._connection.send, left) :]
+
+    def fill(self, room: bytearray | memoryview) -> None:
+        """Receive until `room` is full."""
+        left = memoryview(room)
+        while left:
+            left = left[self._moved(self._connection.recv_into, left) :]
+
+    def _moved(self, move: Callable[[memoryview], int], data: memoryview) -> int:
+        deadline = time.monotonic() + STALL_S
+        while not self._over():
+            try:
+                count = move(data)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise _gone(f"nothing has moved for {STALL_S:g} s") from None
+                continue
+            except OSError as error:
+                raise _gone(str(error)) from error
+            if not count:
+                raise _gone("connection closed by peer")
+            return count
+        raise Overtaken
+
+
+def _gone(how: str) -> Exception:
+    gone: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
+    return gone
+
+
+def _listening(address: str) -> socket.socket:
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def _hello(rank: int, meeting: Meeting) -> bytes:
+    """What a rank that wants the state says first: a stranger does not know it."""
+    return f"{meeting.nonce} {rank}".encode()
+
+
+def _connected(address: tuple[str, int], meeting: Meeting) -> Line:
+    try:
+        line = Line(socket.create_connection(address, timeout=STALL_S), meeting.over)
+    except OSError as error:
+        raise _gone(str(error)) from error
+    line.send(_hello(meeting.rank, meeting))
+    return line
+
+
+def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
+    """The connection of `rank`. Strangers are let go of."""
+    expected, deadline = _hello(rank, meeting), time.monotonic() + STALL_S
+    listening.settimeout(LOOK_S)
+    while not meeting.over():
+        try:
+            line = Line(listening.accept()[0], meeting.over)
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise _gone(f"rank {rank} has not come for it in {STALL_S:g} s") from None
+            continue
+        said = bytearray(len(expected))
+        with contextlib.suppress(dist.DistNetworkError):
+            line.fill(said)
+        if said == expected:
+            return line
+        line.__exit__()
+    raise Overtaken
+
+
+def _send(state: dict[str, Any], behind: Line) -> None:
     tensors: list[torch.Tensor] = []
-    buffer = io.BytesIO()
-    torch.save(_outline(state, tensors), buffer)
-    outline = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-    way = _Way(None, behind)
-    way.one(torch.tensor([outline.numel()], dtype=torch.int64))
-    way.one(outline)
-    way.one(torch.tensor([*way.carry(_pieces(tensors, arrive=False)), 0], dtype=torch.int64))
+    outline = _outlined(state, tensors)
+    behind.send(_NUMBER.pack(len(outline)) + outline)
+    total = 0
+    for pack in _packs(tensors):
+        for piece in torch.split(_together(pack), PIECE_BYTES):
+            behind.send(_view(piece))
+            total = _checksum(piece, total)
+    behind.send(_NUMBER.pack(total))
 
 
 def _receive(
-    own: dict[str, Any], before: int, behind: int | None, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
-    way = _Way(before, behind)
-    size = way.one(torch.empty(1, dtype=torch.int64))
-    outline = way.one(torch.empty(int(size.item()), dtype=torch.uint8))
-    told = parse(bytearray(outline.numpy().tobytes()))
+    def passed(size: int) -> bytearray:
+        room = bytearray(size)
+        before.fill(room)
+        if behind is not None:
+            behind.send(room)
+        return room
+
+    told = parse(passed(_NUMBER.unpack(passed(_NUMBER.size))[0]))
     places: list[torch.Tensor] = []
     filled: dict[str, Any] = _filled(told, own, places)
     beside = keeps and sum(map(_size, places)) < available_bytes() // 2
     targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
     if not beside:
         overwrites()
-    sums = way.carry(_pieces(targets, arrive=True))
-    if way.one(torch.empty(len(sums) + 1, dtype=torch.int64)).tolist() != [*sums, 0]:
-        raise RuntimeError(
-            explain(
-                "the state has changed on its way to this rank",
-                f"rank {collectives.rank_and_world()[0]}",
-                remedy="If it happens again, the memory or the network of this node is bad",
-            )
-        )
+    total = 0
+    for pack in _packs(targets):
+        direct = _travels_as_it_lies(pack)
+        flat = _bytes(pack[0]) if direct else torch.empty(sum(map(_size, pack)), dtype=torch.uint8)
+        for piece in torch.split(flat, PIECE_BYTES):
+            view = _view(piece)
+            before.fill(view)
+            if behind is not None:
+                behind.send(view)
+            total = _checksum(piece, total)
+        if not direct:
+            _unpack(flat, pack)
+    if _NUMBER.unpack(passed(_NUMBER.size))[0] != total:
+        remedy = "If it happens again, the memory or the network of this node is bad"
+        raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
     if beside:
         overwrites()
         for place, target in zip(places, targets, strict=True):
@@ -143,94 +271,8 @@ def _receive(
     return filled
 
 
-_Piece = tuple[torch.Tensor, Callable[[], None] | None]
-"""Bytes that travel at a time, and what to do when they have arrived."""
-
-
-class _Way:
-    """The state's way along the ranks that need it: each takes it from the one before and passes it on at once.
-
-    So nobody sends it more than once, however many need it. The next pieces travel while one is summed up.
-    """
-
-    def __init__(self, before: int | None, behind: int | None) -> None:
-        self._before, self._behind = before, behind
-        self._place = collectives.device()
-        self._going: deque[tuple[Any, torch.Tensor]] = deque()
-
-    def one(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A message of its own."""
-        self.carry([(tensor, None)])
-        return tensor
-
-    def carry(self, pieces: Iterable[_Piece]) -> list[int]:
-        """Receive the pieces, where there is a rank before; send them, where there is one behind. Their checksums."""
-        sums = []
-        coming: deque[tuple[_Piece, Callable[[], torch.Tensor]]] = deque()
-        for piece in pieces:
-            coming.append((piece, self._begin(piece[0])))
-            if len(coming) > AHEAD:
-                sums.append(self._end(*coming.popleft()))
-        sums += [self._end(*each) for each in coming]
-        self._sent(0)
-        return sums
-
-    def _begin(self, piece: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Gives what waits until the piece is here, and where the group can reach it."""
-        if self._before is None:
-            return lambda: piece.to(self._place)
-        here = piece.device.type == self._place.type
-        travelling = piece if here else torch.empty_like(piece, device=self._place)
-        work: Any = dist.irecv(travelling, self._before)
-
-        def arrived() -> torch.Tensor:
-            work.wait()
-            if not here:
-                piece.copy_(travelling)
-            return travelling
-
-        return arrived
-
-    def _end(self, piece: _Piece, arrived: Callable[[], torch.Tensor]) -> int:
-        travelling = arrived()
-        if self._behind is not None:
-            self._going.append((dist.isend(travelling, self._behind), travelling))
-        total = _checksum(travelling)
-        if piece[1] is not None:
-            piece[1]()
-        self._sent(AHEAD)
-        return total
-
-    def _sent(self, left: int) -> None:
-        """Wait until all but so many sends are over."""
-        while len(self._going) > left:
-            self._going.popleft()[0].wait()
-
-
-def _pieces(tensors: Sequence[torch.Tensor], *, arrive: bool) -> Iterator[_Piece]:
-    """The bytes of the tensors, the same pieces on all ranks. `arrive`: they are to be written to."""
-    for pack in _packs(tensors):
-        direct = len(pack) == 1 and _lies_flat(pack[0])
-        if direct:
-            flat = _bytes(pack[0])
-        elif arrive:
-            flat = torch.empty(sum(map(_size, pack)), dtype=torch.uint8)
-        else:
-            flat = torch.cat([_bytes(each.cpu()) for each in pack])
-        *others, last = torch.split(flat, CHUNK_BYTES)
-        for chunk in others:
-            yield chunk, None
-        yield last, partial(_unpack, flat, pack) if arrive and not direct else None
-
-
-def _unpack(flat: torch.Tensor, pack: Sequence[torch.Tensor]) -> None:
-    for place, part in zip(pack, torch.split(flat, [_size(each) for each in pack]), strict=True):
-        aligned = part if part.storage_offset() % place.element_size() == 0 else part.clone()
-        place.copy_(aligned.view(place.dtype).reshape(place.shape))
-
-
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, small ones together: a message costs as much as some hundred kilobytes. None is empty."""
+    """The tensors in order, small ones together: a piece costs as much as some kilobytes. None is empty."""
     pack: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -244,8 +286,37 @@ def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield pack
 
 
+def _travels_as_it_lies(pack: Sequence[torch.Tensor]) -> bool:
+    """Whether the bytes of a pack lie flat on the host, where they can be summed up as words of 8."""
+    first = pack[0]
+    aligned = first.storage_offset() * first.element_size() % 8 == 0
+    return len(pack) == 1 and first.device.type == "cpu" and first.is_contiguous() and aligned
+
+
+def _together(pack: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of a pack on the host: as they lie, else in a copy."""
+    return _bytes(pack[0]) if _travels_as_it_lies(pack) else torch.cat([_bytes(each.cpu()) for each in pack])
+
+
+def _view(piece: torch.Tensor) -> memoryview:
+    """The memory of a flat piece, which has to be kept meanwhile."""
+    return memoryview((ctypes.c_char * piece.numel()).from_address(piece.data_ptr())).cast("B")
+
+
+def _unpack(flat: torch.Tensor, pack: Sequence[torch.Tensor]) -> None:
+    for place, part in zip(pack, torch.split(flat, [_size(each) for each in pack]), strict=True):
+        aligned = part if part.storage_offset() % place.element_size() == 0 else part.clone()
+        place.copy_(aligned.view(place.dtype).reshape(place.shape))
+
+
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(_outline(state, tensors), buffer)
+    return buffer.getvalue()
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -294,15 +365,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _lies_flat(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can travel as they lie, and be summed up as words of 8."""
-    return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 8 == 0
+def _checksum(piece: torch.Tensor, before: int = 0) -> int:
+    """A sum over 8-byte words, rows of them weighted by their place, on top of the one of the pieces before.
 
-
-def _checksum(flat: torch.Tensor) -> int:
-    """A sum over 8-byte words, rows of them weighted by their place: an accident of wire or memory changes it."""
-    whole = flat.numel() // ROW_BYTES * ROW_BYTES
-    rows = flat[:whole].view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
-    rest = flat[whole:].to(torch.int64)
-    odd = torch.arange(1, 2 * max(len(rows), len(rest)) + 1, 2, device=flat.device)
-    return int(((rows * odd[: len(rows)]).sum() + (rest * odd[: len(rest)]).sum()).item()) & 0x7FFFFFFFFFFFFFFF
+    An accident of wire or memory changes it.
+    """
+    whole = piece.numel() // ROW_BYTES * ROW_BYTES
+    rows = piece[:whole].view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
+    rest = piece[whole:].to(torch.int64)
+    odd = torch.arange(1, 2 * max(len(rows), len(rest)) + 1, 2)
+    total = int(((rows * odd[: len(rows)]).sum() + (rest * odd[: len(rest)]).sum()).item())
+    return (before * 31 + total) & 0xFFFFFFFFFFFFFFFF

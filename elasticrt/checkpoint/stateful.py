@@ -62,7 +62,8 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) ->
         )
     for name, each in objects.items():
         try:
-            each.load_state_dict(data[name])
+            if not (isinstance(each, torch.nn.Module) and _consists_of(each, data[name])):
+                each.load_state_dict(data[name])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 explain(
@@ -72,3 +73,15 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) ->
                     remedy=f"Its words: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
                 )
             ) from error
+
+
+def _consists_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether `state` is the module's own memory: another rank's state has been received right there."""
+    own = module.state_dict()
+    return own.keys() == state.keys() and all(_is_same(each, state[name]) for name, each in own.items())
+
+
+def _is_same(own: object, other: object) -> bool:
+    if type(own) is not torch.Tensor or not isinstance(other, torch.Tensor):
+        return False  # Such as a parameter that a lazy module has not made yet.
+    return own.data_ptr() == other.data_ptr() and own.shape == other.shape and own.dtype == other.dtype

@@ -62,8 +62,8 @@ class AgentClient:
         self._closed = ""
         self._released = threading.Event()
         self._news = threading.Condition()
-        self._seat: WorkerEnv | None = None
-        self._announced = self._noted = self._taken = 0  # Numbers of seats: the newest, the one noted, the one taken.
+        self._announced = self._taken = 0  # Numbers of seats: the newest that has come, and the one that was taken.
+        self._seat: tuple[int, WorkerEnv] | None = None  # The newest that can be taken, with its number.
         self._on_seat: Callable[[], object] | None = None
 
     @property
@@ -129,8 +129,9 @@ class AgentClient:
                 if left_s <= 0:
                     return None
                 self._news.wait(min(left_s, 1.0))
-            seat, self._seat = self._seat, None
-            self._taken = self._noted
+            if self._seat is None:
+                return None
+            (self._taken, seat), self._seat = self._seat, None
             return seat
 
     def close(self) -> None:
@@ -212,9 +213,9 @@ class AgentClient:
         if self._on_seat is not None:
             self._on_seat()  # Before the seat can be taken: what is cut must not be the new group.
         with self._news:
-            if self._seat is not None and self._seat.listen_fd >= 0:
-                os.close(self._seat.listen_fd)
-            self._seat, self._noted = seat, self._announced
+            if self._seat is not None and self._seat[1].listen_fd >= 0:
+                os.close(self._seat[1].listen_fd)
+            self._seat = self._announced, seat
             self._news.notify_all()
 
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -208,16 +209,59 @@ def _idle() -> bool:
     A process that was stopped meanwhile, or had no share of the CPU, has older works than its clock says. Where the
     kernel does not tell, the time alone decides.
     """
+    return all(call is not None and not _has_limit(call) for call in _waits())
+
+
+def is_stuck() -> bool:
+    """Whether a thread of a group waits for a peer. After a cut none does for long, but where a part of a message has
+    come or gone: gloo tells the one that waits for the rest of it nothing (torch 2.13)."""
+    return any(call is not None and _has_limit(call) for call in _waits())
+
+
+def _waits() -> Iterator[list[str] | None]:
+    """The system call in which each thread of a group waits, with its arguments; None for one that runs."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not tell.
             if (task / "comm").read_text().strip() == GROUP_THREAD:
                 call = (task / "syscall").read_text().split()
-                if len(call) < 5 or int(call[4], 16):  # It runs, or waits until a certain time: for a peer, or a lock.
-                    return False
-    return True
+                yield call if len(call) >= 5 else None
 
 
-def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], bool]) -> None:
+def _has_limit(call: list[str]) -> bool:
+    """Whether a thread waits until a certain time: for a peer, or for a lock."""
+    return int(call[4], 16) != 0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a generation have met, for what they tell each other without the group.
+
+    Attributes:
+        store: the generation's.
+        rank: this process's.
+        world_size: how many ranks there are.
+        nonce: the generation's.
+        over: whether another generation has begun.
+    """
+
+    store: GroupStore
+    rank: int
+    world_size: int
+    nonce: str
+    over: Callable[[], bool]
+
+    @property
+    def address(self) -> str:
+        """Where the others reach this process: the address from which it has reached the store."""
+        return self.store.address
+
+    def gather(self, name: str, said: str) -> list[str]:
+        """What all ranks say under a name, by rank. Each rank says something once. Collective."""
+        self.store.set(f"{name}/{self.rank}", said)
+        return [each.decode() for each in self.store.get_all([f"{name}/{rank}" for rank in range(self.world_size)])]
+
+
+def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], bool]) -> Meeting:
     """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
 
     `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
@@ -240,6 +284,7 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], b
             )
     finally:
         sys.excepthook = hook  # Each init wraps it once more.
+    return Meeting(_store_in_use, worker.rank, worker.world_size, worker.nonce, over)
 
 
 def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> GroupStore:

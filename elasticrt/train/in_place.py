@@ -12,10 +12,12 @@ What is not swallowed: any error that does not say that a peer is gone, and such
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +27,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elasticrt.checkpoint import state_transfer, stateful
+from elasticrt.checkpoint.state_transfer import Standing
 from elasticrt.distributed import agent_client, barrier, context, regroup
 from elasticrt.distributed.wrapping import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
+from elasticrt.ipc.error_file import write_error_file
 from elasticrt.ipc.messages import Left
 from elasticrt.train.undo import LARGE
 
 _log = logging.getLogger(__name__)
 
 IN_PLACE, READY = 1, 2
+
+STUCK_S, STUCK_AGAIN_S = 1.0, 0.2
+"""A work that still waits for a peer so long after its group was cut, and at another look so long after the first, will
+do so for ever."""
 
 SEAT_S_MAX = 1800.0
 """How long a worker without a group waits for its next seat. Its agent ends it long before, if there is to be none;
@@ -43,18 +51,24 @@ when the agent itself is gone the wait ends at once."""
 class InPlace:
     """One Loop's.
 
+    Args:
+        modules: the Loop's objects; DDP modules among them get new reducers.
+        give_up: called by another thread when the main thread can't come back from the group that it has lost.
+
     Attributes:
         worker: who this process is now; None without an agent.
         possible: whether this process can go on in place.
     """
 
-    def __init__(self, modules: Iterable[object]) -> None:
+    def __init__(self, modules: Iterable[object], give_up: Callable[[], object]) -> None:
         found = [layer for each in modules if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
         self._layers = [layer for layer in found if isinstance(layer, DistributedDataParallel)]
         self.worker = agent_client.worker_env()
         self._page = agent_client.status_page()
         self._link = agent_client.agent_link()
         self.possible = False
+        self._give_up = give_up
+        self._meeting: regroup.Meeting | None = None
 
     @property
     def beside(self) -> bool:
@@ -74,7 +88,7 @@ class InPlace:
         if against:
             _log.info("workers are started anew when the membership changes: %s", against)
             return
-        self._link.follow(regroup.SOCKETS.cut)
+        self._link.follow(self._cut)
         self.possible = True
         self._page.in_place = IN_PLACE
 
@@ -118,6 +132,25 @@ class InPlace:
         self.worker = seat
         return True
 
+    def _cut(self) -> None:
+        """A seat has come, says the thread that listens to the agent: the main thread may be waiting in its group."""
+        regroup.SOCKETS.cut()
+        look = threading.Timer(STUCK_S, self._end_if_stuck)
+        look.daemon = True
+        look.start()
+
+    def _end_if_stuck(self) -> None:
+        """A collective that waits for the rest of a message can't be ended; but its process can, with all that it has.
+
+        The seat is not taken, so the agent would end it anyway, later, and the state would be lost.
+        """
+        if self._overtaken() and regroup.is_stuck():
+            time.sleep(STUCK_AGAIN_S)
+            if self._overtaken() and regroup.is_stuck():
+                self._give_up()
+                write_error_file(ConnectionError("gloo: connection closed by peer in the middle of a message"))
+                os._exit(1)
+
     def _overtaken(self) -> bool:
         return self._link is not None and self._link.overtaken
 
@@ -144,7 +177,7 @@ class InPlace:
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""
         assert self._link is not None and self._page is not None, "who sets up beside others has an agent"
-        self._link.follow(regroup.SOCKETS.cut)
+        self._link.follow(self._cut)
         self.possible = True
         self._page.in_place = READY
         self._link.say(Left(0))
@@ -156,7 +189,7 @@ class InPlace:
         self._page.step_at_ns = 0
         try:
             regroup.leave()
-            regroup.meet(self.worker, "gloo", context.timeout_s(), self._overtaken)
+            self._meeting = regroup.meet(self.worker, "gloo", context.timeout_s(), self._overtaken)
             regroup.rebuild(self._layers)
         except regroup.Overtaken:
             return False
@@ -169,3 +202,10 @@ class InPlace:
         self._page.in_place = IN_PLACE
         self._page.joined_at_ns = time.monotonic_ns()
         return True
+
+    def share(
+        self, standing: Standing, state: Callable[[], dict[str, Any]], overwrites: Callable[[], None]
+    ) -> dict[str, Any] | None:
+        """Agree with those who have met on the furthest state: see `state_transfer.share`."""
+        assert self._meeting is not None, "ranks share after they have met"
+        return state_transfer.share(standing, self._meeting, state, overwrites)

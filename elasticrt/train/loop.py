@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,39 +18,26 @@ import torch
 
 from elasticrt.checkpoint import stateful
 from elasticrt.checkpoint.memory_tier import BUDGET
-from elasticrt.checkpoint.state_transfer import Standing, share
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
-from elasticrt.distributed import agent_client, collectives, handover, regroup
+from elasticrt.distributed import agent_client, handover, regroup
 from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
-from elasticrt.train.in_place import InPlace
 from elasticrt.train.optimizer_watch import OptimizerWatch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
 from elasticrt.train.weighting import Weighting
+from elasticrt.train.world import Change, World
 
 _entered: list[bool] = []
 """One for each Loop that this process has entered."""
 
-GRADIENTS = "gradients"
-"""Beside the state that one rank gives another: what has been added up since the optimizer stepped."""
-
 _running: list[Loop] = []
 """The loops that are inside `epochs`, the outermost first; each has a checkpoint directory of its own."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """The world has changed, and this process lives on. World sizes count processes; `generation` is the new one."""
-
-    generation: int
-    world_size: int
-    world_size_before: int
 
 
 class Loop:
@@ -108,14 +94,17 @@ class Loop:
         self._optimizers = OptimizerWatch(objects)
         self._undo = Undo(modules, scalers, seed is not None)
         # The world that this process is in.
-        self._in_place = InPlace(stateful_objects.values())
+        self._world = World(
+            stateful_objects,
+            self._state,
+            saving=self._saving,
+            undo=self._undo,
+            optimizers=self._optimizers,
+            reporter=self._reporter,
+        )
         self._page = agent_client.status_page()
         self._guard = SigtermGuard(self._page)
-        self._world_size = self._resumed_world_size = 1
-        self._told = 0  # The world size that `on_change` was told last.
-        self._moves = 0  # How often this process has got another place.
         self._is_only = False  # Whether no other Loop was entered before.
-        self._changed: list[Callable[[Change], None]] = []
         # The batch that is being trained.
         self._share: BatchSlice | None = None  # None between batches.
         self._step_samples = self._pass = 0
@@ -125,9 +114,7 @@ class Loop:
         # The block of the step.
         self._asked: _Step | None = None  # What `step()` gave and no `with` has entered.
         self._has_blocks = False  # Whether the script has had a block.
-        self._in_step = False  # Whether it is in one.
         self._within_step = False  # Whether it is between two micro-batches of a step.
-        self._accumulates = False  # Whether gradients of steps before count, as no optimizer has stepped since.
         self._redo = False  # Whether the last step is done again.
         self._ended = False  # Whether the boundary behind the last step is to come.
 
@@ -216,43 +203,18 @@ class Loop:
                 explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
             )
         for other in _running:
-            other._in_place.end()
+            other._world.in_place.end()
         self._is_only = not _entered
         _entered.append(True)
-        if self._in_place.beside:
-            self._state.whole = False
-            self._in_place.rehearse(self._state.objects)
-            self._in_place.announce_ready()
-            self._go_on()
-        else:
-            self._begin_with_all()
+        self._world.enter(fresh=self._fresh)
         self._saving.begin()
         self._optimizers.attach(self._before_optimizer)
         self._stage = "running"
         self._guard.raise_()
         _running.append(self)
 
-    def _begin_with_all(self) -> None:
-        """All ranks enter together: they restore the newest checkpoint, if there is one."""
-        self._state.numbers.compare()
-        found = self._saving.checkpointer.begin(fresh=self._fresh)
-        _, self._world_size = collectives.rank_and_world()
-        self._resumed_world_size = self._world_size
-        if found is not None:
-            self._state.restore(found.data)
-            self._resumed_world_size = found.world_size
-        self._has_state(self._saving.checkpointer.start)
-        self._tell_change()
-
-    def _has_state(self, start: str) -> None:
-        """The state is that of the generation that begins. `start`: the name of this start in the ledger."""
-        self._state.numbers.begin_step(self._state.position)
-        self._state.ledger.open(start, self._state.position)
-        self._saving.has_state()
-        self._reporter.begin(self._saving.run.total)
-
     def _leave(self) -> None:
-        self._in_place.end()
+        self._world.in_place.end()
         self._optimizers.detach()
         self._guard.lower()
         self._weighting.detach()
@@ -281,10 +243,10 @@ class Loop:
         check_loader(loader, self._state.sampler)
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._step_samples = samples_per_step(loader, self._world_size)
+            self._step_samples = samples_per_step(loader, self._world.size)
         if isinstance(self._state.sampler, ElasticBatchSampler):
-            validation.check_exchange(self._state.sampler, self._world_size, self._weighting)
-        check_resumable(loader, self._state.sampler, self._state.position, self._resumed_world_size, self._world_size)
+            validation.check_exchange(self._state.sampler, self._world.size, self._weighting)
+        check_resumable(loader, self._state.sampler, self._state.position, self._world.resumed_size, self._world.size)
         self._weighting.renew()
         self._state.ledger.renew()
         self._pass += 1
@@ -298,11 +260,11 @@ class Loop:
         resumed = number == 1 and self._state.position.batches > 0
         beginning = self._state.numbers.beginning(self._state.position, resumed=resumed)
         drawn: Any = feed(loader, self._state.sampler, skip, beginning)
-        epoch, moves = self._state.position.epoch, self._moves
+        epoch, moves = self._state.position.epoch, self._world.moves
         batch, share = None, None
         while not self._state.position.limit_reached(self._steps_max):
-            if moves != self._moves:
-                moves = self._moves
+            if moves != self._world.moves:
+                moves = self._world.moves
                 if self._state.position.epoch != epoch:
                     self._redo = False
                     break
@@ -335,14 +297,16 @@ class Loop:
                 self._undo.forget_between(self._state.objects, self.vars)
                 continue
             self._settle(passed=True)
-            if share.last and moves == self._moves:  # Between two parts of a step the state is that of neither side.
+            if (
+                share.last and moves == self._world.moves
+            ):  # Between two parts of a step the state is that of neither side.
                 self._boundary()
         self._reporter.expect_steps(expected=False)
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
         if isinstance(self._state.sampler, ElasticDistributedSampler):
-            self._step_samples = samples_per_step(loader, self._world_size)
+            self._step_samples = samples_per_step(loader, self._world.size)
         return feed(loader, self._state.sampler, 0, torch.random.fork_rng(devices=[]))
 
     def steps(self, total: int) -> Iterator[int]:
@@ -382,7 +346,7 @@ class Loop:
                 rank, newcomers too, with the process group there and the state that of the same step: the place to make
                 subgroups.
         """
-        self._changed.append(call)
+        self._world.on_change.append(call)
 
     def step(self) -> AbstractContextManager[None]:
         """One step, or one micro-batch of it: `with loop.step(): ...`. This is what lets a process live on.
@@ -403,19 +367,19 @@ class Loop:
     def _step_begins(self) -> None:
         self._asked = None
         self._check_running("step")
-        validation.check_alone(in_step=self._in_step, second=self._fed and self._share is None)
+        validation.check_alone(in_step=self._undo.in_step, second=self._fed and self._share is None)
         if not self._fed:
             self._pass_on()
             self._begin(WHOLE)
         if self._redo:
             self._undo.forget_between(self._state.objects, self.vars)
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
-            self._in_place.begin(self._loader if self._fed else None)
-        self._in_step = self._has_blocks = True
+            self._world.in_place.begin(self._loader if self._fed else None)
+        self._undo.in_step = self._has_blocks = True
         self._redo = False
         if not self._within_step:
             self._optimizers.touched = False
-            self._undo.note(self.vars, accumulates=self._accumulates)
+            self._undo.note(self.vars)
 
     def _pass_on(self) -> None:
         """Another step by hand is asked for: the one before is done."""
@@ -428,95 +392,32 @@ class Loop:
 
     def _step_ends(self, error: BaseException | None) -> bool:
         """Whether `error` is dealt with: the step will be done again."""
-        self._in_step = False
+        self._undo.in_step = False
         share = self._share
         assert share is not None, "a step has begun"
         if error is None:
             self._within_step = not share.last
             if share.last:
-                self._accumulates = not self._optimizers.stepped
+                self._undo.accumulates = not self._optimizers.stepped
                 self._optimizers.step_ends()
             # Where no optimizer has stepped, a `break` may have left it: it counts when the next one is asked for.
             if self._optimizers.stepped or not share.last or not (self._fed or self._optimizers.sees):
                 self._settle(passed=True)
                 self._ended = not self._fed
             return False
-        if self._stage != "running" or not self._in_place.lost(error, self._state.position.steps):
+        if self._stage != "running" or not self._world.in_place.lost(error, self._state.position.steps):
             if not self._fed:
                 self._interrupted()
             return False
         self._weighting.end()
         self._share = None
         self._within_step = self._completes = False
-        if self._optimizers.touched and not self._undo.put_back_state(self._state.objects):
-            self._overwritten()
-        self._undo.put_back(self.vars)
+        self._world.undo_step()
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
-        self._go_on()
+        self._world.go_on()
         self._undo.note_between(self._state.objects, self.vars)
         return True
-
-    def _go_on(self) -> None:
-        """Take the seat in the next generation, and be as far as all the others there."""
-        self._reporter.expect_steps(expected=False)
-        arrived = False
-        while not arrived:
-            if not self._in_place.wait_for_seat():
-                raise handover.departure(self._state.position.steps)
-            if not self._in_place.meet(self._state.position.steps):
-                continue
-            try:
-                self._arrive()
-                arrived = True
-            except RuntimeError as error:
-                if not self._in_place.lost(error, self._state.position.steps):
-                    raise
-
-    def _arrive(self) -> None:
-        """All of a new generation are here: agree on the state, and let the script know."""
-        state, worker = self._state, self._in_place.worker
-        assert worker is not None, "who has a seat has an agent"
-        rank, self._world_size = collectives.rank_and_world()
-        state.numbers.moved(rank)
-        standing = Standing(state.position.steps if state.whole else -1, state.whole)
-        taken = share(standing, self._to_others, self._overwritten)
-        history = state.ledger.history(state.position.steps)
-        state.ledger.close()
-        if taken is None:
-            state.ledger.restored(history)
-        else:
-            gradients = taken.pop(GRADIENTS)
-            state.take_over(taken)
-            self._undo.set_gradients(gradients)
-            self._accumulates = any(each is not None for each in gradients)
-            self._saving.run.total = taken[stateful.OURS]["total"]
-        state.whole = True
-        self._optimizers.touched = self._optimizers.stepped = False
-        self._moves += 1
-        self._resumed_world_size = self._world_size
-        self._saving.move(worker)
-        self._has_state(worker.nonce)
-        state.ledger.renew()
-        self._tell_change()
-
-    def _to_others(self) -> dict[str, Any]:
-        """The state as other ranks take it over."""
-        gradients = self._undo.gradients() if self._accumulates else []
-        state = self._state.collect(alike=self._state.numbers.alike, total=self._saving.run.total)
-        return {**state, GRADIENTS: gradients}
-
-    def _overwritten(self) -> None:
-        """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
-        self._state.whole = False
-        self._reporter.lost_state()
-
-    def _tell_change(self) -> None:
-        worker = self._in_place.worker
-        change = Change(0 if worker is None else worker.generation, self._world_size, self._told)
-        for call in self._changed:
-            call(change)
-        self._told = self._world_size
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -576,16 +477,17 @@ class Loop:
             self._guard.obey()
         regroup.tidy()
         total = self._saving.run.total
-        if self._in_place.has_seat:
-            self._go_on()
+        if self._world.in_place.has_seat:
+            self._world.go_on()
         elif self._page is not None and self._page.stop and handover.must_leave(self._page, total):
             if self._page.save:
                 self._saving.last()
-            if not self._in_place.possible:
-                self._saving.hand_over()
+            if not self._world.in_place.possible:
+                if self._world.in_place.worker is not None and self._world.in_place.worker.local_rank == 0:
+                    self._saving.hand_over()
                 raise handover.leave(total)
             handover.stay(total)
-            self._go_on()
+            self._world.go_on()
         else:
             self._state.numbers.begin_step(self._state.position)
 
@@ -597,7 +499,7 @@ class Loop:
             self._stage = "broken"
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._has_blocks and not self._in_step:
+        if self._has_blocks and not self._undo.in_step:
             raise ConfigError(validation.outside_of_step())
         watch = self._optimizers
         if not watch.touched and watch.communicates_late:

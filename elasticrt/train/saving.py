@@ -107,7 +107,5 @@ class Saving:
             self.checkpointer.wait()
 
     def hand_over(self) -> None:
-        """This process ends at an agreed step: local rank 0 gives its agent the state."""
-        worker = agent_client.worker_env()
-        if worker is not None and worker.local_rank == 0:
-            self.memory_tier.hand_over(self._state.collect(), self.run.total, self._state.position.epoch)
+        """This process ends: its agent gets the state."""
+        self.memory_tier.hand_over(self._state.collect(), self.run.total, self._state.position.epoch)

@@ -23,6 +23,15 @@ class Undo:
     Parameters and optimizers are among it only where a step goes on to communicate after an optimizer has stepped (two
     models in turn, a sum of the losses at the end): there all ranks can be in that state at once. Otherwise a rank that
     has stepped without ending its step gets the state of another.
+
+    Args:
+        modules: the Loop's.
+        scalers: the Loop's.
+        seeded: each step has random numbers of its own, which begin anew with it.
+
+    Attributes:
+        in_step: whether a step is open.
+        accumulates: whether gradients of steps before count, as no optimizer has stepped since.
     """
 
     def __init__(
@@ -39,9 +48,11 @@ class Undo:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._numbers: Callable[[], dict[str, Any]] | None = None
         self._vars: dict[str, Any] = {}
+        self.in_step = False
+        self.accumulates = False
 
-    def note(self, variables: Mapping[str, Any], *, accumulates: bool) -> None:
-        """The step begins. `accumulates`: no optimizer has stepped since, so that older gradients still count.
+    def note(self, variables: Mapping[str, Any]) -> None:
+        """The step begins.
 
         The modules are walked through once, as DDP does it: that takes longer than all the rest.
         """
@@ -58,7 +69,7 @@ class Undo:
         self._numbers = None if self._seeded else rng_state.note()
         self._vars = dict(variables)
         self._gradients = None
-        if accumulates:
+        if self.accumulates:
             owners = [each for module in self._modules for each in module.parameters()]
             if any(each.grad is not None for each in owners):
                 self._gradients = [(each, None if each.grad is None else each.grad.detach().clone()) for each in owners]
@@ -105,11 +116,12 @@ class Undo:
         variables.update(kept)
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Those of all modules' parameters, in order."""
-        return [each.grad for module in self._modules for each in module.parameters()]
+        """Those that count: of all modules' parameters, in order; empty when none do."""
+        return [each.grad for module in self._modules for each in module.parameters()] if self.accumulates else []
 
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """The reverse; none given: forget them."""
+        self.accumulates = any(each is not None for each in gradients)
         regroup.drop_gradients(self._modules)
         owners = [each for module in self._modules for each in module.parameters()] if gradients else []
         for owner, gradient in zip(owners, gradients, strict=True):

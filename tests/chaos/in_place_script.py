@@ -4,8 +4,12 @@
 
 DIRECTORY/faults.json is a list of faults: {"point", "rank", "how", "world", "step"}. A fault is due when all before it
 have happened, the world has the size that it wants (0: any; the full one: what was lost is back), and `step` steps have
-been made since the last one. Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its
-finished steps to a file of its own, at the end of the step's block.
+been made since the last one; with "skip" not before the point was passed so often, with "after" so many seconds later.
+Whoever does it notes its process id in DIRECTORY/fault-N first. Each process appends its finished steps to a file of
+its own, at the end of the step's block.
+
+With large=all_reduce or large=broadcast each step has a message of 64 MB, or megabytes=MB; ballast=MB is so
+much more state.
 """
 
 from __future__ import annotations
@@ -31,12 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import elasticrt
+from elasticrt.checkpoint.state_transfer import Line
 from elasticrt.distributed.group_store import GroupStore
 
 DIRECTORY, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
 SAMPLES, BATCH = int(OPTIONS.get("samples", "480")), 24
 NAP_S = float(OPTIONS.get("nap", "0"))
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "mark": signal.SIGCONT}
 
 
 class Faults:
@@ -47,13 +53,14 @@ class Faults:
         self._plan: list[dict] = json.loads(path.read_text()) if path.exists() else []
         self._next = 0
         self._since = 0
+        self._passed = 0
         self.step = self.rank = self.world = 0
 
     def due(self, point: str) -> bool:
         """Whether the next fault is this process's, here and now."""
         while self._next < len(self._plan) and (DIRECTORY / f"fault-{self._next}").exists():
             self._next += 1
-            self._since = self.step
+            self._since, self._passed = self.step, 0
         if self._next == len(self._plan):
             return False
         fault = self._plan[self._next]
@@ -73,14 +80,20 @@ class Faults:
         """Be killed, frozen, stuck or wrong here, if that is due."""
         if not self.due(point):
             return
-        how = self._plan[self._next]["how"]
+        fault = self._plan[self._next]
+        self._passed += 1
+        if self._passed <= fault.get("skip", 0):
+            return
+        how = fault["how"]
         try:
             fd = os.open(DIRECTORY / f"fault-{self._next}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return
         os.write(fd, f"{os.getpid()} {time.monotonic()} {point} {how} {self.step}".encode())
         os.close(fd)
-        if how == "kill":
+        if "after" in fault:
+            threading.Timer(fault["after"], os.kill, [os.getpid(), SIGNALS[how]]).start()
+        elif how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -123,6 +136,9 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(24) if OPTIONS.get("norm") else nn.Identity()
         self.drop = nn.Dropout(0.2) if OPTIONS.get("drop") else nn.Identity()
         self.register_buffer("passes", torch.zeros(1))
+        if OPTIONS.get("ballast"):  # Each process's own, until DDP or another rank's state makes them equal.
+            ballast = torch.full((int(OPTIONS["ballast"]) * 125_000,), float(os.getpid()))
+            self.ballast = nn.Parameter(ballast, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Count the pass, and let the count matter."""
@@ -177,12 +193,13 @@ def main() -> None:
     loader = DataLoader(data, batch_sampler=sampler)
     net = Net()
     model = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     loop = elasticrt.Loop(
         DIRECTORY / "ckpt",
         sampler=sampler,
         every=OPTIONS.get("every", "7 steps"),
+        memory=float(OPTIONS.get("memory", "0.01")),
         seed=5 if OPTIONS.get("drop") else None,
         ledger=DIRECTORY / "ledger",
         model=model,
@@ -196,12 +213,15 @@ def main() -> None:
     around("_broadcast_coalesced", before="broadcast")
     around("init_process_group", before="meet", after="met")
     around("set", after="published", of=GroupStore)  # The others know its address; it has not connected yet.
-    around("isend", before="send", after="sent")
-    around("recv", before="receive", after="received")
+    around("send", of=Line, before="send", after="sent")
+    around("fill", of=Line, before="receive", after="received")
     if OPTIONS.get("any time"):
         threading.Thread(target=at_any_time, daemon=True).start()
     out = (DIRECTORY / f"steps-{os.getpid()}").open("a", buffering=1)
     stacks = (DIRECTORY / f"stacks-{os.getpid()}").open("w")
+    large = torch.ones(
+        int(OPTIONS.get("megabytes", "64")) * 250_000 if OPTIONS.get("large") else 0, dtype=torch.float32
+    )
     hooked = False
 
     def look() -> None:
@@ -224,6 +244,9 @@ def main() -> None:
                 loss.backward()
                 if OPTIONS.get("ahead"):
                     one_after_the_other(ctx)
+                if OPTIONS.get("large"):
+                    FAULTS.at("large")
+                    getattr(dist, OPTIONS["large"])(large, *([0] if OPTIONS["large"] == "broadcast" else []))
                 FAULTS.at("before optimizer")
                 if not OPTIONS.get("hand") or loop.steps_done % 2:  # By hand: gradients of two steps are added up.
                     optimizer.step()
@@ -247,7 +270,9 @@ def main() -> None:
                 ctx.sum(1)
     faulthandler.cancel_dump_traceback_later()
     last = DIRECTORY / f"last-{os.getpid()}"
-    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in net.state_dict().values()))
+    # Statistics of a norm are each rank's own until DDP sends rank 0's with the next forward.
+    alike = [each for name, each in net.state_dict().items() if not name.startswith("norm.running")]
+    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in alike))
     torch.save(
         {
             "rank": ctx.rank,

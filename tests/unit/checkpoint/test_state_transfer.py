@@ -1,10 +1,16 @@
-"""State from one rank to others over the process group: who sends, what arrives, and where it is written to."""
+"""State from one rank to others: who sends, what arrives, where it is written to, and how a transfer fails."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elasticrt.checkpoint.state_transfer import Plan, Standing, plan, rehearse, share
+from elasticrt.checkpoint import state_transfer, stateful
+from elasticrt.checkpoint.state_transfer import Line, Plan, Standing, plan, rehearse, share
+from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
+from elasticrt.distributed.regroup import Meeting, Overtaken
 
 WHOLE, TORN, NEW = True, False, Standing(-1, False)
 
@@ -38,32 +47,35 @@ def test_who_sends(standings: list[Standing], expected: Plan | None) -> None:
     assert plan(standings) == expected
 
 
-def _rank(number: int, world: int, directory: str, work: Callable[[int], Any], answers: Any) -> None:
+def _rank(number: int, world: int, listening: socket.socket, work: Callable[[Meeting], Any], answers: Any) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"{directory}/store", world)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=world)
+    if number == 0:
+        GroupStoreServer(listening, "nonce")
+    store = GroupStore("127.0.0.1", listening.getsockname()[1], "nonce", 60)
     try:
-        answer = work(number)
+        answer = work(Meeting(store, number, world, "nonce", lambda: False))
     except Exception as error:  # noqa: BLE001  It is the answer.
         answer = f"{type(error).__name__}: {error}"
     answers.put((number, answer))
     answers.close()
     answers.join_thread()
+    time.sleep(0 if number else 1)  # The others may still be asking its store.
     os._exit(0)
 
 
-def ranks(directory: Path, work: Callable[[int], Any], world: int = 2) -> list[Any]:
-    """What `work(rank)` gives in each process of a group."""
+def ranks(work: Callable[[Meeting], Any], world: int = 2, dead: int = 0) -> list[Any]:
+    """What `work` gives in each process of a generation, by rank, without so many of the last that die."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    processes = [context.Process(target=_rank, args=(n, world, str(directory), work, answers)) for n in range(world)]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        processes = [context.Process(target=_rank, args=(n, world, listening, work, answers)) for n in range(world)]
+        for process in processes:
+            process.start()
+    found = dict(answers.get(timeout=60) for _ in range(world - dead))
     for process in processes:
-        process.start()
-    found = dict(answers.get(timeout=60) for _ in processes)
-    for process in processes:
+        process.kill()
         process.join(30)
-    return [found[number] for number in range(world)]
+    return [found[number] for number in range(world - dead)]
 
 
 def _state(seed: int) -> dict[str, Any]:
@@ -105,11 +117,12 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
-def _exchange(rank: int) -> Any:
+def _exchange(meeting: Meeting) -> Any:
+    rank = meeting.rank
     own, expected = _state(rank + 1), _leaves(_state(2))
     places = {path: each.data_ptr() for path, each in _leaves(own).items() if isinstance(each, torch.Tensor)}
     called: list[int] = []
-    told = share(Standing(rank + 4, True), lambda: own, lambda: called.append(1))
+    told = share(Standing(rank + 4, True), meeting, lambda: own, lambda: called.append(1))
     if rank == 1:
         return told is None and not called
     assert told is not None
@@ -125,14 +138,15 @@ def _exchange(rank: int) -> Any:
     return called == [1]
 
 
-def test_tensors_of_all_kinds_arrive_in_place(tmp_path: Path) -> None:
+def test_tensors_of_all_kinds_arrive_in_place() -> None:
     """Odd types, views, a scalar, an empty one: each is equal afterwards, and the receiver's own tensor holds it."""
-    assert ranks(tmp_path, _exchange) == [True, True]
+    assert ranks(_exchange) == [True, True]
 
 
-def _to_a_newcomer(rank: int) -> Any:
+def _to_a_newcomer(meeting: Meeting) -> Any:
+    rank = meeting.rank
     own = _state(2) if rank == 1 else {"model": {"half": torch.zeros(2)}, "optimizer": {}}
-    told = share(Standing(4, True) if rank == 1 else NEW, lambda: own, lambda: None)
+    told = share(Standing(4, True) if rank == 1 else NEW, meeting, lambda: own, lambda: None)
     if rank == 1:
         return told is None
     found, expected = _leaves(told), _leaves(_state(2))
@@ -142,32 +156,28 @@ def _to_a_newcomer(rank: int) -> Any:
     )
 
 
-def test_who_lacks_parts_gets_them(tmp_path: Path) -> None:
+def test_who_lacks_parts_gets_them() -> None:
     """A newcomer whose optimizer has no state yet, and whose tensor has another shape, gets new ones; three ranks."""
-    assert ranks(tmp_path, _to_a_newcomer, 3) == [True, True, True]
+    assert ranks(_to_a_newcomer, 3) == [True, True, True]
 
 
-def _with_a_flipped_bit(rank: int) -> Any:
-    if rank == 0:
-        received, real = [], dist.irecv
+def _with_a_flipped_bit(meeting: Meeting) -> Any:
+    if meeting.rank == 0:
+        received, real = [], Line.fill
 
-        class Flipped:
-            def __init__(self, work: Any, tensor: torch.Tensor) -> None:
-                self._work, self._tensor = work, tensor
+        def fill(line: Line, room: Any) -> None:
+            real(line, room)
+            received.append(1)
+            if len(received) == 4:
+                room[5] ^= 16
 
-            def wait(self) -> None:
-                self._work.wait()
-                received.append(self._tensor.numel())
-                if len(received) == 3:
-                    self._tensor.view(torch.uint8)[5] ^= 16
-
-        dist.irecv = lambda tensor, *args: Flipped(real(tensor, *args), tensor)
-    return str(share(Standing(rank, True), lambda: _state(rank), lambda: None))
+        Line.fill = fill  # type: ignore[method-assign]
+    return str(share(Standing(meeting.rank, True), meeting, lambda: _state(meeting.rank), lambda: None))
 
 
-def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_refused() -> None:
     """One bit that changes on the way: the receiver says so instead of training on."""
-    told, sent = ranks(tmp_path, _with_a_flipped_bit)
+    told, sent = ranks(_with_a_flipped_bit)
     assert "the state has changed on its way" in told
     assert sent == "None"
 
@@ -180,11 +190,12 @@ def _peak_bytes() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 
 
-def _measured(rank: int) -> Any:
+def _measured(meeting: Meeting) -> Any:
+    rank = meeting.rank
     own = {"weights": torch.full((LARGE // 4,), float(rank))}
     Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from now on.
     before = _peak_bytes()
-    told = share(Standing(1, True) if rank else NEW, lambda: own, lambda: None)
+    told = share(Standing(1, True) if rank else NEW, meeting, lambda: own, lambda: None)
     more = _peak_bytes() - before
     if told is not None:
         assert told["weights"].data_ptr() == own["weights"].data_ptr()
@@ -192,49 +203,111 @@ def _measured(rank: int) -> Any:
     return more
 
 
-def test_a_receiver_needs_no_second_copy(tmp_path: Path) -> None:
+def test_a_receiver_needs_no_second_copy() -> None:
     """96 MiB arrive at a newcomer, and neither side ever holds half as much more."""
-    more = ranks(tmp_path, _measured)
+    more = ranks(_measured)
     assert max(more) < LARGE / 2, more
 
 
-def _sender_dies(rank: int) -> Any:
-    if rank == 1:
-        sent, real = [], dist.isend
+def _in_the_middle(what: Callable[[], Any]) -> None:
+    """Have `what` happen when a part of the large tensor has been sent."""
+    sent, real = [], Line.send
 
-        def isend(*args: Any) -> Any:
-            sent.append(1)
-            if len(sent) == 4:
-                raise KeyboardInterrupt
-            return real(*args)
+    def send(line: Line, data: Any) -> None:
+        sent.append(1)
+        if len(sent) == 4:
+            real(line, data[:1000])
+            what()
+        real(line, data)
 
-        dist.isend = isend
-        try:
-            share(Standing(8, True), lambda: _state(2), lambda: None)
-        except KeyboardInterrupt:
-            return "died"
-    own, called = _state(1), []
-    try:
-        share(Standing(7, True), lambda: own, lambda: called.append(1))
-    except RuntimeError:
-        expected, found = _leaves(_state(1)), _leaves(own)
-        tensors = [path for path, each in expected.items() if isinstance(each, torch.Tensor)]
-        return not called and all(torch.equal(found[path], expected[path]) for path in tensors)
-    return "got it"
+    Line.send = send  # type: ignore[method-assign]
 
 
-def test_a_state_that_does_not_arrive_leaves_ones_own(tmp_path: Path) -> None:
-    """The one rank that is ahead dies while it sends: who was a step behind has that step's state still, whole."""
-    assert ranks(tmp_path, _sender_dies) == [True, "died"]
+def _keeps_its_own(meeting: Meeting, number: int) -> bool:
+    """Whether a rank with a whole state has it still after a transfer that fails."""
+    own, called = _state(number), []
+    with pytest.raises(dist.DistNetworkError, match="the state of another rank has not come through"):
+        share(Standing(7, True), meeting, lambda: own, lambda: called.append(1))
+    expected, found = _leaves(_state(number)), _leaves(own)
+    tensors = [path for path, each in expected.items() if isinstance(each, torch.Tensor)]
+    return not called and all(torch.equal(found[path], expected[path]) for path in tensors)
 
 
-def _nobody(_: int) -> Any:
-    return share(Standing(-1, False), dict, lambda: None)
+def _sender_is_lost(meeting: Meeting, number: int) -> Any:
+    if meeting.rank < 2:
+        return _keeps_its_own(meeting, meeting.rank)
+    _in_the_middle(lambda: os.kill(os.getpid(), number))
+    share(Standing(8, True), meeting, lambda: _state(2), lambda: None)
+    return "sent"
 
 
-def test_without_a_state_all_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sender_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It dies or stops while it sends: nobody hangs, and who was a step behind has that step's state still, whole."""
+    monkeypatch.setattr(state_transfer, "STALL_S", 0.5)
+    assert ranks(partial(_sender_is_lost, number=number), 3, dead=1) == [True, True]
+
+
+def _receiver_is_lost(meeting: Meeting, number: int) -> Any:
+    if meeting.rank == 1:
+        Line.fill = lambda *_: os.kill(os.getpid(), number)  # type: ignore[method-assign]
+    own = {"weights": torch.ones(LARGE // 4)}
+    return str(share(NEW if meeting.rank else Standing(1, True), meeting, lambda: own, lambda: None))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It dies or stops while it receives: who sends does not hang."""
+    monkeypatch.setattr(state_transfer, "STALL_S", 0.5)
+    (told,) = ranks(partial(_receiver_is_lost, number=number), dead=1)
+    assert "the state of another rank has not come through" in told
+
+
+def _overtaken(meeting: Meeting) -> Any:
+    if meeting.rank == 1:
+        _in_the_middle(lambda: (meeting.gather("the middle", ""), time.sleep(600)))
+    begun = threading.Event()
+    over = replace(meeting, over=begun.is_set)
+    threading.Thread(target=lambda: (meeting.gather("the middle", ""), begun.set()), daemon=True).start()
+    with pytest.raises(Overtaken):
+        share(Standing(meeting.rank, True), over, lambda: _state(meeting.rank), lambda: None)
+    return True
+
+
+def test_another_generation_ends_a_transfer() -> None:
+    """A seat comes while a rank waits for the rest of a state: it goes there at once."""
+    (told,) = ranks(_overtaken, dead=1)
+    assert told is True
+
+
+def _strangers(meeting: Meeting) -> Any:
+    if meeting.rank == 1:
+        listens, real = [], socket.create_server
+
+        def create_server(*args: Any, **options: Any) -> socket.socket:
+            listens.append(real(*args, **options))
+            for said in (b"", b"nonce 7", b"GET / HTTP/1.1" + bytes(100)):
+                with socket.create_connection(listens[0].getsockname()) as stranger:
+                    stranger.sendall(said)
+            return listens[0]
+
+        socket.create_server = create_server
+    told = share(Standing(meeting.rank, True), meeting, lambda: _state(meeting.rank), lambda: None)
+    return told is None or told["text"]
+
+
+def test_strangers_get_nothing() -> None:
+    """Who connects and does not know the generation is let go of; the one that does gets the state."""
+    assert ranks(_strangers) == ["seed 1", True]
+
+
+def _nobody(meeting: Meeting) -> Any:
+    return share(Standing(-1, False), meeting, dict, lambda: None)
+
+
+def test_without_a_state_all_are_told() -> None:
     """When no rank has a whole state every rank raises, and none waits."""
-    assert all("no rank of this generation has a state" in each for each in ranks(tmp_path, _nobody))
+    assert all("no rank of this generation has a state" in each for each in ranks(_nobody))
 
 
 def test_a_rehearsal_leaves_the_state_where_and_as_it_is() -> None:
@@ -245,3 +318,26 @@ def test_a_rehearsal_leaves_the_state_where_and_as_it_is() -> None:
     for name, tensor in state["model"].items():
         assert told["model"][name] is tensor
         assert torch.equal(tensor, expected["model"][name])
+
+
+class Loads(torch.nn.Linear):
+    """Counts how often it is loaded."""
+
+    loads = 0
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As ever."""
+        self.loads += 1
+        return super().load_state_dict(*args, **options)
+
+
+def test_what_was_received_in_place_is_not_copied_onto_itself() -> None:
+    """A module whose own memory has the state already is not loaded; one that gets another's, or a part of it, is."""
+    mine, other = Loads(2, 2), Loads(2, 2)
+    stateful.put_back({"model": mine}, {"model": mine.state_dict()}, "here")
+    assert mine.loads == 0
+    stateful.put_back({"model": mine}, {"model": {**mine.state_dict(), "bias": torch.ones(2)}}, "here")
+    assert (mine.loads, mine.bias.tolist()) == (1, [1.0, 1.0])
+    stateful.put_back({"model": mine}, {"model": other.state_dict()}, "here")
+    assert mine.loads == 2
+    assert torch.equal(mine.weight, other.weight)

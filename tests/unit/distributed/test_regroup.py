@@ -155,7 +155,8 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
     before = {name: each.clone() for name, each in net.named_buffers()}
     gradients = {name: each.grad.clone() for name, each in net.named_parameters() if each.grad is not None}
     undo = Undo([net], [], seeded=False)
-    undo.note(variables, accumulates=accumulates)
+    undo.accumulates = accumulates
+    undo.note(variables)
     drawn = torch.rand(2), random.random()
     net(torch.randn(4, 3)).sum().backward()
     variables.update(ema=2.0, more=3)
@@ -176,9 +177,9 @@ def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
     """A module may have other buffers than at the step before."""
     net = Net()
     undo = Undo([net], [], seeded=True)
-    undo.note({}, accumulates=False)
+    undo.note({})
     net.register_buffer("late", torch.ones(1))
-    undo.note({}, accumulates=False)
+    undo.note({})
     net.late += 1
     undo.put_back({})
     assert net.late.item() == 1
