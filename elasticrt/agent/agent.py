@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import EventLoop
+from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
@@ -61,7 +61,7 @@ TURN_S = 1.0
 """A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
 
 
-class Agent:
+class Agent(Side):
     """An agent. `run` is its life. To its loop it is a `Side`."""
 
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
@@ -129,9 +129,9 @@ class Agent:
         try:
             return self._end(self.loop.take_part()) if self._join() else EXIT_OK
         finally:
-            self.loop.prober.close()
             if self.probes is not None:
                 self.probes.close()
+            self.loop.prober.close()
             self.membership.close()
 
     @property
@@ -249,7 +249,11 @@ class Agent:
             told_to_leave=self.membership.told_to_leave,
         )
         self.probes = self.edges.probe_server(
-            address, settings.run_id, lambda: (self.member.me.record.incarnation, self.member.me.started), self._known
+            self.loop.prober,
+            address,
+            settings.run_id,
+            lambda: (self.member.me.record.incarnation, self.member.me.started),
+            self._known,
         )
         self.node.seating.ports.bind(address)
         record = MemberRecord(

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_driver import StoreDriver
@@ -59,41 +59,49 @@ class ThreadDied:
     error: BaseException
 
 
-class Side(Protocol):
-    """Whose workers a member's loop is about."""
+class Side:
+    """Whose workers a member's loop is about. What a kind of side has no use for, it leaves as it is here."""
+
+    def describe(self, me: Me, now: float) -> Me:
+        """The member's own state as of `now`: what its key and its report should say. Only looks."""
+        raise NotImplementedError
+
+    def run_generation(self, generation: Generation, seat: Seat) -> None:
+        """Start a generation's workers, as soon as those of the one before are gone."""
+        raise NotImplementedError
+
+    def left_out(self, reason: str) -> bool:
+        """A generation goes on without this life: end its workers. Whether the next life can begin at once."""
+        raise NotImplementedError
+
+    def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
+        """Do this node's part of a handover."""
+        raise NotImplementedError
+
+    def drain(self, reason: str) -> None:
+        """This member is to hand over and leave."""
+        raise NotImplementedError
+
+    def handle(self, event: Any) -> None:
+        """Take note of an event that only this kind of side has."""
+        raise NotImplementedError
 
     def do_what_is_due(self, now: float) -> None:
         """Do what time alone makes due."""
 
-    def describe(self, me: Me, now: float) -> Me:
-        """The member's own state as of now: what its key and its report should say. Only looks."""
+    def alarms(self, now: float) -> Iterable[float]:
+        """When to decide anew even if nothing has happened."""
+        del now
+        return ()
 
     def decided(self, decision: Decision) -> None:
         """Something was decided."""
-
-    def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """Start a generation's workers, as soon as those of the one before are gone."""
-
-    def left_out(self, reason: str) -> bool:
-        """A generation goes on without this life: end its workers. Whether the next life can begin at once."""
-
-    def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """Do this node's part of a handover."""
-
-    def drain(self, reason: str) -> None:
-        """This member is to hand over and leave."""
 
     def published(self, decision: Publish, before: View) -> None:
         """This member has published a generation; `before`: what it knew before that."""
 
     def revive_store(self) -> None:
         """If the store was this machine's own and has died, begin anew with another one. Raises StoreUnavailable."""
-
-    def handle(self, event: Any) -> None:
-        """Take note of an event that only this kind of side has."""
-
-    def alarms(self, now: float) -> Iterable[float]:
-        """When to decide anew even if nothing has happened."""
 
 
 class EventLoop:

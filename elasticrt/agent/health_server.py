@@ -7,14 +7,10 @@ no orders. A client that is slow, or says too much, is cut off.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ipaddress
 import json
-import logging
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Container, Iterable
 from http import HTTPStatus
@@ -22,8 +18,8 @@ from http import HTTPStatus
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import Finding, HealthState
 from elasticrt.errors import ConfigError, explain
-
-log = logging.getLogger(__name__)
+from elasticrt.ipc.request_server import Client, RequestServer
+from elasticrt.ipc.selector_thread import SelectorThread
 
 REQUEST_S = 2.0
 """From the connection to the end of the answer."""
@@ -41,75 +37,42 @@ QUESTIONS: dict[str, Callable[[HealthState, float], Finding]] = {
 class HealthServer:
     """Answers from when it is made until `close`.
 
+    Args:
+        host: an address or a name of this machine.
+        port: where to listen there; 0: any free one.
+        noted: the first of what the agent notes.
+
     Attributes:
-        noted: the newest vitals; the agent puts others in their place as often as it likes.
+        noted: the newest; the agent puts others in its place as often as it likes.
         url: where it answers.
+
+    Raises ConfigError when the address or the port cannot be had.
     """
 
     def __init__(self, host: str, port: int, noted: HealthState) -> None:
-        """Raises ConfigError when the address or the port cannot be had."""
         self.noted = noted
-        self._clients = 0
         self._names = {"", "localhost", host.lower(), socket.gethostname().lower()}
-        try:
-            # Another agent's port must be refused, not shared: its answers would be taken for ours.
-            host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=CLIENTS_MAX)
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(
-                explain(
-                    "the health port cannot be had",
-                    "--health-port",
-                    got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
-                    expected="a free port and an address of this machine",
-                    remedy="Choose another one (0: any free port)",
-                )
-            ) from error
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
-        self._loop = asyncio.new_event_loop()
-        self._ending = asyncio.Event()
-        self._thread = threading.Thread(target=self._work, name="elasticrt-health", daemon=True)
-        self._thread.start()
+        listener = _listen(host, port)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        self._thread = SelectorThread("elasticrt-health")
+        self._server = RequestServer(
+            self._thread,
+            listener,
+            self._asked,
+            ends=b"\r\n\r\n",
+            bytes_max=REQUEST_MAX_BYTES,
+            request_s=REQUEST_S,
+            clients_max=CLIENTS_MAX,
+        )
+        self._server.start()
 
     def close(self) -> None:
         """Stop answering: from now on the port refuses."""
-        with contextlib.suppress(RuntimeError):  # The loop has been closed already.
-            self._loop.call_soon_threadsafe(self._ending.set)
-        self._thread.join(CLOSE_S)
+        self._server.close()
+        self._thread.close(CLOSE_S)
 
-    def _work(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._socket.close()
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._client, sock=self._socket, limit=REQUEST_MAX_BYTES)
-        await self._ending.wait()
-        server.close()
-        # Clients that are still being answered are cut off: this process is about to end.
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._clients >= CLIENTS_MAX:
-            writer.transport.abort()
-            return
-        self._clients += 1
-        try:
-            await asyncio.wait_for(self._answer(reader, writer), REQUEST_S)
-        except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError) as error:
-            log.debug("a question about health that was none: %r", error)
-        finally:
-            self._clients -= 1
-            writer.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line, *fields_of_request = (await reader.readuntil(b"\r\n\r\n")).decode("ascii", errors="replace").split("\r\n")
+    def _asked(self, client: Client, request: bytes) -> None:
+        line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")
         if is_foreign(fields_of_request, self._names):
             status, text = HTTPStatus.FORBIDDEN, _text({"hosts": "an address, or a name of this machine"})
         else:
@@ -117,15 +80,32 @@ class HealthServer:
         content = b"" if line.startswith("HEAD ") else text
         fields = {"Content-Type": "application/json", "Content-Length": len(text), "Cache-Control": "no-store"}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
-        writer.write("\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
-        await writer.drain()
+        self._server.answer(client, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Another agent's port must be refused, not shared: its answers would be taken for ours."""
+    try:
+        host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=CLIENTS_MAX)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            explain(
+                "the health port cannot be had",
+                "--health-port",
+                got=f"{host}:{port}: {str(getattr(error, 'strerror', None) or error).partition(' (while ')[0]}",
+                expected="a free port and an address of this machine",
+                remedy="Choose another one (0: any free port)",
+            )
+        ) from error
 
 
 def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
-    """Whether a request means another host than this one, by its header. Pure.
+    """Whether a request means another host than this one, by its header `fields`. Pure.
 
     Pages of a browser can ask anybody's port if their own name leads there for a moment; but they ask it by that name.
-    Addresses are no names, and a client that gives no host is no browser.
+    Addresses are no names, and a client that gives no host is no browser. `names`: those of this machine.
     """
     for field in fields:
         name, _, value = field.partition(":")
@@ -139,7 +119,7 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
 
 
 def answer(request_line: str, noted: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
-    """Status and body for the first line of a request."""
+    """Status and body for the first line of a request, about what was `noted`, as of `now` (monotonic seconds)."""
     method, target, *_ = [*request_line.split(" "), "", ""]
     question = QUESTIONS.get(target.partition("?")[0])
     if question is None:

@@ -12,9 +12,6 @@ from elasticrt.ipc.time_bounds import JOIN_AGAIN_S, JOIN_AGAIN_S_MAX
 from elasticrt.rendezvous.records import Generation
 from elasticrt.rendezvous.view import View
 
-READY = 2
-"""What the status page of one says that waits to be let in (`in_place`)."""
-
 
 class JoiningWorkers:
     """One node's. It only remembers: its owner starts them and ends them.

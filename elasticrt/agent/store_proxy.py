@@ -1,14 +1,14 @@
 """What workers ask of etcd, carried out for them: commits and shared preparations, all fenced by their generation.
 
-A thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
+On a thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
 answered exactly once. An answer of "no" says why; the worker warns its user and goes on training.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -49,32 +49,52 @@ class StoreRequest:
 
 
 class StoreProxy:
-    """Carries out errands one after the other. `committed` is told of every new head, from the courier's thread."""
+    """Carries out errands one after the other, on a thread that lives as long as there are any.
+
+    Args:
+        store: where they are carried out.
+        keys: the run's.
+        committed: told of every new head, from that thread.
+    """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
         self._closing = threading.Event()
         self._errands = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
-        self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()  # Guards what follows.
+        self._waiting: deque[StoreRequest] = deque()
+        self._thread: threading.Thread | None = None
 
     def send(self, errand: StoreRequest) -> None:
         """Queue an errand."""
-        self._waiting.put(errand)
+        with self._lock:
+            self._waiting.append(errand)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
+                self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End after the errand under way; those still queued are never carried out (their workers are gone)."""
+        """End after the errand under way, which is waited for at most `timeout_s`.
+
+        Those still queued are never carried out (their workers are gone).
+        """
         self._closing.set()
-        self._waiting.put(None)
-        self._thread.join(timeout_s)
+        with self._lock:
+            self._waiting.clear()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
         self._errands.release()
 
     def _work(self) -> None:
-        while True:
-            errand = self._waiting.get()
-            if errand is None:
-                return
+        while (errand := self._next()) is not None:
             errand.answer(self._errands.carry_out(errand))
+
+    def _next(self) -> StoreRequest | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._thread = None
+            return None
 
 
 class StoreRequests:

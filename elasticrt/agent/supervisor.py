@@ -4,26 +4,26 @@ Not a second loop. The agent hands over events (`fold`), says what it has decide
 is due (`do_what_is_due`), and asks what is so (`describe`). A generation's workers are started when three things have
 come together, in any order: the decision to run it, a warm parent, and the end of the generation before.
 
-What the workers are in is a value, `workers.group_state`; how they get their seats is in `agent.seating`, who sets up
-beside the training in `agent.joining`, and how a hang is noticed in `liveness.hang_monitor`.
+What the workers are in is a value, `workers.group_state`; what their status pages say, `agent.worker_pages`. How they
+get their seats is in `agent.seating`, who sets up beside the training in `agent.joining`, and how a hang is noticed in
+`liveness.hang_monitor`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.joining import READY, JoiningWorkers
+from elasticrt.agent.joining import JoiningWorkers
 from elasticrt.agent.seating import Seating
+from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
-from elasticrt.ipc.status_page import StatusPage
-from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX, STANDING_IN_PLACE_S
+from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
@@ -82,7 +82,8 @@ class Supervisor:
         self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._joining = JoiningWorkers()
         self.seating = Seating(settings, edges)
-        self.progress = Progress(self._pages, events, say, edges.clock)
+        self.pages = WorkerPages(lambda: self._workers)
+        self.progress = Progress(lambda: self.pages.of(self._state), events, say, edges.clock)
         self.hangs = HangMonitor(settings, put, events, say, edges.take_stacks)
 
     def open(self) -> None:
@@ -106,7 +107,9 @@ class Supervisor:
 
     def describe(self, me: Me, now: float) -> Me:
         """The member's own state as of now: what its key and its report should say. Changes nothing."""
-        state, ready, has_state = self._state, self._ready(), self._has_state()
+        state, able = self._state, self._able()
+        ready = len(able) + len(self.pages.ready_beside(self._joining.ranks))
+        has_state = self.pages.have_state(state, able)
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
         wanted = {
@@ -128,9 +131,9 @@ class Supervisor:
             report=state.report(kept=kept, ready=ready, has_state=has_state) if seated else None,
             failed_at=state.failed_at,
             copy=kept if generation else None,
-            standing_since=self.hangs.standing_since(now) or self._unmet_since(now),
+            standing_since=self.hangs.standing_since(now) or self.pages.unmet_since(state, now),
             pause_s=self.progress.pause_s,
-            starting=(self._wanted is not None and not self._building()) or self.progress.starting(now),
+            starting=(self._wanted is not None and not self.pages.building(state)) or self.progress.starting(now),
             holding=state.holding,
             going=state.going,
         )
@@ -145,57 +148,12 @@ class Supervisor:
         """Whether no worker is left, seated or setting up."""
         return not self._state.running and not self._joining.ending
 
-    def _unmet_since(self, now: float) -> float | None:
-        """From when on workers in new seats have been waiting too long for their first step there; None: they have not.
-
-        A node that dies between its seat and the meeting breaks no connection: the others wait for it.
-        """
-        if self._state.generation is None or not self._state.generation.in_place:
-            return None
-        begun = [page.init_at_ns for page in self._pages() if not page.step_at_ns]
-        at = min((at for at in begun if at >= self._state.seated_ns), default=math.inf) / 1e9 + STANDING_IN_PLACE_S
-        return at if now >= at else None
-
-    def _ready(self) -> int:
-        return len(self._able()) + len(self._ready_beside())
-
     def _able(self) -> list[int]:
         """Local ranks that take part and can go on in another generation without ending."""
-        state = self._state
-        if not state.running or self._wanted is not None:
-            return []
-        return [rank for rank in sorted(state.seated) if self._word(rank, state.number, "in_place")]
-
-    def _ready_beside(self) -> list[int]:
-        """Local ranks that have set up beside the training."""
-        return [rank for rank in sorted(self._joining.ranks) if self._word(rank, 0, "in_place") == READY]
-
-    def _has_state(self) -> bool:
-        """Whether a worker that can go on has the state of its generation, or of the one before."""
-        return any(self._word(rank, self._state.number, "restored_at_ns") for rank in self._able())
+        return [] if self._wanted is not None else self.pages.able(self._state)
 
     def _can_start_beside(self) -> bool:
         return self._wanted is None and bool(self._method) and not self._state.well
-
-    def _building(self) -> bool:
-        """Whether one of the workers prepares data."""
-        return any(page.building for page in self._pages())
-
-    def _pages(self) -> list[StatusPage]:
-        """The pages of all workers of the running generation; none when one has gone already."""
-        state = self._state
-        try:
-            return [self._workers.page(rank, state.number) for rank in sorted(state.seated)] if state.running else []
-        except KeyError:
-            return []
-
-    def _word(self, local_rank: int, generation: int, word: str) -> int:
-        """What the page of one worker says; 0 without one."""
-        try:
-            value: int = getattr(self._workers.page(local_rank, generation), word)
-        except (KeyError, ValueError):
-            return 0
-        return value
 
     @property
     def _workers(self) -> WorkerGroup:
@@ -213,7 +171,7 @@ class Supervisor:
         self.progress.look(self._state.number)
         self._end_those_late_to_come(now)
         self._start_missing(now)
-        self.hangs.look(now, self._pages(), held=bool(self._state.holding))
+        self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
         if self._state.failed_at is None and self._state.running:
             self.hangs.ask_if_stalled(now, self._workers, self._state.number)
         self.look_for_laggards(now, elsewhere)
@@ -225,7 +183,7 @@ class Supervisor:
         generation, at = self._kill_late
         if not self._state.running or generation != self._state.number:  # The next one's may have started meanwhile.
             self._kill_late = None
-        elif self._building():
+        elif self.pages.building(self._state):
             self._kill_late = (generation, max(at, now + EXIT_HOOKS_S))
         elif now >= at:
             self._kill_late = None
@@ -238,7 +196,7 @@ class Supervisor:
             return
         age_s = now - state.seated_ns / 1e9
         self._late_at = None if age_s >= SEATED_S_MAX else now + SEATED_S_MAX - age_s
-        late = [rank for rank in sorted(state.seated) if self._is_late(rank)]
+        late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank)]
         if late and self._late_at is not None:
             self.hangs.ask(self._workers, Stacks("late", state.number, 0, age_s, False), late)
         elif late and state.seat is not None:
@@ -248,12 +206,6 @@ class Supervisor:
             self._joining.ending |= set(late)
             self._state = state.lost(frozenset(late))  # What is being ended is of no generation any more.
             self._fail_in_place(state.seat, text)
-
-    def _is_late(self, rank: int) -> bool:
-        """Whether a worker should have taken its seat by now: not one that does something else than training."""
-        number = self._state.number
-        began, joined = (self._word(rank, number, word) for word in ("init_at_ns", "joined_at_ns"))
-        return began < self._state.seated_ns and (joined < began or self._word(rank, number, "stepping") != 0)
 
     def _start_missing(self, now: float) -> None:
         """Start beside the training what this node has no worker for."""
@@ -295,7 +247,7 @@ class Supervisor:
         self._stop_joining()
         if self._state.running:
             self.progress.remember()
-            if len(self._state.handed) == len(self._state.ranks) or self._building():
+            if len(self._state.handed) == len(self._state.ranks) or self.pages.building(self._state):
                 # Their exit hooks get a moment; and who builds what the next generation needs as well may finish that.
                 self._kill_late = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
             else:
@@ -305,7 +257,7 @@ class Supervisor:
     def hold(self, handover: int) -> None:
         """Make all workers hold at the end of their present step, and note how far one of them has been let in."""
         self.progress.disturbed()
-        pages = self._pages()
+        pages = self.pages.of(self._state)
         for page in pages:
             page.go = 0
             page.stop = 1
@@ -317,7 +269,7 @@ class Supervisor:
     def go(self, step: int, *, save: bool) -> None:
         """Tell workers that hold the `step` after which they leave; with `save` rank 0 commits a checkpoint first."""
         self._state = replace(self._state, going=step)
-        for page in self._pages():
+        for page in self.pages.of(self._state):
             page.save = int(save)
             page.go = step
 
@@ -325,7 +277,7 @@ class Supervisor:
         """The handover was given up: let the workers go on."""
         self.progress.undisturbed()
         self._state = replace(self._state, holding=0, entered=0, going=0)
-        for page in self._pages():
+        for page in self.pages.of(self._state):
             page.stop = page.go = 0
 
     def reply(self, said: WorkerSaid, reply: Reply) -> None:
@@ -399,7 +351,7 @@ class Supervisor:
 
     def _announce_end(self) -> None:
         """Workers that leave a signal from elsewhere to their agent obey the next one."""
-        for page in self._pages():
+        for page in self.pages.of(self._state):
             page.ending = 1
 
     def _stop_joining(self) -> None:
@@ -423,8 +375,8 @@ class Supervisor:
         """Let workers that live go on in `generation`: those of the one before first, then those that have set up."""
         before, group = self._state, self._workers
         number = before.number if before.running else 0
-        lives = [(rank, number) for rank in sorted(before.seated) if self._word(rank, number, "in_place")]
-        chosen = [*lives, *((rank, 0) for rank in self._ready_beside())][: seat.workers]
+        lives = [(rank, number) for rank in self.pages.able(before)]
+        chosen = [*lives, *((rank, 0) for rank in self.pages.ready_beside(self._joining.ranks))][: seat.workers]
         pids = {**group.pids(0), **group.pids(number)}
         now_ns = self._clock.monotonic_ns()
         self._late_at = self._clock.monotonic() + LATE_S

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
 from elasticrt.text import unpacked
 
@@ -44,16 +44,16 @@ _HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
 
 def _check(value: Commit | Copy, **forms: str) -> None:
     """Check every field: a whole number, or a text of its form. Raises ValueError that names the field."""
-    for field in fields(value):
-        found = getattr(value, field.name)
-        if field.type == "int":
+    for each in fields(value):
+        found = getattr(value, each.name)
+        if each.type == "int":
             expected, good = "a whole number", type(found) is int and 0 <= found <= COUNT_MAX
         else:
-            expected = forms[field.name]
+            expected = forms[each.name]
             good = type(found) is str and re.fullmatch(expected, found) is not None
         if not good:
             kind = type(value).__name__.lower()
-            raise ValueError(f"field {field.name!r} of a {kind}: got {found!r:.200}; expected {expected}")
+            raise ValueError(f"field {each.name!r} of a {kind}: got {found!r:.200}; expected {expected}")
 
 
 def _from_fields(kind: type[Made], found: object) -> Made:
@@ -178,9 +178,40 @@ def _to_json(value: Commit | Copy) -> str:
     return json.dumps(asdict(value), sort_keys=True, separators=(",", ":"))
 
 
+def _told(variable: str, default: Any = MISSING) -> Any:
+    """A field of `WorkerEnv`, and the variable that says it."""
+    return field(default=default, metadata={"variable": variable})
+
+
+def _text(value: object) -> str:
+    """What a variable says of a value; the reverse of `_value`."""
+    if value is None:
+        return ""
+    if isinstance(value, Commit | Copy):
+        return value.to_json()
+    return str(int(value) if isinstance(value, bool) else value)
+
+
+def _value(variable: str, kind: str, text: str) -> Any:
+    """The value of a field of type `kind`. Raises ValueError that names the variable."""
+    try:
+        return _PARSERS[kind](text)
+    except ValueError as error:
+        raise ValueError(f"{variable}: got {text!r:.200}; expected a value set by the agent ({error})") from None
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "str": str,
+    "bool": lambda text: text == "1",
+    "Commit | None": lambda text: Commit.from_json(text) if text else None,
+    "Copy | None": lambda text: Copy.from_json(text) if text else None,
+}
+
+
 @dataclass(frozen=True)
 class WorkerEnv:
-    """Everything a worker is told by its agent.
+    """Everything a worker is told by its agent, each field with the variable that says it.
 
     `resume` is the head that the generation resumes from; with `copy` it resumes from that copy in memory instead,
     which descends from `resume`.
@@ -198,34 +229,34 @@ class WorkerEnv:
     what they would be, and `generation` is 0 until it has a seat.
     """
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    group_rank: int
-    group_world_size: int
-    master_addr: str
-    master_port: int
-    restart_count: int
-    max_restarts: int
-    run_id: str
-    attempt: int
-    generation: int
-    nonce: str
-    node: str
-    run_dir: str
-    role: str = "default"
+    rank: int = _told("RANK")
+    local_rank: int = _told("ELASTICRT_LOCAL_RANK")
+    world_size: int = _told("WORLD_SIZE")
+    local_world_size: int = _told("LOCAL_WORLD_SIZE")
+    group_rank: int = _told("GROUP_RANK")
+    group_world_size: int = _told("GROUP_WORLD_SIZE")
+    master_addr: str = _told("MASTER_ADDR")
+    master_port: int = _told("MASTER_PORT")
+    restart_count: int = _told("TORCHELASTIC_RESTART_COUNT")
+    max_restarts: int = _told("TORCHELASTIC_MAX_RESTARTS")
+    run_id: str = _told("TORCHELASTIC_RUN_ID")
+    attempt: int = _told("ELASTICRT_ATTEMPT")
+    generation: int = _told("ELASTICRT_GENERATION")
+    nonce: str = _told("ELASTICRT_NONCE")
+    node: str = _told("ELASTICRT_NODE")
+    run_dir: str = _told("ELASTICRT_RUN_DIR")
+    role: str = _told("ROLE_NAME", "default")
     as_srun: bool = False
-    gpu: str = ""
-    signals: str = ""
-    beside: bool = False
-    error_file: str = ""
-    resume: Commit | None = None
-    copy: Copy | None = None
-    state_fd: int = -1
-    channel_fd: int = -1
-    page_fd: int = -1
-    listen_fd: int = -1
+    gpu: str = _told("ELASTICRT_GPU", "")
+    signals: str = _told("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    beside: bool = _told("ELASTICRT_BESIDE", default=False)
+    error_file: str = _told("TORCHELASTIC_ERROR_FILE", "")
+    resume: Commit | None = _told("ELASTICRT_RESUME", None)  # noqa: RUF009  It makes a field.
+    copy: Copy | None = _told("ELASTICRT_COPY", None)  # noqa: RUF009  It makes a field.
+    state_fd: int = _told("ELASTICRT_STATE_FD", -1)
+    channel_fd: int = _told("ELASTICRT_CHANNEL_FD", -1)
+    page_fd: int = _told("ELASTICRT_PAGE_FD", -1)
+    listen_fd: int = _told("ELASTICRT_LISTEN_FD", -1)
 
     @property
     def resume_step(self) -> int:
@@ -234,43 +265,17 @@ class WorkerEnv:
 
     def to_env(self) -> dict[str, str]:
         """The variables to set, on top of the user's own environment."""
-        env = {
-            "RANK": self.rank,
+        told = {each.metadata["variable"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+        told |= {
             "LOCAL_RANK": 0 if self.gpu else self.local_rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-            "GROUP_RANK": self.group_rank,
-            "GROUP_WORLD_SIZE": self.group_world_size,
-            "ROLE_NAME": self.role,
             "ROLE_RANK": self.rank,
             "ROLE_WORLD_SIZE": self.world_size,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-            "TORCHELASTIC_RESTART_COUNT": self.restart_count,
-            "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
-            "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCHELASTIC_ERROR_FILE": self.error_file,
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": self.signals,
-            "ELASTICRT_LOCAL_RANK": self.local_rank,
-            "ELASTICRT_GPU": self.gpu,
-            "ELASTICRT_BESIDE": int(self.beside),
-            "ELASTICRT_ATTEMPT": self.attempt,
-            "ELASTICRT_GENERATION": self.generation,
-            "ELASTICRT_NONCE": self.nonce,
-            "ELASTICRT_NODE": self.node,
-            "ELASTICRT_RUN_DIR": self.run_dir,
-            "ELASTICRT_RESUME": self.resume.to_json() if self.resume else "",
-            "ELASTICRT_COPY": self.copy.to_json() if self.copy else "",
-            "ELASTICRT_STATE_FD": self.state_fd,
-            "ELASTICRT_CHANNEL_FD": self.channel_fd,
-            "ELASTICRT_PAGE_FD": self.page_fd,
-            "ELASTICRT_LISTEN_FD": self.listen_fd,
         }
         if self.gpu:
-            env["CUDA_VISIBLE_DEVICES"] = self.gpu
+            told["CUDA_VISIBLE_DEVICES"] = self.gpu
         if self.as_srun:
-            env |= {
+            told |= {
                 "SLURM_PROCID": self.rank,
                 "SLURM_LOCALID": self.local_rank,
                 "SLURM_NODEID": self.group_rank,
@@ -280,7 +285,7 @@ class WorkerEnv:
                 "SLURM_JOB_NUM_NODES": self.group_world_size,
                 "SLURM_NTASKS_PER_NODE": self.local_world_size,
             }
-        return {name: str(value) for name, value in env.items()}
+        return {variable: _text(value) for variable, value in told.items()}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> WorkerEnv | None:
@@ -290,43 +295,12 @@ class WorkerEnv:
         """
         if "ELASTICRT_GENERATION" not in env:
             return None
-
-        def whole(name: str) -> int:
-            try:
-                return int(env[name])
-            except (KeyError, ValueError):
-                raise ValueError(f"{name}: got {env.get(name)!r}; expected a whole number set by the agent") from None
-
-        resume, copy = env.get("ELASTICRT_RESUME", ""), env.get("ELASTICRT_COPY", "")
-        return cls(
-            rank=whole("RANK"),
-            local_rank=whole("ELASTICRT_LOCAL_RANK" if "ELASTICRT_LOCAL_RANK" in env else "LOCAL_RANK"),
-            world_size=whole("WORLD_SIZE"),
-            local_world_size=whole("LOCAL_WORLD_SIZE"),
-            group_rank=whole("GROUP_RANK"),
-            group_world_size=whole("GROUP_WORLD_SIZE"),
-            master_addr=env.get("MASTER_ADDR", ""),
-            master_port=whole("MASTER_PORT"),
-            restart_count=whole("TORCHELASTIC_RESTART_COUNT"),
-            max_restarts=whole("TORCHELASTIC_MAX_RESTARTS"),
-            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
-            attempt=whole("ELASTICRT_ATTEMPT"),
-            generation=whole("ELASTICRT_GENERATION"),
-            nonce=env.get("ELASTICRT_NONCE", ""),
-            node=env.get("ELASTICRT_NODE", ""),
-            run_dir=env.get("ELASTICRT_RUN_DIR", ""),
-            role=env.get("ROLE_NAME", "default"),
-            gpu=env.get("ELASTICRT_GPU", ""),
-            signals=env.get("TORCHELASTIC_SIGNALS_TO_HANDLE", ""),
-            beside=env.get("ELASTICRT_BESIDE") == "1",
-            error_file=env.get("TORCHELASTIC_ERROR_FILE", ""),
-            resume=Commit.from_json(resume) if resume else None,
-            copy=Copy.from_json(copy) if copy else None,
-            state_fd=whole("ELASTICRT_STATE_FD") if "ELASTICRT_STATE_FD" in env else -1,
-            channel_fd=whole("ELASTICRT_CHANNEL_FD"),
-            page_fd=whole("ELASTICRT_PAGE_FD"),
-            listen_fd=whole("ELASTICRT_LISTEN_FD"),
-        )
+        told = {}
+        for each in fields(cls):
+            variable = each.metadata.get("variable", "")
+            if variable in env or (variable and each.default is MISSING):
+                told[each.name] = _value(variable, str(each.type), env.get(variable, ""))
+        return cls(**told)
 
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:

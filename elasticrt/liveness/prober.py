@@ -21,23 +21,21 @@ hear nothing agree sooner than one alone may be sure.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import queue
 import random
 import secrets
-import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from elasticrt.ipc.selector_thread import READ, WRITE, SelectorThread
 from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS
-from elasticrt.ipc.wakeup import Wakeup
 from elasticrt.rendezvous.records import Seat
 
 OPEN_AT_ONCE = 256
@@ -48,12 +46,14 @@ WITNESSES = 2
 
 LINE_MAX_BYTES = 512
 GENERATION_MAX = 2**53
+CLOSE_S = 2.0
 
 Answer = Literal["alive", "dead", "silent"]
+Sink = Callable[[Seat, Answer, float], None]
+"""Gets an answer, and when it was asked for, in seconds of the monotonic clock."""
+
 Witnesses = Callable[[Seat], Sequence[Seat]]
 """Which agents may be asked about a seat: those that know it, without the one that asks."""
-
-_To = tuple[socket.AddressFamily, tuple[object, ...]]
 
 
 def nobody(_: Seat) -> Sequence[Seat]:
@@ -77,50 +77,46 @@ def fields_in(line: bytes) -> dict[str, Any] | None:
 
 
 def ask(address: str, port: int, incarnation: str) -> Answer:
-    """Ask one agent, and wait for its answer, at most 1.5 s."""
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    prober = Prober(lambda _seat, answer, _at: answers.put(answer))
+    """Ask the agent at `address` and `port` whether it is `incarnation`, and wait for its answer, at most 1.5 s."""
     seat = Seat(
         node="asked", incarnation=incarnation, index=0, rank_offset=0, workers=1, address=address, probe_port=port
     )
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    prober = Prober(lambda _seat, answer, _at: answers.put(answer))
     try:
         prober.ask([seat])
         return answers.get(timeout=2 * PROBE_STEPS * PROBE_STEP_S)
-    except queue.Empty:  # A name that is not resolved for so long.
+    except queue.Empty:  # Of a machine that has no time for us.
         return "silent"
     finally:
         prober.close()
 
 
 class Gathering:
-    """Answers on their way to one thread, which thinks about all of them whenever it gets one.
+    """Answers on their way to a `sink` that thinks about all of them whenever it gets one.
 
     That nodes live is passed on when the last of those that are being asked has answered, and not node by node: of a
     thousand nodes any one may be the lost one, and while an answer is missing nothing else can be decided. That a node
     does not live is passed on at once, with all that is known by then.
     """
 
-    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._lock = threading.Lock()
         self._missing = 0
         self._kept: list[tuple[Seat, Answer, float]] = []
 
     def asked(self) -> None:
         """One more is being asked."""
-        with self._lock:
-            self._missing += 1
+        self._missing += 1
 
     def answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
         """One of them has answered, or has not within its time."""
-        with self._lock:
-            self._missing -= 1
-            self._kept.append((seat, answer, asked_at))
-            if self._missing and answer == "alive":
-                return
+        self._missing -= 1
+        self._kept.append((seat, answer, asked_at))
+        if not self._missing or answer != "alive":
             kept, self._kept = self._kept, []
-        for each in kept:
-            self._sink(*each)
+            for each in kept:
+                self._sink(*each)
 
 
 @dataclass(eq=False)
@@ -134,11 +130,9 @@ class _Question:
     done: Callable[[Answer, dict[str, Any]], None]
     steps: int
     witnesses: Witnesses = nobody
-    to: _To | None = None
     made: int = 0
     open: list[_Try] = field(default_factory=list)
     agreed: bool = False
-    answered: bool = False
 
 
 @dataclass(eq=False)
@@ -153,175 +147,150 @@ class _Try:
 
 
 class Prober:
-    """Asks seats in the background; each seat is asked once at a time. `sink` is called from other threads."""
+    """Asks seats in the background; each seat is asked once at a time. `sink` is called from its thread.
 
-    def __init__(self, sink: Callable[[Seat, Answer, float], None]) -> None:
+    Attributes:
+        thread: where it works; the agent's `ProbeServer` answers there.
+    """
+
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._answers = Gathering(self._pass_on)
         self._asking: set[str] = set()  # Until its answer is passed on: one that is kept back must not be asked again.
-        self._lock = threading.Lock()
-        self._new: deque[_Question] = deque()
-        self._open = 0
-        self._due: deque[tuple[float, _Question]] = deque()  # When each is tried again, or given up; in that order.
-        self._selector = selectors.DefaultSelector()
-        self._wakeup = Wakeup()
-        self._selector.register(self._wakeup, selectors.EVENT_READ, None)
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._questions: set[_Question] = set()  # Without an answer so far.
+        self._waiting: deque[_Question] = deque()  # Those of them that wait for a connection.
+        self._open: set[_Try] = set()
+        self.thread = SelectorThread("elasticrt-probe", self._end)
 
-    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody, *, steps: int = PROBE_STEPS) -> None:
-        """Start asking those that are not being asked already.
+    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody) -> None:
+        """Start asking those that are not being asked already. From any thread.
 
-        An agent that says nothing is silent after `steps` tries, 0.3 s each; after 0.6 s if one of its `witnesses`
-        hears nothing of it either.
+        An agent that says nothing is silent after five tries, 0.3 s each; after 0.6 s if one of its `witnesses` hears
+        nothing of it either.
         """
-        now = time.monotonic()
-        for seat in self._not_asked(seats):
-            self._answers.asked()
-
-            def done(answer: Answer, _: dict[str, Any], seat: Seat = seat) -> None:
-                self._answers.answered(seat, answer, now)
-
-            self._begin(_Question(seat, done, steps, witnesses))
-        self._wakeup.ring()
+        self.thread.call(partial(self._ask, tuple(seats), witnesses, time.monotonic()))
 
     def listen(self, seats: Iterable[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         """Ask which generation those seats' agents run; `heard` gets what each says, 0 if no agent of `run_id` does.
 
-        In whatever life: an agent that was left out and came back knows best that the generation has moved on.
+        In whatever life: an agent that was left out and came back knows best that the generation has moved on. From any
+        thread; `heard` is called from the prober's.
         """
+        self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
+
+    def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
+        """Ask a seat once, for another agent, whatever is asked of it besides. For the prober's thread."""
+        self._begin(_Question(seat, lambda answer, _: done(seat, answer), steps=1))
+
+    def close(self) -> None:
+        """Take no more questions; those under way are dropped."""
+        self.thread.close(CLOSE_S)
+
+    # On the thread.
+
+    def _ask(self, seats: Sequence[Seat], witnesses: Witnesses, asked_at: float) -> None:
+        for seat in self._not_asked(seats):
+            self._answers.asked()
+
+            def done(answer: Answer, _: dict[str, Any], seat: Seat = seat) -> None:
+                self._answers.answered(seat, answer, asked_at)
+
+            self._begin(_Question(seat, done, PROBE_STEPS, witnesses))
+
+    def _listen(self, seats: Sequence[Seat], run_id: str, heard: Callable[[int], None]) -> None:
         for seat in self._not_asked(seats):
 
             def done(_: Answer, fields: dict[str, Any], life: str = seat.incarnation) -> None:
-                with self._lock:
-                    self._asking.discard(life)
+                self._asking.discard(life)
                 number = fields.get("generation") if fields.get("run") == run_id else 0
                 heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
 
             self._begin(_Question(seat, done, LISTEN_STEPS))
-        self._wakeup.ring()
-
-    def close(self) -> None:
-        """Take no more questions; those under way are dropped."""
-        self._closed = True
-        if self._thread is None:
-            self._end()
-        else:
-            self._wakeup.ring()
 
     def _not_asked(self, seats: Iterable[Seat]) -> list[Seat]:
         """Those that are not being asked already; from now on they are."""
-        with self._lock:
-            found = [seat for seat in seats if seat.incarnation not in self._asking]
-            self._asking |= {seat.incarnation for seat in found}
+        found = [seat for seat in seats if seat.incarnation not in self._asking]
+        self._asking |= {seat.incarnation for seat in found}
         return found
 
     def _pass_on(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        with self._lock:
-            self._asking.discard(seat.incarnation)
+        self._asking.discard(seat.incarnation)
         self._sink(seat, answer, asked_at)
 
     def _begin(self, question: _Question) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="elasticrt-ask", daemon=True)
-            self._thread.start()
-        question.to = _found(question.seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
-        if question.to is not None:
-            self._new.append(question)
-        else:  # A name may have to be waited for.
-            threading.Thread(target=self._look_up, args=(question,), name="elasticrt-name", daemon=True).start()
+        self._questions.add(question)
+        self._waiting.append(question)
+        self._begin_waiting()
 
-    def _look_up(self, question: _Question) -> None:
-        for _ in range(question.steps):
-            question.to = _found(question.seat)
-            if question.to is not None:
-                self._new.append(question)
-                self._wakeup.ring()
-                return
-            time.sleep(PROBE_STEP_S)
-        question.done("silent", {})
-
-    # On the thread
-
-    def _work(self) -> None:
-        try:
-            while not self._closed:
-                self._turn()
-        finally:
-            self._end()
-
-    def _turn(self) -> None:
-        while self._new and self._open < OPEN_AT_ONCE:
-            self._try(self._new.popleft())
-        timeout_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
-        for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
-                self._wakeup.heard()
-            elif key.data in key.data.question.open:  # Not hung up since it was selected.
-                self._go_on(key.data)
-        now = time.monotonic()
-        while self._due and self._due[0][0] <= now:
-            _, question = self._due.popleft()
-            if not question.answered:
-                self._try(question)
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._open) < OPEN_AT_ONCE:
+            self._try(self._waiting.popleft())
 
     def _try(self, question: _Question) -> None:
         """Connect once more, or give it up."""
+        if question not in self._questions:
+            return
         if question.made == question.steps or (question.agreed and question.made >= AGREED_STEPS):
             self._answered(question, "silent", {})
             return
         question.made += 1
-        self._due.append((time.monotonic() + PROBE_STEP_S, question))
-        assert question.to is not None
-        self._connect(question, question.seat, question.to)
-        if question.made == 2:
+        self.thread.after(PROBE_STEP_S, partial(self._try, question))
+        self._connect(question, question.seat)
+        if question.made == 2 and question in self._questions:
             self._ask_witnesses(question)
 
     def _ask_witnesses(self, question: _Question) -> None:
-        """Ask some about a seat, of those that are not being asked themselves. A name is not waited for here."""
-        unsure = {each.seat.incarnation for _, each in self._due if not each.answered}
+        """Ask some about a seat, of those that are not being asked themselves."""
+        unsure = {each.seat.incarnation for each in self._questions}
         others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
         for seat in random.sample(others, min(WITNESSES, len(others))):
-            to = _found(seat, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
-            if to is not None:
-                self._connect(question, seat, to)
+            self._connect(question, seat)
 
-    def _connect(self, question: _Question, seat: Seat, to: _To) -> None:
-        """What comes of it, if not at once, the selector tells."""
-        while question.open and self._open >= OPEN_AT_ONCE:
+    def _connect(self, question: _Question, seat: Seat) -> None:
+        """What comes of it, if not at once, the thread's selector tells. Where that is impossible, nothing is heard."""
+        while question.open and len(self._open) >= OPEN_AT_ONCE:
             self._hang_up(question.open[0])
-        family, address = to
         try:
-            one = _Try(question, seat, socket.socket(family, socket.SOCK_STREAM))
-        except OSError:  # Too many open files, say.
+            # Agents announce IP addresses: a name, which would have to be waited for, is nobody's.
+            flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            found = socket.getaddrinfo(seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=flags)
+            family, _, _, _, address = found[0]
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except (OSError, ValueError):  # Text that is no name either; too many open files.
             return
+        one = _Try(question, seat, connection)
         question.open.append(one)
-        self._open += 1
+        self._open.add(one)
         try:
-            one.connection.setblocking(False)
-            failure = one.connection.connect_ex(address)
-            if failure in (0, errno.EINPROGRESS):
-                self._selector.register(one.connection, selectors.EVENT_WRITE, one)
-                return
+            connection.setblocking(False)
+            failure = connection.connect_ex(address)
         except OSError as error:
-            failure = error.errno or 0
-        self._failed(one, failure)
+            failure = error.errno or errno.EIO
+        if failure in (0, errno.EINPROGRESS):
+            self.thread.watch(connection, WRITE, partial(self._connected, one))
+        else:
+            self._failed(one, failure)
 
-    def _go_on(self, one: _Try) -> None:
-        """The connection stands, or has failed, or brings an answer."""
+    def _connected(self, one: _Try) -> None:
+        """The connection stands, or has failed."""
+        failure = one.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            self._failed(one, failure)
+            return
+        one.nonce, text = new_question("" if one.seat is one.question.seat else one.question.seat.incarnation)
         try:
-            if not one.nonce:
-                failure = one.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if failure:
-                    self._failed(one, failure)
-                    return
-                one.nonce, text = new_question("" if one.seat is one.question.seat else one.question.seat.incarnation)
-                one.connection.send(text)  # A fresh connection has room for a line.
-                self._selector.modify(one.connection, selectors.EVENT_READ, one)
-                return
+            one.connection.send(text)  # A fresh connection has room for a line.
+        except OSError as error:
+            self._failed(one, error.errno or errno.EIO)
+        else:
+            self.thread.watch(one.connection, READ, partial(self._heard, one))
+
+    def _heard(self, one: _Try) -> None:
+        """An answer has come, or a part of it."""
+        try:
             piece = one.connection.recv(LINE_MAX_BYTES)
         except OSError as error:
-            self._failed(one, error.errno or 0)
+            self._failed(one, error.errno or errno.EIO)
             return
         one.text += piece
         if one.text.endswith(b"\n"):
@@ -346,33 +315,22 @@ class Prober:
         elif answer == "alive" and fields.get("about") == "silent":
             question.agreed = True
             if question.made > AGREED_STEPS:  # It is time; but what else has come by now is heard first.
-                self._due.appendleft((0.0, question))
+                self.thread.after(0.0, partial(self._try, question))
 
     def _answered(self, question: _Question, answer: Answer, fields: dict[str, Any]) -> None:
-        question.answered = True
+        self._questions.remove(question)
         while question.open:
             self._hang_up(question.open[0])
         question.done(answer, fields)
 
     def _hang_up(self, one: _Try) -> None:
         one.question.open.remove(one)
-        with contextlib.suppress(KeyError):  # It was never selected.
-            self._selector.unregister(one.connection)
+        self._open.remove(one)
+        self.thread.forget(one.connection)
         one.connection.close()
-        self._open -= 1
+        if self._waiting:
+            self.thread.after(0.0, self._begin_waiting)
 
     def _end(self) -> None:
-        for _, question in self._due:
-            while question.open:
-                self._hang_up(question.open[0])
-        self._selector.close()
-        self._wakeup.close()
-
-
-def _found(seat: Seat, flags: int = 0) -> _To | None:
-    """Where to connect; None when there is no such address, or a name where `flags` say that only numbers count."""
-    try:
-        found = socket.getaddrinfo(seat.address, seat.probe_port, type=socket.SOCK_STREAM, flags=flags)
-    except (OSError, ValueError):  # Text that is no name either.
-        return None
-    return found[0][0], found[0][4]
+        for one in self._open:
+            one.connection.close()

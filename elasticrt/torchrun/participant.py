@@ -11,20 +11,18 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.event_loop import EventLoop
+from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import ElasticError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.decision import Decision, End, Finish, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
+from elasticrt.rendezvous.decision import End, Finish, Go, Halt, Hold, Leave, Me, ReleaseHold
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Generation, Report, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import ETCD_WAIT_S, Store
 
@@ -64,7 +62,7 @@ class _Going:
     close: bool
 
 
-class Participant:
+class Participant(Side):
     """Takes part in a run, from `open` to `close`; these are for one thread, the other side's.
 
     To its loop it is a `Side`.
@@ -78,9 +76,12 @@ class Participant:
         self._run_id = run_id
         self._store = store
         self._clock = edges.clock
-        self._probes = edges.probe_server(address, run_id, lambda: (self._record.incarnation, self.member.me.started))
         self._ports = edges.store_ports()
         self._ports.bind(address)
+        self.loop = EventLoop(run_id, self, edges)
+        self._probes = edges.probe_server(
+            self.loop.prober, address, run_id, lambda: (self._record.incarnation, self.member.me.started)
+        )
         record = MemberRecord(
             node=node,
             incarnation=edges.token(),
@@ -99,7 +100,6 @@ class Participant:
             note=log.warning,
             ride_through_s=RIDE_THROUGH_S,
         )
-        self.loop = EventLoop(run_id, self, edges)
         self._session = edges.lease_session(store, spec.lease_ttl_s, self.loop.queue.put)
         driver = StoreDriver(store, self.loop.queue.put, edges.clock, grant=self._session.grant, probe=edges.probe)
         self.loop.begin(self.member, driver, self._session)
@@ -156,8 +156,8 @@ class Participant:
         if self._thread is not None:
             self.loop.queue.put(_Going(run_too))
             self._thread.join(CLOSE_S)
-        self.loop.prober.close()
         self._probes.close()
+        self.loop.prober.close()
         self.loop.driver.close()
         self._session.close(revoke=True, timeout_s=CLOSE_S)
         self._ports.close()
@@ -196,18 +196,12 @@ class Participant:
 
     # What the loop wants of its side.
 
-    def do_what_is_due(self, now: float) -> None:
-        """See `Side`. Nothing here is a matter of time: events say all that is known of the other side."""
-
     def describe(self, me: Me, now: float) -> Me:
         """See `Side`."""
         del now
         if me.record.port == self._ports.port:
             return me
         return replace(me, record=me.record.model_copy(update={"port": self._ports.port}))
-
-    def decided(self, decision: Decision) -> None:
-        """See `Side`."""
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
         """See `Side`."""
@@ -243,17 +237,6 @@ class Participant:
         """See `Side`."""
         del reason
         self.member.drain()
-
-    def published(self, decision: Publish, before: View) -> None:
-        """See `Side`."""
-
-    def revive_store(self) -> None:
-        """See `Side`. The store is never this machine's own."""
-
-    def alarms(self, now: float) -> Iterable[float]:
-        """See `Side`."""
-        del now
-        return ()
 
     def handle(self, event: Any) -> None:
         """See `Side`."""

@@ -7,17 +7,15 @@ Memory stays flat: a pipe is read as fast as its output can be passed on, and no
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import logging
 import os
-import selectors
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from elasticrt.ipc.cgroups import memory_groups, text_of
@@ -25,8 +23,8 @@ from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Step, Warm
+from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.ipc.wakeup import Wakeup
 from elasticrt.option_values import ERR, OUT
 from elasticrt.workers.failures import failure_of, raised
 from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
@@ -116,9 +114,9 @@ class WorkerState:
         left: the generations that it was in before.
         pid: 0 until it has been started.
         ended: its end has been told; `gone`: there is no process any more.
-        unread: its channel is not read any more.
         stopping: the agent has told it to end.
         step: the last step that it has said.
+        read_at: when its output was last read (seconds of the monotonic clock).
         oom_kills: the count of processes killed for memory when it was started.
     """
 
@@ -134,10 +132,9 @@ class WorkerState:
     pid: int = 0
     ended: bool = False
     gone: bool = False
-    lingers: bool = False
-    unread: bool = False
     stopping: bool = False
     step: int | None = None
+    read_at: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
@@ -156,75 +153,42 @@ class WorkerIO:
 
     def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
         self._sink = sink
-        self._calls: collections.deque[Callable[[], object]] = collections.deque()
         self._workers: list[WorkerState] = []  # Those that are not gone.
-        self._closed = False
+        self._flushing = False  # Whether `_flush` is due.
         self.seating = threading.Lock()
-        self._wakeup = Wakeup()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._take)
-        self._thread = threading.Thread(target=self._work, name="elasticrt-group", daemon=True)
-        self._thread.start()
+        self._thread = SelectorThread("elasticrt-group", self._end)
 
     def follow(self, parent: WorkerParent) -> None:
         """Listen to a worker parent."""
-        read = functools.partial(self._read_parent, parent)
-        self._call(lambda: self._selector.register(parent, selectors.EVENT_READ, read))
+        self._thread.call(partial(self._thread.watch, parent, READ, partial(self._read_parent, parent)))
 
     def add(self, workers: Sequence[WorkerState]) -> None:
         """Listen to workers from before they are started."""
-        self._call(functools.partial(self._add, workers))
+        self._thread.call(partial(self._add, workers))
 
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
         """The parent of these workers is gone, and they with it."""
-        self._call(functools.partial(self._lost, workers, reason))
+        self._thread.call(partial(self._lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
         """End the thread, after all that was there before."""
-        self._closed = True
-        self._wakeup.ring()
-        self._thread.join(timeout_s)
+        self._thread.close(timeout_s)
 
-    def _call(self, action: Callable[[], object]) -> None:
-        self._calls.append(action)
-        self._wakeup.ring()
-
-    def _work(self) -> None:
-        while True:
-            closed = self._closed
-            timeout_s = _FLUSH_AFTER_S if any(each.output.unfinished for each in self._workers) else None
-            ready = self._selector.select(0 if closed else timeout_s)
-            for key, _ in ready:
-                key.data()
-            if not ready:
-                for worker in self._workers:
-                    worker.output.flush()
-            if closed:
-                break
-        self._take()
+    def _end(self) -> None:
         for worker in list(self._workers):
             self._forget(worker)
-        self._selector.close()
-        self._wakeup.close()
-
-    def _take(self) -> None:
-        self._wakeup.heard()
-        while self._calls:
-            self._calls.popleft()()
 
     def _add(self, workers: Sequence[WorkerState]) -> None:
         self._workers += workers
         for worker in workers:
             for stream, fd in worker.pipes.items():
-                read = functools.partial(self._read_pipe, worker, stream, _READ_BYTES)
-                self._selector.register(fd, selectors.EVENT_READ, read)
-            self._selector.register(worker.channel, selectors.EVENT_READ, functools.partial(self._read_channel, worker))
+                self._thread.watch(fd, READ, partial(self._read_pipe, worker, stream, _READ_BYTES))
+            self._thread.watch(worker.channel, READ, partial(self._read_channel, worker))
 
     def _read_parent(self, parent: WorkerParent) -> None:
-        number = parent.fileno()
         for event in parent.receive():
             if isinstance(event, ParentLost):
-                self._selector.unregister(number)
+                self._thread.forget(parent)
             self._heard(parent, event)
 
     def _heard(self, parent: WorkerParent, event: ParentEvent) -> None:
@@ -257,15 +221,30 @@ class WorkerIO:
             except BlockingIOError:
                 return
             if not data:  # The worker has closed it, and may well go on without.
-                self._selector.unregister(fd)
+                self._thread.forget(fd)
                 os.close(worker.pipes.pop(stream))
                 return
             worker.output.write(stream, data)
+            worker.read_at = time.monotonic()
+            if worker.output.unfinished:
+                self._flush_later()
             max_bytes -= len(data)
 
+    def _flush_later(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._thread.after(_FLUSH_AFTER_S, self._flush)
+
+    def _flush(self) -> None:
+        """Show pieces of lines to which nothing has been added for a while."""
+        self._flushing, quiet_since = False, time.monotonic() - _FLUSH_AFTER_S
+        for worker in [each for each in self._workers if each.output.unfinished]:
+            if worker.read_at <= quiet_since:
+                worker.output.flush()
+            else:
+                self._flush_later()
+
     def _read_channel(self, worker: WorkerState) -> None:
-        if worker.unread:
-            return  # It ended in the same turn.
         try:
             count = 0
             # What is buffered has to be taken now: the selector does not know of it.
@@ -276,15 +255,10 @@ class WorkerIO:
                 self._said(worker, *received)
                 count += 1
         except (ChannelClosed, OSError):
-            self._stop_reading(worker)
+            self._thread.forget(worker.channel)
         except ValueError as error:
             _LOG.warning("rank %d says what is no message, and is not read any more: %s", worker.env.rank, error)
-            self._stop_reading(worker)
-
-    def _stop_reading(self, worker: WorkerState) -> None:
-        if not worker.unread:
-            worker.unread = True
-            self._selector.unregister(worker.channel)
+            self._thread.forget(worker.channel)
 
     def _said(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
         wanted = 1 if isinstance(message, Copied) else 0
@@ -298,7 +272,6 @@ class WorkerIO:
         fd = fds[0] if fds and wanted else -1
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
         if isinstance(message, Done):
-            worker.lingers = True
             self._ended(worker, message.code, time.monotonic_ns())
             if worker.stopping:  # The group is being ended, so that its store is not needed any more.
                 worker.tell(Release())
@@ -307,7 +280,8 @@ class WorkerIO:
         """The process is no more: read what it has left, say how it ended, and let go of it."""
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
-        self._read_channel(worker)
+        if self._thread.watches(worker.channel):
+            self._read_channel(worker)
         with self.seating:
             self._ended(worker, code, at_ns, start_error=start_error, lost=lost)
             self._forget(worker)
@@ -319,10 +293,10 @@ class WorkerIO:
         self._workers.remove(worker)
         with worker.sending:
             worker.gone = True
-            self._stop_reading(worker)
+            self._thread.forget(worker.channel)
             worker.channel.close()
         for fd in worker.pipes.values():
-            self._selector.unregister(fd)
+            self._thread.forget(fd)
             os.close(fd)
         worker.pipes.clear()
         worker.output.close()

@@ -25,7 +25,6 @@ from elasticrt.rendezvous.outage import Heard, Outage
 from elasticrt.rendezvous.records import Member, Seat
 from elasticrt.rendezvous.view import View
 from elasticrt.spec import RunSpec
-from tests.servers import wait_until
 
 TRAINS = HealthState(
     run_id="digits",
@@ -115,7 +114,8 @@ def test_what_a_member_notes() -> None:
 def test_since_when_a_node_hears_nobody() -> None:
     """N03: while etcd is away the other nodes are asked; an answer ends their silence, and so does etcd's return."""
     heard: SimpleQueue[Heard] = SimpleQueue()
-    prober, other = Prober(lambda *_: None), ProbeServer("127.0.0.1", "digits", lambda: ("b" * 16, 3))
+    prober = Prober(lambda *_: None)
+    other = ProbeServer(prober, "127.0.0.1", "digits", lambda: ("b" * 16, 3))
     with socket.create_server(("127.0.0.1", 0)) as free:
         refusing = free.getsockname()[1]
     try:
@@ -135,8 +135,8 @@ def test_since_when_a_node_hears_nobody() -> None:
             outage.end(time.monotonic())
             assert (outage.since, outage.alone_since) == (None, None)
     finally:
-        prober.close()
         other.close()
+        prober.close()
 
 
 def _seat(port: int) -> Seat:
@@ -224,18 +224,19 @@ def test_bad_clients_hold_nobody_up(server: HealthServer) -> None:
             client.close()
 
 
-def test_one_client_too_many_is_cut_off(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's descriptors are for its workers: whoever would be the 65th at once gets no answer."""
+def test_one_client_too_many_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's descriptors are for its workers: of 65 at once the one that came first is cut off."""
     monkeypatch.setattr("elasticrt.agent.health_server.REQUEST_S", 60.0)
+    server = HealthServer("127.0.0.1", 0, replace(TRAINS, turned_at=time.monotonic()))
     where = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     silent = [socket.create_connection(where, timeout=10) for _ in range(CLIENTS_MAX)]
     try:
-        with socket.create_connection(where, timeout=10) as client:
-            assert _read_to_end(client) == b""
-        silent.pop().close()
-        wait_until(lambda: server._clients < CLIENTS_MAX, "the end of one is noticed")
         assert ask(f"{server.url}/live")[0] == 200
+        assert _read_to_end(silent[0]) == b""
+        silent[-1].sendall(b"GET /live HTTP/1.1\r\n\r\n")
+        assert silent[-1].recv(100).startswith(b"HTTP/1.1 200")
     finally:
+        server.close()
         for client in silent:
             client.close()
 

@@ -121,7 +121,7 @@ def test_a_thread_that_asks_and_dies_is_heard_of(agent, monkeypatch):
     prober.listen([named], "r", lambda _: None)
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
-    assert event.name.startswith("elasticrt-ask")
+    assert event.name.startswith("elasticrt-probe")
     prober.close()
 
 
@@ -139,7 +139,7 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
 
     monkeypatch.setattr(Prober, "_try", broken)
     one.loop.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
-    with pytest.raises(StoreError, match=r"thread elasticrt-ask of this agent has ended: LookupError\('a bug'\)"):
+    with pytest.raises(StoreError, match=r"thread elasticrt-probe of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)
     assert one.has(after=turn.generation.number)
     one.close(run_too=False)

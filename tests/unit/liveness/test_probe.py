@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from elasticrt.liveness.probe import CHECKS_MAX, CONNECTIONS_MAX, ProbeServer
+from elasticrt.liveness.probe import CHECKS_MAX, CONNECTIONS_MAX
 from elasticrt.liveness.prober import LINE_MAX_BYTES, Prober, ask, fields_in, new_question
 from elasticrt.rendezvous.records import Seat
 from tests.servers import answering, wait_until
+from tests.unit.liveness.answering import AnsweringAgent
 
 LIFE = "a" * 16
 DEEP = b"[" * (2 * LINE_MAX_BYTES - 1) + b"\n"
@@ -48,9 +49,9 @@ HOSTILE = [
 
 
 @pytest.fixture
-def server() -> Iterator[ProbeServer]:
+def server() -> Iterator[AnsweringAgent]:
     """One that answers for a life."""
-    served = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    served = AnsweringAgent(LIFE)
     served.start()
     yield served
     served.close()
@@ -73,14 +74,14 @@ def _say(port: int, *pieces: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:16]))
-def test_any_bytes(server: ProbeServer, text: bytes) -> None:
+def test_any_bytes(server: AnsweringAgent, text: bytes) -> None:
     """L1: whatever a connection says, in one piece or two, it ends, and an agent that asks next is answered."""
     _say(server.port, text)
     _say(server.port, text[:LINE_MAX_BYTES], text[LINE_MAX_BYTES:])
     assert ask("127.0.0.1", server.port, LIFE) == "alive"
 
 
-def test_random_bytes(server: ProbeServer) -> None:
+def test_random_bytes(server: AnsweringAgent) -> None:
     """L1: neither random bytes nor damaged questions keep the port from answering."""
     draw = random.Random(16)
     question = json.dumps({"nonce": "0" * 16}).encode() + b"\n"
@@ -99,7 +100,7 @@ def test_random_bytes(server: ProbeServer) -> None:
     assert ask("127.0.0.1", server.port, LIFE) == "alive"
 
 
-def test_those_who_say_nothing_delay_nobody(server: ProbeServer) -> None:
+def test_those_who_say_nothing_delay_nobody(server: AnsweringAgent) -> None:
     """L1: more silent connections than are kept at once, and one that never comes to its end: others are answered."""
     silent = [_connect(server.port) for _ in range(CONNECTIONS_MAX + 20)]
     try:
@@ -117,7 +118,7 @@ def test_those_who_say_nothing_delay_nobody(server: ProbeServer) -> None:
 
 def test_a_question_before_the_agent_knows_itself() -> None:
     """The port is there before the agent knows who it is; a question of that time is answered when it does."""
-    server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    server = AnsweringAgent(LIFE)
     try:
         with _connect(server.port) as connection:
             connection.sendall(b'{"nonce": "7"}\n')
@@ -128,19 +129,19 @@ def test_a_question_before_the_agent_knows_itself() -> None:
         server.close()
 
 
-def test_closed_is_closed(server: ProbeServer) -> None:
+def test_closed_is_closed(server: AnsweringAgent) -> None:
     """After `close` the port refuses at once, without a last connection that is taken, and the thread has ended."""
     server.close()
     assert ask("127.0.0.1", server.port, LIFE) == "dead"
     assert not [thread for thread in threading.enumerate() if thread.name == "elasticrt-probe"]
-    unused = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    unused = AnsweringAgent(LIFE)
     unused.close()
     assert ask("127.0.0.1", unused.port, LIFE) == "dead"
 
 
 def test_no_descriptors_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     """G10: a process without free descriptors accepts nobody; when it has some again it answers who waited."""
-    server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+    server = AnsweringAgent(LIFE)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with _connect(server.port) as connection:
         connection.sendall(b'{"nonce": "7"}\n')
@@ -149,7 +150,7 @@ def test_no_descriptors_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
             held = _all_descriptors()
             with caplog.at_level(logging.WARNING):
                 server.start()
-                wait_until(lambda: "no probe can be accepted" in caplog.text, "it is short of descriptors")
+                wait_until(lambda: "no connection can be accepted" in caplog.text, "it is short of descriptors")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert fields_in(connection.recv(LINE_MAX_BYTES))
@@ -189,7 +190,7 @@ def test_lying_answers() -> None:
         prober.ask(_seat(f"{index:016x}", port) for index, port in enumerate(ports))
         answers = dict(heard.get(timeout=30) for _ in ports)
         assert set(answers.values()) <= {"silent", "dead"}
-        server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3))
+        server = AnsweringAgent(LIFE)
         stack.callback(server.close)
         server.start()
         prober.ask([_seat(LIFE, server.port)])
@@ -224,7 +225,7 @@ class Witness:
 
     def __init__(self) -> None:
         self.seats: list[Seat] = []
-        self.server = ProbeServer("127.0.0.1", "run", lambda: (LIFE, 3), lambda: tuple(self.seats))
+        self.server = AnsweringAgent(LIFE, lambda: tuple(self.seats))
         self.server.start()
 
     def asked(self, stack: contextlib.ExitStack, about: Any) -> Any:
@@ -246,7 +247,7 @@ def witness() -> Iterator[Witness]:
 def test_what_an_agent_says_about_another(witness: Witness) -> None:
     """N11: alive, dead, silent, itself or unknown, by the seats that it knows; an address in a question is nothing."""
     with contextlib.ExitStack() as stack:
-        other = ProbeServer("127.0.0.1", "run", lambda: ("b" * 16, 3))
+        other = AnsweringAgent("b" * 16)
         stack.callback(other.close)
         other.start()
         mute = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
