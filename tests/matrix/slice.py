@@ -127,8 +127,9 @@ class Slice:
 
 
 def foreign(agent: AgentProcess) -> list[str]:
-    """Lines of an agent's output that are not its own: the script prints nothing."""
-    return [line for line in agent.text().splitlines() if line.strip() and not line.startswith(("elasticrt: ", "  "))]
+    """Lines of an agent's output that are not ours: the script prints nothing."""
+    ours = ("elasticrt: ", "  ", "the checkpoint of step ")
+    return [line for line in agent.text().splitlines() if line.strip() and not line.startswith(ours)]
 
 
 def main() -> None:
