@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.agent.joining import JoiningWorkers
+from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
@@ -33,6 +34,7 @@ from elasticrt.settings import Settings
 from elasticrt.workers.environment import beside_env
 from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
+from elasticrt.workers.gpu_failures import blames_hardware
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
 from elasticrt.workers.group_state import GroupState
 
@@ -81,6 +83,7 @@ class Supervisor:
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed when.
         self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._joining = JoiningWorkers()
+        self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.seating = Seating(settings, edges)
         self.pages = WorkerPages(lambda: self._workers)
         self.progress = Progress(lambda: self.pages.of(self._state), events, say, edges.clock)
@@ -113,7 +116,7 @@ class Supervisor:
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
         wanted = {
-            "warm": bool(self._method),
+            "warm": bool(self._method) and self._check.is_fit,
             "port": self.seating.ports.port,
             "generation": generation,
             "seen": max(me.record.seen, me.known),
@@ -141,7 +144,7 @@ class Supervisor:
     def alarms(self) -> list[float]:
         """When something may be due again."""
         again_at = self._joining.at if self._can_start_beside() else None
-        late = [at for at in (self._late_at, again_at) if at is not None]
+        late = [at for at in (self._late_at, again_at, self._check.alarm()) if at is not None]
         return [*late, *([self._kill_late[1]] if self._kill_late else []), *self.hangs.wake_at()]
 
     def are_gone(self) -> bool:
@@ -153,7 +156,7 @@ class Supervisor:
         return [] if self._wanted is not None else self.pages.able(self._state)
 
     def _can_start_beside(self) -> bool:
-        return self._wanted is None and bool(self._method) and not self._state.well
+        return self._wanted is None and bool(self._method) and self._check.is_fit and not self._state.well
 
     @property
     def _workers(self) -> WorkerGroup:
@@ -167,6 +170,7 @@ class Supervisor:
 
         `elsewhere`: nodes where some workers of the generation have ended.
         """
+        self._check.look(now)
         self._kill_those_late_to_end(now)
         self.progress.look(self._state.number)
         self._end_those_late_to_come(now)
@@ -339,6 +343,7 @@ class Supervisor:
         if self._group is not None:
             self._group.close()
         self.seating.close()
+        self._check.close()
 
     def _end_workers(self) -> None:
         """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
@@ -520,6 +525,8 @@ class Supervisor:
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
+        if event.failure is not None and blames_hardware(event.failure.summary):
+            self._check.doubt(event.failure.summary)
         if event.generation == 0:
             wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
             if wait_s is not None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from elasticrt.distributed import agent_client, collectives, regroup
 from elasticrt.distributed.barrier import Barrier
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.torch_versions import bound_to
 
 _INT64 = 1 << 63
 _MEETING = datetime.timedelta(days=7)
@@ -184,7 +186,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
         with regroup.SOCKETS.noted(world_size):
-            _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
+            _join(backend or ("nccl" if own_gpu else "gloo"), device, rank, world_size, timeout_s)
         _timeout_s, _own_group = timeout_s, True
         regroup.note_subgroups()
     if page is not None:
@@ -226,8 +228,10 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
-    timeout = datetime.timedelta(seconds=timeout_s)
+def _join(backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float) -> None:
+    make = partial(
+        dist.init_process_group, backend, timeout=datetime.timedelta(seconds=timeout_s), **bound_to(device, backend)
+    )
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     address = os.environ.get("MASTER_ADDR", "")
     if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):
@@ -246,20 +250,20 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     worker = agent_client.worker_env()
     if worker is not None and worker.beside:
         # A world of one until it is let in: nobody waits for what is done here.
-        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+        make(store=_hash_store(), rank=0, world_size=1)
     elif launched and address and world_size > 1 and worker is not None:
         # Its agent ends this process when the others can't come; until then some may be preparing their data.
         store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
         meeting.through()
         meeting.wait()
-        store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        make(store=store, rank=rank, world_size=world_size)
     elif launched and address:
-        dist.init_process_group(backend, timeout=timeout)
+        make()
     else:
         # Alone: no port, no other process can join by accident.
-        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+        make(store=_hash_store(), rank=0, world_size=1)
     global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
     if not _group_pid:
         atexit.register(leave_group)

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.torch_versions import reducer_was_renewed
 
 RETIRED_S = 2.0
 """How long a group that was left is kept at least. Its threads may still be finishing works that failed, and take the
@@ -342,6 +343,7 @@ def _rebuild(layer: Any, world: Any) -> None:
     if static:
         layer._set_static_graph()
     hooks, layer._comm_hooks = layer._comm_hooks, []
+    reducer_was_renewed(layer)
     for hook, state in hooks:
         if getattr(state, "process_group", None) is old:
             state.process_group = world
