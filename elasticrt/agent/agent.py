@@ -62,7 +62,13 @@ TURN_S = 1.0
 
 
 class Agent(Side):
-    """An agent. `run` is its life. To its loop it is a `Side`."""
+    """An agent. `run` is its life. To its loop it is a `Side`.
+
+    Args:
+        settings: its own options.
+        spec: what it must agree on with the other nodes of the run.
+        edges: all that it touches besides its own state; None: this machine's.
+    """
 
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
         edges = edges or Edges()
@@ -426,7 +432,7 @@ class Agent(Side):
 
 
 def halted(decision: Halt, run_id: str) -> ElasticError:
-    """The error that an agent ends with when going on would not be safe."""
+    """The error that an agent of the run `run_id` ends with when going on would not be safe, by its `decision`."""
     if decision.code == DuplicateError.exit_code:
         kind: type[ElasticError] = DuplicateError
         remedy = "Start this node again with the run's options"

@@ -272,7 +272,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The reverse of `encode`. Raises ValueError on anything else."""
+    """The message in `data`: the reverse of `encode`. Raises ValueError on anything else."""
     try:
         fields = json.loads(data)
         kind = _KINDS[fields.pop("kind")]

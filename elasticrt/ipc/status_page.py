@@ -33,7 +33,7 @@ class _Word:
 
 
 class StatusPage:
-    """The page. Times are CLOCK_MONOTONIC in nanoseconds, 0 for never.
+    """The page in the memfd `fd`. Times are CLOCK_MONOTONIC in nanoseconds, 0 for never.
 
     Written by the worker:
         entered: the step that it has entered (it writes s + 1 at the end of step s, before it reads `stop`).
@@ -99,7 +99,7 @@ class StatusPage:
         self._map.close()
 
     def finished(self, step: int, epoch: int, at_ns: int) -> None:
-        """The worker has finished global step `step`. The step itself is written last: it announces the rest."""
+        """The worker has finished `step` of `epoch` at `at_ns`. The step is written last: it announces the rest."""
         self.step_at_ns = at_ns
         self.epoch = epoch
         self.step = step

@@ -138,7 +138,7 @@ class WorkerState:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send it a message. Nothing happens when it has ended, which its own event says."""
+        """Send it a message with `fds`. Nothing happens when it has ended, which its own event says."""
         with self.sending, contextlib.suppress(ChannelClosed, OSError):
             if not self.gone:
                 self.channel.send(message, fds)
@@ -167,11 +167,11 @@ class WorkerIO:
         self._thread.call(partial(self._add, workers))
 
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
-        """The parent of these workers is gone, and they with it."""
+        """The parent of these workers is gone, for this `reason`, and they with it."""
         self._thread.call(partial(self._lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, after all that was there before."""
+        """End the thread, after all that was there before, within `timeout_s` seconds."""
         self._thread.close(timeout_s)
 
     def _end(self) -> None:
