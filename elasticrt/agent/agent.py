@@ -13,13 +13,14 @@ import queue
 import signal
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
+from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import ride_out
@@ -41,9 +42,6 @@ from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
-
-if TYPE_CHECKING:
-    from elasticrt.agent.health_server import HealthServer
 
 log = logging.getLogger(__name__)
 
@@ -236,8 +234,6 @@ class Agent(Side):
     def _answer_for_health(self) -> None:
         if self.settings.options.health is None:
             return
-        from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
-
         limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
         noted = health_state.HealthState(
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s

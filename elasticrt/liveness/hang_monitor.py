@@ -80,19 +80,18 @@ class HangMonitor:
         """
         if self._look_at is not None and now < self._look_at:
             return
+        self._look_at, self._idle_until = None, now + LOOK_IDLE_S if pages else None
         in_loop = bool(pages) and all(page.entered for page in pages)
-        if in_loop or (pages and all(page.beats for page in pages)):
-            if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
-                self._looped, self._pace = True, StallDetector(self._limits)
-            in_place = all(page.in_place for page in pages)
-            if in_place and self._pace.limits is self._limits:
-                self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
-            self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
-            sight = sight_of_steps if in_loop else sight_of_beats
-            self._pace = self._pace.looked(sight(pages, held=held), now)
-        else:
-            self._look_at = None
-        self._idle_until = now + LOOK_IDLE_S if pages else None
+        if not in_loop and not (pages and all(page.beats for page in pages)):
+            return
+        if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
+            self._looped, self._pace = True, StallDetector(self._limits)
+        in_place = all(page.in_place for page in pages)
+        if in_place and self._pace.limits is self._limits:
+            self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
+        self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
+        sight = sight_of_steps if in_loop else sight_of_beats
+        self._pace = self._pace.looked(sight(pages, held=held), now)
 
     def standing_since(self, now: float) -> float | None:
         """See `StallDetector.standing_since`."""
