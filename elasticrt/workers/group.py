@@ -255,7 +255,6 @@ class WorkerGroup:
             worker.channel.close()
             for fd in worker.pipes.values():
                 os.close(fd)
-        now_ns = time.monotonic_ns()
         for env in envs:
             failure = failure_of(
                 rank=env.rank,
@@ -265,8 +264,8 @@ class WorkerGroup:
                 code=EXIT_CANNOT_START,
                 start_error=error,
             )
-            self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, now_ns, failure))
-        self._sink(GroupEnded(envs[0].generation, now_ns))
+            self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, failure))
+        self._sink(GroupEnded(envs[0].generation))
 
     def _signal(
         self,

@@ -307,7 +307,7 @@ def test_the_channel_of_a_worker(warm, tmp_path):
         from elasticrt.ipc.status_page import StatusPage
         env = WorkerEnv.from_env(os.environ)
         channel, page = Channel.adopt(env.channel_fd), StatusPage(env.page_fd)
-        page.finished(11, 2, 12345)
+        page.finished(11, 12345)
         for step in range(100):
             channel.send(Step(step, 0, 1, 0, step == 0))
         channel.send(Claim(1, "digits", "1"))
@@ -325,7 +325,7 @@ def test_the_channel_of_a_worker(warm, tmp_path):
     assert steps == list(range(100))
     assert (claim.rank, claim.local_rank, claim.generation) == (0, 0, warm.generation)
     page = warm.group.page(0, warm.generation)
-    assert (page.step, page.epoch, page.step_at_ns) == (11, 2, 12345)
+    assert (page.step, page.step_at_ns) == (11, 12345)
     warm.group.reply(0, Reply(1, True, reason="build"), warm.generation)
     page.stop = 5
     result = warm.finish()
