@@ -13,13 +13,14 @@ import queue
 import signal
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
+from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import ride_out
@@ -42,9 +43,6 @@ from elasticrt.spec import RunSpec
 from elasticrt.workers.fork_server import ParentLost
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 
-if TYPE_CHECKING:
-    from elasticrt.agent.health_server import HealthServer
-
 log = logging.getLogger(__name__)
 
 KILLED_S = 5.0
@@ -62,7 +60,13 @@ TURN_S = 1.0
 
 
 class Agent(Side):
-    """An agent. `run` is its life. To its loop it is a `Side`."""
+    """An agent. `run` is its life. To its loop it is a `Side`.
+
+    Args:
+        settings: its own options.
+        spec: what it must agree on with the other nodes of the run.
+        edges: all that it touches besides its own state; None: this machine's.
+    """
 
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
         edges = edges or Edges()
@@ -230,8 +234,6 @@ class Agent(Side):
     def _answer_for_health(self) -> None:
         if self.settings.options.health is None:
             return
-        from elasticrt.agent.health_server import HealthServer  # asyncio takes a while to load, and few need it.
-
         limit_s = self.settings.etcd_wait_s + self.spec.join_timeout_s + health_state.LIVE_S
         noted = health_state.HealthState(
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
@@ -426,7 +428,7 @@ class Agent(Side):
 
 
 def halted(decision: Halt, run_id: str) -> ElasticError:
-    """The error that an agent ends with when going on would not be safe."""
+    """The error that an agent of the run `run_id` ends with when going on would not be safe, by its `decision`."""
     if decision.code == DuplicateError.exit_code:
         kind: type[ElasticError] = DuplicateError
         remedy = "Start this node again with the run's options"

@@ -19,7 +19,10 @@ from elasticrt.text import plain
 
 
 class Console:
-    """One agent's. Lines are left out when somebody reads the events instead."""
+    """One agent's, of its `settings`, in the world of its `edges`.
+
+    Lines are left out when somebody reads the events instead.
+    """
 
     def __init__(self, settings: Settings, edges: Edges) -> None:
         self._settings = settings
@@ -34,7 +37,7 @@ class Console:
         return self._settings.options.events_fd < 0 and not self._unheard
 
     def say(self, text: str) -> None:
-        """Tell people."""
+        """Tell people `text`, each line with our name before it."""
         if not self.narrates:
             return
         try:
@@ -44,11 +47,11 @@ class Console:
             self.event("unheard", problem=str(error))
 
     def event(self, name: str, **fields: Any) -> None:
-        """Tell machines."""
+        """Tell machines: an event `name` with its fields."""
         self.events.write(name, **fields)
 
     def joined(self, me: Me, meeting: Meeting) -> None:
-        """This agent is a member; how others become one."""
+        """This agent is a member, by the etcd of `meeting`; how others become one."""
         settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
         self.events.rename(name)
         self.event("agent_started", pid=os.getpid(), run_id=settings.run_id, etcd=etcd, run_dir=str(settings.run_dir))
@@ -59,23 +62,23 @@ class Console:
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """`--fresh` is for a run that is new; a node that starts again must not throw away what others do."""
+        """The run goes on from `step`: `--fresh` is for a new one. A node may not throw away what others have done."""
         self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 
     def nothing_to_do(self, result: Result) -> None:
-        """The run has succeeded before."""
+        """The run has succeeded before, with this `result`."""
         self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
 
     def published(self, decision: Publish, before: Mapping[str, str]) -> None:
-        """A generation was published; `before`: incarnations by node of the one that it replaces."""
+        """A generation was published by `decision`; `before`: incarnations by node of the one that it replaces."""
         after = {seat.node: seat.incarnation for seat in decision.draft.seats}
         if decision.draft.kind == "lost":
             for name in sorted(name for name in before if after.get(name) != before[name]):
                 self.event("member_lost", lost=name, how=decision.draft.cause)
 
     def generation(self, view: View, me: Me) -> None:
-        """There is another generation, as soon as this node knows whether it has a seat there. Said once."""
+        """`view` may have another generation: say it once, as soon as this node (`me`) knows whether it has a seat."""
         if view.generation is None or view.number <= self._said or not view.roster_known:
             return
         self._said = view.number
@@ -87,7 +90,7 @@ class Console:
         self.say(f"generation {new.number} with {size}: {new.cause}")
 
     def left(self, decision: Leave, head: HeadRecord | None) -> None:
-        """This node has gone: what is saved by now, and how to go on."""
+        """This node has gone, by `decision`: what is saved by now (`head`), and how to go on."""
         if decision.saving and (head is None or head.reached < decision.saving):
             saved = f"the node of rank 0 is saving step {decision.saving:,}; "
         else:
@@ -95,7 +98,7 @@ class Console:
         self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
     def ended(self, result: Result, *, leads: bool) -> None:
-        """The run has its result; the leader shows the report."""
+        """The run has its `result`; the node that `leads` shows the report."""
         if result.text and leads:
             self.event("failure", text=result.text)
             self.say(result.text)

@@ -67,19 +67,19 @@ class Side:
         raise NotImplementedError
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """Start a generation's workers, as soon as those of the one before are gone."""
+        """Start the workers of `generation` in this node's `seat`, as soon as those of the one before are gone."""
         raise NotImplementedError
 
     def left_out(self, reason: str) -> bool:
-        """A generation goes on without this life: end its workers. Whether the next life can begin at once."""
+        """A generation goes on without this life (`reason`): end its workers. Whether the next can begin at once."""
         raise NotImplementedError
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """Do this node's part of a handover."""
+        """Do this node's part of a handover, as of `decision`."""
         raise NotImplementedError
 
     def drain(self, reason: str) -> None:
-        """This member is to hand over and leave."""
+        """This member is to hand over and leave, for this `reason`."""
         raise NotImplementedError
 
     def handle(self, event: Any) -> None:
@@ -87,18 +87,18 @@ class Side:
         raise NotImplementedError
 
     def do_what_is_due(self, now: float) -> None:
-        """Do what time alone makes due."""
+        """Do what is due at `now` (seconds of the monotonic clock)."""
 
     def alarms(self, now: float) -> Iterable[float]:
-        """When to decide anew even if nothing has happened."""
+        """When, from `now` on, to decide anew even if nothing has happened."""
         del now
         return ()
 
     def decided(self, decision: Decision) -> None:
-        """Something was decided."""
+        """This `decision` was made; it is carried out next."""
 
     def published(self, decision: Publish, before: View) -> None:
-        """This member has published a generation; `before`: what it knew before that."""
+        """This member has published a generation, by `decision`; `before`: what it knew before that."""
 
     def revive_store(self) -> None:
         """If the store was this machine's own and has died, begin anew with another one. Raises StoreUnavailable."""
@@ -106,6 +106,11 @@ class Side:
 
 class EventLoop:
     """A member's loop. Used by one thread; only `queue.put` is called from others.
+
+    Args:
+        run_id: the run.
+        side: whose workers it is about.
+        edges: clock, queue and prober.
 
     Attributes:
         queue: takes all events.
@@ -129,7 +134,7 @@ class EventLoop:
         self._hook = threading.excepthook
 
     def begin(self, member: Member, driver: StoreDriver, session: LeaseSession) -> None:
-        """Whose loop it is from now on."""
+        """Go round for `member` from now on, with what carries out its requests, and what keeps its lease."""
         self.member, self.driver, self.session = member, driver, session
 
     def watch_threads(self) -> None:

@@ -31,7 +31,7 @@ def files_needed(workers: int, nodes: int, *, serves: bool = False) -> int:
 def allow_files(workers: int, nodes: int, *, serves: bool) -> None:
     """Raise this process's soft limit to what is needed. Raises ConfigError where the hard limit is below that.
 
-    Workers inherit the limit, and so does an embedded etcd (`serves`).
+    `workers`, `nodes` and `serves` are as in `files_needed`. Workers inherit the limit, and so does an embedded etcd.
     """
     needed = files_needed(workers, nodes, serves=serves)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

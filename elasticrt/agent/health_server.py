@@ -119,7 +119,7 @@ def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
 
 
 def answer(request_line: str, noted: HealthState, now: float) -> tuple[HTTPStatus, bytes]:
-    """Status and body for the first line of a request, about what was `noted`, as of `now` (monotonic seconds)."""
+    """Status and body for the `request_line` of a request, about what was `noted`, at `now` (monotonic seconds)."""
     method, target, *_ = [*request_line.split(" "), "", ""]
     question = QUESTIONS.get(target.partition("?")[0])
     if question is None:

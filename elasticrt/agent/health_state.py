@@ -80,7 +80,14 @@ def member(
 ) -> HealthState:
     """What a member notes about itself as its loop goes round.
 
-    `away_since`: since when etcd does not answer, `alone_since`: since when no other node does either.
+    Args:
+        run_id: the run.
+        me: its own state.
+        view: what it knows of the others.
+        now: the time; this and the others in seconds of the monotonic clock.
+        away_since: since when etcd does not answer; None while it does.
+        alone_since: since when no other node does either.
+        step: the last step that all its workers have finished.
     """
     record = me.record
     seat = view.seat_of(record.node, record.incarnation) if view.roster_known else None
@@ -111,7 +118,7 @@ def _age_s(since: float | None, now: float) -> float | None:
 
 
 def live(vitals: HealthState, now: float) -> Finding:
-    """Whether the agent's loop goes round."""
+    """Whether the agent's loop goes round, by its `vitals`, at `now`."""
     still_s = now - vitals.turned_at
     if still_s > vitals.limit_s:
         return Finding(False, f"the agent has been {vitals.phase} without a turn for {still_s:.0f} s")
@@ -119,7 +126,7 @@ def live(vitals: HealthState, now: float) -> Finding:
 
 
 def ready(vitals: HealthState, now: float) -> Finding:
-    """Whether the node trains, or stands by and could."""
+    """Whether the node trains, or stands by and could, by its `vitals`, at `now`."""
     alive = live(vitals, now)
     if not alive.ok:
         return alive
@@ -151,7 +158,7 @@ def _training(vitals: HealthState, away: str) -> Finding:
 
 
 def body(vitals: HealthState, finding: Finding) -> dict[str, Any]:
-    """What is answered, as JSON values."""
+    """What is answered: the `finding` and the `vitals`, as JSON values."""
     noted = asdict(vitals)
     del noted["turned_at"], noted["limit_s"]
     return {"ok": finding.ok, "reason": finding.reason, **noted}

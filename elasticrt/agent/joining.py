@@ -31,11 +31,11 @@ class JoiningWorkers:
         self._tries = 0
 
     def attend(self, generation: Generation, index: int) -> None:
-        """Workers go on in place in `generation`: from now on, what this node lacks sets up beside it."""
+        """Workers go on in place in `generation`, where this node has `index`: what it lacks sets up beside it."""
         self.beside = (generation, index)
 
     def start(self, workers: int, seated: Collection[int], now: float) -> list[int]:
-        """The local ranks, of so many `workers`, to start now. They count as started."""
+        """The local ranks, of so many `workers` without those `seated`, to start at `now`. They count as started."""
         if self.beside is None or (self.at is not None and now < self.at):
             return []
         self.at = None
@@ -44,12 +44,12 @@ class JoiningWorkers:
         return missing
 
     def let_in(self, local_rank: int) -> None:
-        """It has a seat now."""
+        """The worker with `local_rank` has a seat now."""
         self.ranks.discard(local_rank)
         self._tries = 0
 
     def ended(self, local_rank: int, now: float) -> float | None:
-        """A process has ended. After how many seconds it is tried again; None: it was not to join any more."""
+        """The process of `local_rank` has ended at `now`. After how many seconds it is tried again; None: it is not."""
         self.ending.discard(local_rank)
         if local_rank not in self.ranks:
             return None
@@ -68,7 +68,7 @@ class JoiningWorkers:
 
 
 def others_go_on(view: View, node: str) -> bool:
-    """Whether workers of other nodes train on, so that what this node lacks is set up beside them."""
+    """Whether, by `view`, workers of others than `node` train on, so that what it lacks is set up beside them."""
     if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
         return False
     known = [entry.record for entry in view.members.values() if entry.record.node != node]

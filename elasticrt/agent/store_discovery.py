@@ -43,7 +43,10 @@ class Meeting:
 
 
 def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
-    """Find etcd, or start this machine's own, and get its first answer. Raises StoreError, ConfigError."""
+    """Find the etcd of `settings`, or start this machine's own, and get its first answer.
+
+    `told_to_leave`: whether waiting has become pointless. Raises StoreError, ConfigError.
+    """
     served = None
     endpoints = settings.etcd
     if not endpoints:
@@ -113,14 +116,14 @@ def _check_listening(endpoints: tuple[Address, ...]) -> None:
 
 
 def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
-    """The address that other nodes reach this one at: as told, or that of the way to etcd. Raises StoreUnavailable."""
+    """The address of this node for others: as `settings` say, or of the way to `endpoints`. Raises StoreUnavailable."""
     if settings.address is not None:
         return settings.address
     return address_towards(settings.serve or endpoints[0])
 
 
 def address_towards(endpoint: Address) -> str:
-    """This machine's address on the way to etcd, as others see it. Raises StoreUnavailable."""
+    """This machine's address on the way to the etcd at `endpoint`, as others see it. Raises StoreUnavailable."""
     if is_loopback(endpoint):
         return "127.0.0.1"
     try:
@@ -156,7 +159,10 @@ def _route(host: str, port: int) -> str:
 
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
-    """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine."""
+    """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine.
+
+    `settings`: this node's; `spec`: the run's; `meeting`: its etcd.
+    """
     nodes = ("--nnodes", f"{spec.min_nodes}:{spec.max_nodes}")
     run = ("--run-id", settings.run_id, *nodes, *settings.shared_options, *settings.command.argv)
     if meeting.served is None or settings.serve is not None:

@@ -100,7 +100,11 @@ class StoreProxy:
 class StoreRequests:
     """What an errand does to the store. No thread and no clock of its own.
 
-    `committed` is told of every new head; `pause` waits a little while, and says whether to go on asking.
+    Args:
+        store: where errands are carried out.
+        keys: the run's.
+        committed: told of every new head.
+        pause: waits a little while, and says whether to go on asking.
     """
 
     def __init__(
@@ -225,7 +229,7 @@ class StoreRequests:
                 return Reply(request.request, False, f"failed: {record.error}")
             # It failed in an earlier generation, or its builder was a former life of this agent, whose workers are gone
             # and whose lease lives on: this one may try again.
-        claimed = self._preparing(errand, request.version, "building")
+        claimed = _preparing(errand, request, "building")
         seen_mod = current.mod_revision if current is not None else 0
         txn = transactions.claim(
             self._keys,
@@ -244,7 +248,7 @@ class StoreRequests:
         if current is None or record is None or record.incarnation != errand.incarnation or record.state != "building":
             return Reply(request.request, False, "the claim is gone: another node may be building")
         state: Literal["done", "failed"] = "failed" if request.error else "done"
-        settled = self._preparing(errand, request.version, state, digest=request.digest, error=request.error)
+        settled = _preparing(errand, request, state, digest=request.digest, error=request.error)
         txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
         done = self._store.commit(txn).succeeded
         return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
@@ -254,21 +258,22 @@ class StoreRequests:
         current = self._store.read(key, exact=True).get(key)
         return current, decode(Preparation, key, current.value) if current is not None else None
 
-    @staticmethod
-    def _preparing(
-        errand: StoreRequest,
-        version: str,
-        state: Literal["building", "done", "failed"],
-        *,
-        digest: str = "",
-        error: str = "",
-    ) -> Preparation:
-        return Preparation(
-            state=state,
-            version=version_of(version),
-            generation=errand.generation,
-            node=errand.node,
-            incarnation=errand.incarnation,
-            digest=digest,
-            error=error,
-        )
+
+def _preparing(
+    errand: StoreRequest,
+    request: Claim | Built,
+    state: Literal["building", "done", "failed"],
+    *,
+    digest: str = "",
+    error: str = "",
+) -> Preparation:
+    """The record of a preparation: its `digest` when it is done, the `error` that it failed with."""
+    return Preparation(
+        state=state,
+        version=version_of(request.version),
+        generation=errand.generation,
+        node=errand.node,
+        incarnation=errand.incarnation,
+        digest=digest,
+        error=error,
+    )

@@ -166,7 +166,7 @@ class Supervisor:
     # What is due.
 
     def do_what_is_due(self, now: float, elsewhere: Sequence[str]) -> None:
-        """End workers that are late, start those that are missing, look for hangs.
+        """End workers that are late at `now`, start those that are missing, look for hangs.
 
         `elsewhere`: nodes where some workers of the generation have ended.
         """
@@ -221,7 +221,7 @@ class Supervisor:
             self.seating.start_beside(self._workers, envs)
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
-        """Look for workers here that run on after others have ended; `elsewhere`: nodes where some or all have."""
+        """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""
         state = self._state
         if self._group is None:
             return
@@ -234,11 +234,11 @@ class Supervisor:
     # What was decided.
 
     def attend(self, generation: Generation, index: int) -> None:
-        """Workers go on in place in `generation`: what this node has no worker for sets up beside it."""
+        """Workers go on in place in `generation`, where this node has `index`: what it lacks sets up beside them."""
         self._joining.attend(generation, index)
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
-        """Run a generation's workers, as soon as those of the one before are gone. `names`: its nodes, for events."""
+        """Run `generation` in this node's `seat`, as soon as the one before is gone. `names`: its nodes, for events."""
         self._newest, self._names = generation.number, names
         self._state = self._state.replaced()
         self.progress.replaced(generation.number)
@@ -259,7 +259,7 @@ class Supervisor:
         self._start_if_possible()
 
     def hold(self, handover: int) -> None:
-        """Make all workers hold at the end of their present step, and note how far one of them has been let in."""
+        """Make all workers hold at the end of their step, for `handover`, and note how far they have been let in."""
         self.progress.disturbed()
         pages = self.pages.of(self._state)
         for page in pages:
@@ -285,7 +285,7 @@ class Supervisor:
             page.stop = page.go = 0
 
     def reply(self, said: WorkerSaid, reply: Reply) -> None:
-        """Answer a worker's request. May be called from another thread."""
+        """Answer, with `reply`, the request that a worker has `said`. May be called from another thread."""
         self._workers.reply(said.local_rank, reply, said.generation)
 
     # Ends.
@@ -301,7 +301,7 @@ class Supervisor:
         self._state = replace(self._state, generation=None, seat=None)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
-        """Signal `number`, a grace time in seconds (until `hurry`, which also folds ends of workers), SIGKILL."""
+        """Signal `number`, then `grace_s` seconds (until `hurry`, which also folds ends of workers), then SIGKILL."""
         self._wanted = None
         self._stop_joining()
         generation = self._state.number
@@ -319,7 +319,7 @@ class Supervisor:
             self._clock.sleep(0.005)
 
     def finish(self, grace_s: float, *, well: bool) -> None:
-        """The run has ended, `well` or not: tell workers that still run, and wait for them a little while."""
+        """The run has ended, `well` or not: tell workers that still run, and wait for them for `grace_s` seconds."""
         self._wanted = None
         self._stop_joining()
         if not self._state.running:

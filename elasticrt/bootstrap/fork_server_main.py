@@ -155,8 +155,7 @@ class ForkServer:
             job = self._fork(start, dict(zip(start.fd_names, fds, strict=True)))
         except OSError as error:
             text = f"cannot start a worker process: {error}"
-            now_ns = time.monotonic_ns()
-            self._send(Exited(start.generation, start.local_rank, 0, child_process.EXIT_CANNOT_EXECUTE, now_ns, text))
+            self._send(Exited(start.generation, start.local_rank, 0, child_process.EXIT_CANNOT_EXECUTE, text))
         if job is None:
             for fd in fds:
                 os.close(fd)
@@ -230,7 +229,7 @@ class ForkServer:
         del self._workers[worker.pid]
         error = f"cannot start the worker: {worker.error}" if worker.error else ""
         start, code = worker.start, worker.code if worker.code is not None else 0
-        self._send(Exited(start.generation, start.local_rank, worker.pid, code, worker.ended_ns, error))
+        self._send(Exited(start.generation, start.local_rank, worker.pid, code, error))
 
     def _end(self) -> None:
         """The agent is gone: end every process of the workers, within END_MAX_S seconds."""

@@ -25,7 +25,7 @@ class ChannelClosed(Exception):  # noqa: N818  It is the ordinary way in which t
 
 
 class Channel:
-    """One end. `send` may be called from several threads if the caller locks; `receive` from one."""
+    """One end, on `sock`. `send` may be called from several threads if the caller locks; `receive` from one."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -40,7 +40,7 @@ class Channel:
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
-        """The channel behind an inherited descriptor, which becomes close-on-exec. OSError when it is none."""
+        """The channel behind an inherited descriptor `fd`, which becomes close-on-exec. OSError when it is none."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
@@ -49,7 +49,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one message whole. Raises ChannelClosed when nobody is there to read it."""
+        """Send one message whole, with `fds`. Raises ChannelClosed when nobody is there to read it."""
         body = encode(message)
         frame = _LENGTH.pack(len(body)) + body
         try:

@@ -30,7 +30,7 @@ _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch
 def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
     """Whether an exception says that a peer is gone, and nothing about this worker.
 
-    Judged by type and message (also of the exceptions it was raised from), never by what else is in the log. A user's
+    Judged by type and message (also of those in its `callstack`), never by what else is in the log. A user's
     own network error has the same words, so torch's communication has to be in the message or the traceback.
     """
     chain = [(exception, message), *exceptions_in(callstack)]

@@ -10,11 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from elasticrt.text import unpacked
 
-Made = TypeVar("Made", "Commit", "Copy")
+Made = TypeVar("Made", bound="_Record")
 
 REMOVED_PREFIXES = ("ELASTICRT_ETCD", "ETCD_", "ETCDCTL_")
 """Our own credentials and server settings."""
@@ -42,29 +42,43 @@ PATH_BYTES_MAX = 4096
 _HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
 
 
-def _check(value: Commit | Copy, **forms: str) -> None:
-    """Check every field: a whole number, or a text of its form. Raises ValueError that names the field."""
-    for each in fields(value):
-        found = getattr(value, each.name)
-        if each.type == "int":
-            expected, good = "a whole number", type(found) is int and 0 <= found <= COUNT_MAX
-        else:
-            expected = forms[each.name]
-            good = type(found) is str and re.fullmatch(expected, found) is not None
-        if not good:
-            kind = type(value).__name__.lower()
-            raise ValueError(f"field {each.name!r} of a {kind}: got {found!r:.200}; expected {expected}")
+class _Record:
+    """A dataclass of whole numbers and of texts with a form, as JSON. Raises ValueError that names a wrong field."""
 
+    __pydantic_config__ = STRICT
+    FORMS: ClassVar[Mapping[str, str]] = {}
 
-def _from_fields(kind: type[Made], found: object) -> Made:
-    try:
-        return kind(**found)  # type: ignore[arg-type]  # The TypeError is what is wanted.
-    except TypeError as error:  # A field is missing or unknown, or it is no object.
-        raise ValueError(f"not the fields of a {kind.__name__.lower()}: {error}") from error
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # Each of these is a dataclass.
+            found, expected = getattr(self, each.name), self.FORMS.get(each.name, "a whole number")
+            if each.type == "int":
+                good = type(found) is int and 0 <= found <= COUNT_MAX
+            else:
+                good = type(found) is str and re.fullmatch(expected, found) is not None
+            if not good:
+                kind = type(self).__name__.lower()
+                raise ValueError(f"field {each.name!r} of a {kind}: got {found!r:.200}; expected {expected}")
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))  # type: ignore[call-overload]  # As above.
+
+    @classmethod
+    def from_json(cls: type[Made], text: str | bytes | bytearray) -> Made:
+        """Parse the `text` that `to_json` wrote. Raises ValueError that says what is wrong."""
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls: type[Made], found: object) -> Made:
+        """Build it from `found`, a parsed JSON object. Raises ValueError that says what is wrong."""
+        try:
+            return cls(**found)  # type: ignore[arg-type]  # The TypeError is what is wanted.
+        except TypeError as error:  # A field is missing or unknown, or it is no object.
+            raise ValueError(f"not the fields of a {cls.__name__.lower()}: {error}") from error
 
 
 @dataclass(frozen=True)
-class Commit:
+class Commit(_Record):
     """A committed checkpoint, or one that is to be committed: the one shape of a checkpoint's head.
 
     It is the value in etcd, a part of the manifest, the content of the mark, and what a worker resumes from.
@@ -101,19 +115,18 @@ class Commit:
     place: str = ""
     total: int = 0
 
-    __pydantic_config__ = STRICT
+    FORMS = {  # noqa: RUF012  It is one of the base class.
+        "nonce": _HEX16,
+        "parent": f"({_HEX16})?",
+        "directory": r"/[^\ud800-\udfff]*",
+        "file": r"[^/.][^/]{0,254}",
+        "digest": _HEX64,
+        "node": r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?",
+        "place": f"({_HEX16})?",
+    }
 
     def __post_init__(self) -> None:
-        _check(
-            self,
-            nonce=_HEX16,
-            parent=f"({_HEX16})?",
-            directory=r"/[^\ud800-\udfff]*",
-            file=r"[^/.][^/]{0,254}",
-            digest=_HEX64,
-            node=r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?",
-            place=f"({_HEX16})?",
-        )
+        super().__post_init__()
         if len(unpacked(self.directory).encode(errors="surrogateescape")) > PATH_BYTES_MAX:
             raise ValueError(f"field 'directory' of a commit: expected at most {PATH_BYTES_MAX} bytes")
 
@@ -122,23 +135,9 @@ class Commit:
         """How far the run had come: the steps of all its loops."""
         return self.total or self.step
 
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return _to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes | bytearray) -> Commit:
-        """Parse what `to_json` wrote. Raises ValueError that says what is wrong."""
-        return cls.from_fields(json.loads(text))
-
-    @classmethod
-    def from_fields(cls, found: object) -> Commit:
-        """Build it from `found`, a parsed JSON object. Raises ValueError that says what is wrong."""
-        return _from_fields(cls, found)
-
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(_Record):
     """A copy of the training state in a node's memory, which a generation can resume from.
 
     Attributes:
@@ -159,23 +158,7 @@ class Copy:
     world_size: int
     place: str = ""
 
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        _check(self, digest=_HEX64, place=f"({_HEX16})?")
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return _to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Copy:
-        """Parse what `to_json` wrote. Raises ValueError that says what is wrong."""
-        return _from_fields(cls, json.loads(text))
-
-
-def _to_json(value: Commit | Copy) -> str:
-    return json.dumps(asdict(value), sort_keys=True, separators=(",", ":"))
+    FORMS = {"digest": _HEX64, "place": f"({_HEX16})?"}  # noqa: RUF012  It is one of the base class.
 
 
 def _told(variable: str, default: Any = MISSING) -> Any:
@@ -289,7 +272,7 @@ class WorkerEnv:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> WorkerEnv | None:
-        """Read back what an elasticrt agent set; None when no such agent started this process.
+        """Read back from `env` what an elasticrt agent set; None when no such agent started this process.
 
         Raises ValueError naming the variable when one is missing or malformed.
         """

@@ -15,7 +15,7 @@ FILE_MODE = 0o664
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing. Raises OSError."""
+    """Make the directory `path` and those above it that are missing. Raises OSError."""
     for each in reversed((path, *path.parents)):
         if not os.path.lexists(each):
             with contextlib.suppress(FileExistsError):  # Another process was faster.
@@ -25,11 +25,11 @@ def make_directory(path: Path) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open(..., opener=opener)`."""
+    """Open `path` with `flags`: for `open(..., opener=opener)`."""
     return os.open(path, flags, FILE_MODE)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file anew. Raises OSError."""
+    """Write `text` to the file `path` anew. Raises OSError."""
     with open(path, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)

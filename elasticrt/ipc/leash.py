@@ -35,7 +35,7 @@ def die_with_parent(parent_pid: int, number: int) -> None:
 
 
 def main(parent: str, number: str, *command: str) -> int:
-    """Exec the command; returns only when that is impossible or the parent has ended already."""
+    """Exec the command, to get signal `number` at the end of `parent`; returns only when that is impossible."""
     # An ignored signal stays ignored across exec, as those of a shell's background jobs do.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)

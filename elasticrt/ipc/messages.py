@@ -84,14 +84,12 @@ class Exited:
     """The worker ended and its whole session is gone.
 
     `code` is the exit code, or minus the signal number; `error` is set when it could not be started at all.
-    `at_ns` is CLOCK_MONOTONIC when its parent learnt of the end.
     """
 
     generation: int
     local_rank: int
     pid: int
     code: int
-    at_ns: int
     error: str = ""
 
 
@@ -272,7 +270,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The reverse of `encode`. Raises ValueError on anything else."""
+    """The message in `data`: the reverse of `encode`. Raises ValueError on anything else."""
     try:
         fields = json.loads(data)
         kind = _KINDS[fields.pop("kind")]

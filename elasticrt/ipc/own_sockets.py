@@ -19,12 +19,12 @@ def own() -> dict[int, str]:
 
 
 def is_connection(each: socket.socket) -> bool:
-    """Whether it is a TCP socket that does not listen."""
+    """Whether `each` is a TCP socket that does not listen."""
     return _is_tcp(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
 def listens(each: socket.socket) -> bool:
-    """Whether it is a TCP socket that others can connect to."""
+    """Whether `each` is a TCP socket that others can connect to."""
     return _is_tcp(each) and bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 

@@ -32,7 +32,7 @@ class Stat:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """What the kernel says of a process; None when there is none."""
+    """What the kernel says of process `pid`; None when there is none."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -43,7 +43,7 @@ def stat(pid: int | str) -> Stat | None:
 
 
 def start_of(pid: int) -> int:
-    """When a process that runs started, as in `Stat`; 0 when it has ended."""
+    """When the process `pid` that runs started, as in `Stat`; 0 when it has ended."""
     found = stat(pid)
     return 0 if found is None or found.ended else found.start
 
@@ -54,7 +54,7 @@ def all_pids() -> list[int]:
 
 
 def in_sessions(session_ids: Collection[int]) -> list[int]:
-    """The processes in these sessions, also those that have ended and wait to be reaped."""
+    """The processes in sessions `session_ids`, also those that have ended and wait to be reaped."""
     found = []
     for pid in all_pids() if session_ids else ():
         with contextlib.suppress(OSError):  # It ended while we looked.

@@ -121,7 +121,8 @@ class RequestServer:
             self.hang_up(next(iter(self._clients)))
             return
         if not self._short:
-            log.warning("no connection can be accepted: %s; trying again", error)
+            port = self._listener.getsockname()[1]
+            log.warning("no connection can be accepted at port %d: %s; trying again", port, error)
         self._short = True
         self._thread.forget(self._listener)
         self._thread.after(SHORT_S, self._listen)

@@ -33,11 +33,11 @@ class _Word:
 
 
 class StatusPage:
-    """The page. Times are CLOCK_MONOTONIC in nanoseconds, 0 for never.
+    """The page in the memfd `fd`. Times are CLOCK_MONOTONIC in nanoseconds, 0 for never.
 
     Written by the worker:
         entered: the step that it has entered (it writes s + 1 at the end of step s, before it reads `stop`).
-        step, epoch, step_at_ns: the last finished global step, its epoch, and when it finished.
+        step, step_at_ns: the last finished global step, and when it finished.
         init_at_ns, joined_at_ns: when `elasticrt.init` was called, and when it had a process group.
         restored_at_ns: when the Loop had its state back; 0 while what it has is the state of no step.
         stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
@@ -62,21 +62,20 @@ class StatusPage:
     stop = _Word(1)
     step = _Word(2)
     step_at_ns = _Word(3)
-    epoch = _Word(4)
-    go = _Word(5)
-    save = _Word(6)
-    init_at_ns = _Word(7)
-    joined_at_ns = _Word(8)
-    restored_at_ns = _Word(9)
-    ending = _Word(10)
-    stepping = _Word(11)
-    building = _Word(12)
-    beats = _Word(13)
-    beat_at_ns = _Word(14)
-    first_beat_at_ns = _Word(17)
+    go = _Word(4)
+    save = _Word(5)
+    init_at_ns = _Word(6)
+    joined_at_ns = _Word(7)
+    restored_at_ns = _Word(8)
+    ending = _Word(9)
+    stepping = _Word(10)
+    building = _Word(11)
+    beats = _Word(12)
+    beat_at_ns = _Word(13)
+    first_beat_at_ns = _Word(14)
     begun_at_ns = _Word(15)
     in_place = _Word(16)
-    loaded = _Word(18)
+    loaded = _Word(17)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)
@@ -98,8 +97,7 @@ class StatusPage:
         self.words.release()
         self._map.close()
 
-    def finished(self, step: int, epoch: int, at_ns: int) -> None:
-        """The worker has finished global step `step`. The step itself is written last: it announces the rest."""
+    def finished(self, step: int, at_ns: int) -> None:
+        """The worker has finished global `step` at `at_ns`. The step is written last: it announces the rest."""
         self.step_at_ns = at_ns
-        self.epoch = epoch
         self.step = step

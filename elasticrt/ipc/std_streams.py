@@ -13,7 +13,7 @@ class Unwritable(OSError):  # noqa: N818  What it says of a stream is the whole 
 
 
 def write(stream: TextIO | None, text: str) -> bool:
-    """Write and flush; False when the stream's reader has gone, and then all that follows is dropped.
+    """Write `text` and flush; False when the stream's reader has gone, and then all that follows is dropped.
 
     That is no error: a command goes on, and its exit code says what it says with a reader. Raises Unwritable for
     anything else, such as a full disk.
@@ -33,7 +33,7 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 def tell(text: str) -> None:
-    """Write to stderr what a process ends with. Where that is impossible, its exit code has to do."""
+    """Write to stderr `text`, which a process ends with. Where that is impossible, its exit code has to do."""
     with contextlib.suppress(Unwritable):
         write(sys.stderr, text)
 

@@ -33,7 +33,15 @@ WARN_PART = 0.5
 
 
 class HangMonitor:
-    """One node's. Used by the agent's thread. What `put` gets comes back to `told`."""
+    """One node's. Used by the agent's thread.
+
+    Args:
+        settings: the node's.
+        put: gets `Stacks`, from another thread; they come back to `told`.
+        events: the node's event log.
+        say: tells people.
+        take: asks workers for their stacks, as `stacks.take`.
+    """
 
     def __init__(
         self,
@@ -66,32 +74,31 @@ class HangMonitor:
         return [at for at in (self._look_at or self._idle_until, self._idle_look_at) if at is not None]
 
     def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
-        """Look at the pages of all running workers, if it is time.
+        """Look at the pages of all running workers, if it is time `now` (seconds of the monotonic clock).
 
         `held`: the workers were told to stop after their step, so that none is expected.
         """
         if self._look_at is not None and now < self._look_at:
             return
+        self._look_at, self._idle_until = None, now + LOOK_IDLE_S if pages else None
         in_loop = bool(pages) and all(page.entered for page in pages)
-        if in_loop or (pages and all(page.beats for page in pages)):
-            if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
-                self._looped, self._pace = True, StallDetector(self._limits)
-            in_place = all(page.in_place for page in pages)
-            if in_place and self._pace.limits is self._limits:
-                self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
-            self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
-            sight = sight_of_steps if in_loop else sight_of_beats
-            self._pace = self._pace.looked(sight(pages, held=held), now)
-        else:
-            self._look_at = None
-        self._idle_until = now + LOOK_IDLE_S if pages else None
+        if not in_loop and not (pages and all(page.beats for page in pages)):
+            return
+        if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
+            self._looped, self._pace = True, StallDetector(self._limits)
+        in_place = all(page.in_place for page in pages)
+        if in_place and self._pace.limits is self._limits:
+            self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
+        self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
+        sight = sight_of_steps if in_loop else sight_of_beats
+        self._pace = self._pace.looked(sight(pages, held=held), now)
 
     def standing_since(self, now: float) -> float | None:
-        """See `StallDetector`."""
+        """See `StallDetector.standing_since`."""
         return self._pace.standing_since(now)
 
     def ask_if_stalled(self, now: float, group: WorkerGroup, generation: int) -> None:
-        """When nothing has moved for too long, or for half of that, ask the workers for their stacks, once each."""
+        """When nothing has moved for too long at `now`, or for half of that, ask a generation for its stacks."""
         for part in (1.0, WARN_PART):
             age_s = self._pace.stalled_s(now, part=part) if self._looped else None
             if age_s is not None and self._asked < (self._pace.step, part):
@@ -102,7 +109,7 @@ class HangMonitor:
     def ask_if_waited_for(
         self, now: float, group: WorkerGroup, generation: int, ended: Sequence[str], left: Sequence[int]
     ) -> None:
-        """Look at workers that run on after others. `ended`: who has, in words; `left`: local ranks that have not."""
+        """Look at `now` at workers that run on. `ended`: who does not, in words; `left`: ranks that do."""
         if not ended or not left:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
@@ -118,7 +125,7 @@ class HangMonitor:
                 self.ask(group, Stacks("waited_for", generation, 0, age_s, over, ended=who), left)
 
     def ask(self, group: WorkerGroup, blank: Stacks, local_ranks: Sequence[int] = ()) -> None:
-        """Ask workers of a generation, all or these, for their stacks."""
+        """Ask workers of a generation, all or `local_ranks`, for stacks; `blank` is the answer without its lines."""
         generation = blank.generation
         pids = group.pids(generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
@@ -157,7 +164,7 @@ class HangMonitor:
 
 
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """All workers by the one that is furthest behind."""
+    """All workers, by the one of their `pages` that is furthest behind. `held`: no step is to be expected."""
     last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
     if not last.step_at_ns:
         return Sight(0, 0.0, False)
@@ -172,7 +179,7 @@ def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
 
 
 def where(lines: Sequence[str]) -> str:
-    """The place in a stack's text: its innermost line, or all that is known."""
+    """The place in the `lines` of a stack: its innermost one, or all that is known."""
     places = [line.strip() for line in lines if line.startswith("  File ")]
     return places[0] if places else "; ".join(lines[:2])
 

@@ -110,7 +110,7 @@ class Gathering:
         self._missing += 1
 
     def answered(self, seat: Seat, answer: Answer, asked_at: float) -> None:
-        """One of them has answered, or has not within its time."""
+        """`seat`, asked at `asked_at`, has answered, or has not within its time."""
         self._missing -= 1
         self._kept.append((seat, answer, asked_at))
         if not self._missing or answer != "alive":
@@ -163,7 +163,7 @@ class Prober:
         self.thread = SelectorThread("elasticrt-probe", self._end)
 
     def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody) -> None:
-        """Start asking those that are not being asked already. From any thread.
+        """Start asking those of `seats` that are not being asked already. From any thread.
 
         An agent that says nothing is silent after five tries, 0.3 s each; after 0.6 s if one of its `witnesses` hears
         nothing of it either.
@@ -179,7 +179,7 @@ class Prober:
         self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
 
     def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
-        """Ask a seat once, for another agent, whatever is asked of it besides. For the prober's thread."""
+        """Ask a seat once, for another agent, besides all else; `done` gets the answer. For the prober's thread."""
         self._begin(_Question(seat, lambda answer, _: done(seat, answer), steps=1))
 
     def close(self) -> None:

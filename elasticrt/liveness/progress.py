@@ -41,7 +41,13 @@ def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
 
 
 class Progress:
-    """One node's. `look` gives the pages of all its workers, by local rank; none when there are none.
+    """One node's.
+
+    Args:
+        look: gives the pages of all its workers, by local rank; none when there are none.
+        events: the node's event log.
+        say: tells people.
+        clock: this machine's.
 
     Attributes:
         pause_s: how long the last recovery took.
@@ -90,7 +96,7 @@ class Progress:
         self._mark("stop")
 
     def started(self, generation: int, at_ns: int) -> None:
-        """All of the new workers run. What a script without a Loop does from now on is not known here."""
+        """All workers of `generation` run, since `at_ns`. What a script without a Loop does now is not known here."""
         self._mark("start", at_ns)
         if self._last_ns or generation > 1:
             parts = phases(self._last_ns, self._marks)
@@ -128,7 +134,7 @@ class Progress:
         self._marks = {}
 
     def look(self, generation: int) -> None:
-        """See whether workers without a Loop have come to their first step, of which nobody sends word."""
+        """See whether workers of `generation` without a Loop have made their first step, of which nobody sends word."""
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return

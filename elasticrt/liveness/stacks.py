@@ -68,7 +68,7 @@ def take(
 
 
 def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, directory: Path) -> None:
-    """Write stacks (`by_rank`: global) beside the logs, a file for each rank, behind what it has already."""
+    """Write stacks of `node` (`by_rank`: global) beside the logs in `directory`, a file for each rank, at its end."""
     for rank, lines in by_rank.items():
         path = file_of(directory, stacks.generation, rank, node, "stacks")
         try:

@@ -86,7 +86,7 @@ class StallDetector:
     longest: float = 0.0
 
     def looked(self, sight: Sight, now: float) -> StallDetector:
-        """After another look."""
+        """After another look at `now` (seconds of the monotonic clock), which saw `sight`."""
         away = self.looked_at > 0 and now - self.looked_at > AWAY_S
         pace = replace(self, looked_at=now, expected=sight.expected)
         if not sight.step:
@@ -107,7 +107,7 @@ class StallDetector:
         return replace(pace, step=sight.step, since=sight.at, recent=recent, longest=max(self.longest, took))
 
     def standing_since(self, now: float) -> float | None:
-        """From when on the steps have been standing still for longer than usual; None while they do not.
+        """From when on the steps have been standing still for longer than usual; None while they do not, at `now`.
 
         The same answer as long as they stand: whoever was asked after that time was asked for this reason.
         """
@@ -117,7 +117,7 @@ class StallDetector:
         return at if now >= at else None
 
     def stalled_s(self, now: float, *, part: float = 1.0) -> float | None:
-        """For how long nothing has moved, if that is too long to be right (or `part` of too long)."""
+        """For how long nothing has moved at `now`, if that is too long to be right (or `part` of too long)."""
         if not self.expected or not self.limits.hang_s or self.step - self.first + 1 < self.limits.hang_from:
             return None
         age = now - self.since
@@ -141,7 +141,7 @@ class Idle:
     over: bool = False
 
     def looked(self, cpu_s: float, now: float, limit_s: float) -> Idle:
-        """After another look. `limit_s`: how long workers may do nothing, 0 for ever."""
+        """After another look at `now`, which saw `cpu_s`. `limit_s`: how long workers may do nothing, 0 for ever."""
         said = self.said or now >= self.since + SAY_AFTER_S
         if cpu_s - self.cpu_s >= IDLE_SHARE * (now - self.idle_since):
             return replace(self, cpu_s=cpu_s, idle_since=now, said=said)

@@ -66,6 +66,16 @@ class Participant(Side):
     """Takes part in a run, from `open` to `close`; these are for one thread, the other side's.
 
     To its loop it is a `Side`.
+
+    Args:
+        store: where the members agree; closed by `close`.
+        run_id: the run.
+        spec: what all members must agree on.
+        node: this member's name.
+        address: the IP address at which the others reach this machine.
+        edges: all else that it touches; None: this machine's.
+
+    Raises ConfigError when the address is not this machine's.
     """
 
     def __init__(
@@ -116,7 +126,10 @@ class Participant(Side):
     # For the other side.
 
     def open(self, timeout_s: float) -> None:
-        """Register, and begin to take part. Raises RendezvousTimeoutError, DuplicateError, StoreError."""
+        """Register, within `timeout_s` seconds, and begin to take part.
+
+        Raises RendezvousTimeoutError, DuplicateError, StoreError.
+        """
         too_late = RendezvousTimeoutError(f"run {self._run_id} could not be joined within {timeout_s:g} s")
         how = Joining(timeout_s, min(timeout_s, ETCD_WAIT_S), again=True, named=True, too_late=too_late)
         self.loop.driver.run(self.member.join(how))

@@ -92,7 +92,7 @@ class Reporter:
             return
         now_ns = time.monotonic_ns()
         if self._page is not None:
-            self._page.finished(step, epoch, now_ns)
+            self._page.finished(step, now_ns)
             self._page.entered = step + 1
         if self._link is not None and now_ns >= self._next_ns:
             self._next_ns = now_ns + _REPORT_NS

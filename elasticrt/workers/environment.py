@@ -25,7 +25,10 @@ def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = Fa
 def worker_env(
     settings: Settings, generation: Generation, seat: Seat, local_rank: int, place: int | None = None
 ) -> WorkerEnv:
-    """What one worker of this seat is told. `place`: its number among the seat's workers, where some are missing."""
+    """What the worker with `local_rank` is told of `generation` and its `seat`, and of the node's `settings`.
+
+    `place`: its number among the seat's workers, where some are missing.
+    """
     return _env(
         settings,
         generation,
@@ -63,7 +66,10 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
 
 
 def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
-    """What a worker is told that sets up beside `generation`: where it would be if it were let in now."""
+    """What a worker is told that sets up beside `generation`: where it would be if it were let in now.
+
+    `index`: its node's in that generation; `local_rank`: its own there; `settings`: the node's.
+    """
     return _env(
         settings,
         generation,
@@ -80,7 +86,7 @@ def beside_env(settings: Settings, generation: Generation, index: int, local_ran
 
 
 def network(interface: str, env: Mapping[str, str], *, told: bool) -> dict[str, str]:
-    """Variables that make workers use the interface with this node's address, unless the user's say otherwise.
+    """Variables that make workers use the `interface` with this node's address, unless the user's `env` says otherwise.
 
     Left alone, gloo announces whatever the host name resolves to on this machine: often 127.0.1.1, or nothing. NCCL
     chooses for itself among all interfaces, and may use several: it is only bound to one when the address was `told`.

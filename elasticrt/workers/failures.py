@@ -57,7 +57,8 @@ class Raised:
 def raised(code: int, error_file: str = "", last_lines: Sequence[str] = ()) -> Raised:
     """What a worker raised that ended with exit `code`.
 
-    `error_file` is the content of torchelastic's error file, "" when there is none.
+    `error_file` is the content of torchelastic's error file, "" when there is none; `last_lines`: the end of its error
+    output.
     """
     found = _in_error_file(error_file)
     if found.exception or found.message or code <= 0:
@@ -137,15 +138,18 @@ def failure_of(
 
 
 def lost_peer(*, rank: int, node: str, message: str) -> Failure:
-    """The failure of workers that live, and cannot go on where they are: a sign that another one is gone, no more."""
+    """The failure of workers that live, and cannot go on where they are: a sign that another one is gone, no more.
+
+    `rank` and `node` say where; `message` what is known.
+    """
     said = f"rank {rank} on {node}: {message}"
     return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
 
 def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
-    """The failure of a node's workers that do nothing; they will be killed. `stacks`: what each does, by rank.
+    """The failure of workers that do nothing, in `generation` on `node`; they will be killed.
 
-    Which of them is the cause can be told by a person only.
+    `message` says for how long, `stacks` what each does, by rank. Only a person can tell which of them is the cause.
     """
     lines = [f"{message} in generation {generation}, as seen on {node}"]
     for rank, stack in sorted(stacks.items()):
@@ -236,7 +240,7 @@ def _final_code(found: Raised, *, stepped: bool | None) -> FinalCode:
 
 
 def signal_name(number: int) -> str:
-    """SIGSEGV and so on; "signal 42" for one without a name."""
+    """The name of signal `number`: SIGSEGV and so on; "signal 42" for one without."""
     try:
         return signals.Signals(number).name
     except ValueError:

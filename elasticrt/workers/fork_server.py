@@ -40,7 +40,7 @@ ParentEvent = FromParent | ParentLost
 
 
 def note(event: Warm, events: EventLog) -> None:
-    """Log and record that the worker parent can start workers, and how it will."""
+    """Log, and record in `events`, that the worker parent can start workers, and how it will, as `event` says."""
     events.write("parent_warm", **asdict(event))
     why = f": {event.reason}" if event.reason else ""
     log.info("worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
@@ -108,7 +108,7 @@ class WorkerParent:
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message with descriptors (the caller keeps its own copies). ChannelClosed when the parent is gone."""
+        """Send a message with `fds` (the caller keeps its own copies). ChannelClosed when the parent is gone."""
         with self._sending:
             if self._channel is None or self._closing:
                 raise ChannelClosed("the worker parent has been closed")
@@ -166,7 +166,7 @@ class WorkerParent:
 
 
 def keeps_dying(node: str, reason: str) -> ConfigError:
-    """The error for a worker parent that has died so often that another one would as well."""
+    """The error for a worker parent of `node` that dies again and again, at last of `reason`."""
     return ConfigError(
         explain(
             "the process that starts workers keeps dying",

@@ -54,8 +54,13 @@ EXIT_CANNOT_START = 126
 class WorkerGroup:
     """All workers of this node.
 
-    Methods are called from one thread, the agent's; events come from others. `parent` is the worker parent to start
-    them with; after it was lost, `use` another one.
+    Methods are called from one thread, the agent's; events come from others.
+
+    Args:
+        parent: the worker parent to start them with; after it was lost, `use` another one.
+        sink: gets events, from the thread that reads.
+        logs: what of their output is kept and shown.
+        console: where it is shown.
     """
 
     def __init__(
@@ -71,7 +76,6 @@ class WorkerGroup:
         self._console = console or WorkerConsole()
         self._workers: list[WorkerState] = []
         self._starts = 0
-        self._newest = 0
         self._io = WorkerIO(sink)
         self.use(parent)
 
@@ -125,7 +129,6 @@ class WorkerGroup:
         else:
             living = {each.start for each in self._workers if not each.gone}
             self._workers = [*(each for each in self._workers if each.start in living), *workers]
-            self._newest = generation or self._newest
             self._io.add(workers)
             try:
                 for start, fds in starts:
@@ -141,7 +144,7 @@ class WorkerGroup:
                 listen.close()
 
     def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
-        """Let a worker of `generation` go on in the one of `env`. False: it has ended meanwhile.
+        """Let the worker with `local_rank` in `generation` go on in the one of `env`. False: it has ended meanwhile.
 
         `listen` is as in `start`, for global rank 0; it is closed on this side.
         """
@@ -155,34 +158,39 @@ class WorkerGroup:
                 worker.step = None
                 page = worker.page
                 page.stop = page.go = page.save = 0
-            self._newest = env.generation
             worker.tell(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
             return True
         finally:
             if listen is not None:
                 listen.close()
 
-    def kill(self, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
-        """SIGKILL workers of a generation (default: the newest), all or these, with all that they have started."""
+    def kill(self, generation: int, local_ranks: Sequence[int] = ()) -> None:
+        """SIGKILL workers of `generation`, all or `local_ranks`, with all that they have started."""
         self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
 
-    def terminate(self, grace_s: float, generation: int | None = None, number: int = signal.SIGTERM) -> float:
-        """SIGTERM, or `number`, to the main processes; returns the time.monotonic() at which to `kill` them."""
+    def terminate(self, grace_s: float, generation: int, number: int = signal.SIGTERM) -> float:
+        """SIGTERM, or `number`, to the main processes of `generation`.
+
+        Returns when to `kill` them: in `grace_s` seconds, by time.monotonic().
+        """
         self._signal(generation, number, sessions=False)
         self.release(generation)
         return time.monotonic() + grace_s
 
-    def signal(self, number: int, generation: int | None = None, local_ranks: Sequence[int] = ()) -> None:
-        """Pass any other signal on to the main processes of all workers, or these. None is expected to end of it."""
+    def signal(self, number: int, generation: int, local_ranks: Sequence[int] = ()) -> None:
+        """Pass any other signal on to main processes of `generation`, all or `local_ranks`. None shall end of it."""
         self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
 
-    def release(self, generation: int | None = None) -> None:
-        """Let workers end that wait for the end of their group, for the sake of its store, or for another seat."""
+    def release(self, generation: int) -> None:
+        """Let workers of `generation` end that wait for its end, for the sake of its store, or for another seat."""
         for worker in self._of(generation):
             worker.tell(Release())
 
-    def reply(self, local_rank: int, message: Reply, generation: int | None = None) -> None:
-        """Answer a worker, which may be in another generation by now. Nothing happens when it has ended meanwhile."""
+    def reply(self, local_rank: int, message: Reply, generation: int) -> None:
+        """Send `message` to the worker that asked as `local_rank` of `generation`, and may be in another by now.
+
+        Nothing happens when it has ended meanwhile.
+        """
         worker = self._worker(local_rank, generation)
         if worker is None:
             moved = (each for each in self._workers if each.env.local_rank == local_rank and generation in each.left)
@@ -190,19 +198,19 @@ class WorkerGroup:
         if worker is not None:
             worker.tell(message)
 
-    def page(self, local_rank: int, generation: int | None = None) -> StatusPage:
-        """The status page of a worker of the newest (or the given) generation. KeyError when there is none."""
+    def page(self, local_rank: int, generation: int) -> StatusPage:
+        """The status page of the worker with `local_rank` in `generation`. KeyError when there is none."""
         worker = self._worker(local_rank, generation)
         if worker is None:
             raise KeyError(f"no worker with local rank {local_rank} in generation {generation}")
         return worker.page
 
-    def pids(self, generation: int | None = None) -> dict[int, int]:
-        """Process ids by local rank, of the workers that run."""
+    def pids(self, generation: int) -> dict[int, int]:
+        """Process ids by local rank, of the workers of `generation` that run."""
         return {each.env.local_rank: each.pid for each in self._of(generation) if each.pid and not each.gone}
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop reading. Close the parent first: this ends the workers, and their last words are still read."""
+        """Stop reading, within `timeout_s`. Close the parent first: that ends the workers; what they said is read."""
         self._io.close(timeout_s)
 
     def _prepare(
@@ -247,7 +255,6 @@ class WorkerGroup:
             worker.channel.close()
             for fd in worker.pipes.values():
                 os.close(fd)
-        now_ns = time.monotonic_ns()
         for env in envs:
             failure = failure_of(
                 rank=env.rank,
@@ -257,12 +264,12 @@ class WorkerGroup:
                 code=EXIT_CANNOT_START,
                 start_error=error,
             )
-            self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, now_ns, failure))
-        self._sink(GroupEnded(envs[0].generation, now_ns))
+            self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, failure))
+        self._sink(GroupEnded(envs[0].generation))
 
     def _signal(
         self,
-        generation: int | None,
+        generation: int,
         number: int,
         *,
         sessions: bool,
@@ -278,11 +285,10 @@ class WorkerGroup:
             with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
                 self._parent.send(Signal(start, number, sessions, ranks))
 
-    def _of(self, generation: int | None) -> list[WorkerState]:
-        wanted = self._newest if generation is None else generation
-        return [each for each in self._workers if each.env.generation == wanted]
+    def _of(self, generation: int) -> list[WorkerState]:
+        return [each for each in self._workers if each.env.generation == generation]
 
-    def _worker(self, local_rank: int, generation: int | None) -> WorkerState | None:
+    def _worker(self, local_rank: int, generation: int) -> WorkerState | None:
         found = [each for each in self._of(generation) if each.env.local_rank == local_rank]
         return next((each for each in found if not each.gone), found[0] if found else None)
 

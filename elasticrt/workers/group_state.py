@@ -49,7 +49,7 @@ class GroupState:
     handed: frozenset[int] = frozenset()
 
     def started(self, generation: Generation, seat: Seat) -> GroupState:
-        """New workers are started for all of a seat."""
+        """New workers of `generation` are started for all of a `seat`."""
         ranks = {rank: seat.rank_offset + rank for rank in range(seat.workers)}
         seated = frozenset(ranks)
         return GroupState(generation.number, generation, seat, True, seated, ranks, unmet=self.unmet)
@@ -57,7 +57,7 @@ class GroupState:
     def went_on(
         self, generation: Generation, seat: Seat, ranks: Mapping[int, int], pids: Mapping[int, int], now_ns: int
     ) -> GroupState:
-        """Living workers got new seats in place; `ranks` as in the attributes, for those of which that is so."""
+        """Living workers got new seats in place at `now_ns`; `ranks` and `pids` (see the attributes) are theirs."""
         seated = frozenset(ranks)
         return GroupState(generation.number, generation, seat, bool(ranks), seated, ranks, pids, now_ns)
 
@@ -67,7 +67,7 @@ class GroupState:
         return replace(self, failures=(*self.failures, failure), failed_at=at)
 
     def lost(self, local_ranks: frozenset[int]) -> GroupState:
-        """These processes are of this generation no more."""
+        """The processes of `local_ranks` are of this generation no more."""
         seated = self.seated - local_ranks
         return replace(self, seated=seated, running=self.running and bool(seated))
 
@@ -76,7 +76,7 @@ class GroupState:
         return replace(self, failed_at=None, holding=0, entered=0, going=0)
 
     def is_of(self, incarnation: str) -> bool:
-        """Whether this is the group of this life of the node's."""
+        """Whether this is the group of the node's life `incarnation`."""
         return self.seat is not None and self.seat.incarnation == incarnation
 
     def report(self, *, kept: Copy | None, ready: int, has_state: bool) -> Report | None:

@@ -30,7 +30,10 @@ _CONSOLE_WAIT_S = 10.0
 
 
 def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: str) -> Path:
-    """The file of one worker in one generation: its logs ("out", "err"), its error file, its stacks."""
+    """The file of the worker of `rank`, on `node`, in `generation`, below the run's `directory`.
+
+    `kind`: its logs ("out", "err"), its error file ("error.json"), its stacks ("stacks").
+    """
     return Path(directory, "logs", f"generation-{generation}", f"rank-{rank}.{node}.{kind}")
 
 
@@ -48,14 +51,14 @@ def newest_generation(directory: str | Path) -> int:
 
 
 class WorkerConsole:
-    """This process's own stdout and stderr, shared by all workers: whole lines, a prefix at the start of each."""
+    """This process's own stdout and stderr (`fds`), shared by all workers: whole lines, each with a prefix."""
 
     def __init__(self, fds: Mapping[str, int] | None = None) -> None:
         self._fds = dict(fds or {OUT: 1, ERR: 2})
         self._unfinished: dict[str, WorkerEnv | None] = {OUT: None, ERR: None}
 
     def write(self, worker: WorkerEnv, stream: str, prefix: bytes, text: bytes) -> None:
-        """Write `text`, whole lines or the piece of one; another worker's unfinished line is ended first."""
+        """Write `text` to `stream`: whole lines with `prefix`, or a piece. Another's unfinished line is ended."""
         if stream not in self._fds:
             return
         owner = self._unfinished[stream]
@@ -114,7 +117,7 @@ class _File:
 
 
 class Output:
-    """The output of one worker."""
+    """The output of one `worker`, kept and shown by `options`, on a `console`."""
 
     _warned: bool = False  # Of the class: a full disk is said once, not once per worker and generation.
 
@@ -145,7 +148,7 @@ class Output:
         return any(self._lines.values())
 
     def write(self, stream: str, data: bytes) -> None:
-        """Take what was read from a worker's pipe."""
+        """Take `data` that was read from a worker's pipe of `stream`."""
         if stream == ERR:
             self._tail += data[-TAIL_MAX_BYTES:]
             del self._tail[:-TAIL_MAX_BYTES]

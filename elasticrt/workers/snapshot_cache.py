@@ -62,7 +62,7 @@ class SnapshotCache:
         self.kept, self._kept_fd = None, -1
 
     def descriptors(self, resumed: Copy | None) -> dict[str, int]:
-        """What to pass to local rank 0: "state" if it is to resume from this node's."""
+        """What to pass to local rank 0: "state" if the copy `resumed` is this node's."""
         return {"state": self._kept_fd} if resumed is not None and self.kept == resumed else {}
 
     def close(self) -> None:

@@ -8,7 +8,10 @@ from elasticrt.errors import ConfigError, explain
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens at any free port of an IP address of this machine. Raises ConfigError."""
+    """A socket that listens at any free port of `address`, an IP address of this machine. Raises ConfigError.
+
+    `backlog`: how many connections may wait.
+    """
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=backlog)
@@ -33,7 +36,7 @@ class StorePorts:
         self._held: dict[int, socket.socket] = {}
 
     def bind(self, address: str) -> None:
-        """Hold a new socket. Raises ConfigError.
+        """Hold a new socket at `address`, an IP address of this machine. Raises ConfigError.
 
         The one before is kept as well: should a leader choose again before it has heard of the new one, the old port
         still works (what is stored there has the generation's nonce in its name).

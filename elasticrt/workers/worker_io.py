@@ -41,7 +41,7 @@ _MESSAGES_PER_TURN = 64
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """The worker's process exists. `at_ns` is CLOCK_MONOTONIC, as in all events."""
+    """The worker's process exists, since `at_ns` (CLOCK_MONOTONIC)."""
 
     generation: int
     rank: int
@@ -74,7 +74,6 @@ class WorkerEnded:
     local_rank: int
     pid: int
     code: int
-    at_ns: int
     failure: Failure | None
 
 
@@ -83,7 +82,6 @@ class GroupEnded:
     """No process of this generation's workers is left (0: of those that set up beside the training)."""
 
     generation: int
-    at_ns: int
 
 
 GroupEvent = Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded
@@ -138,7 +136,7 @@ class WorkerState:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send it a message. Nothing happens when it has ended, which its own event says."""
+        """Send it a message with `fds`. Nothing happens when it has ended, which its own event says."""
         with self.sending, contextlib.suppress(ChannelClosed, OSError):
             if not self.gone:
                 self.channel.send(message, fds)
@@ -167,11 +165,11 @@ class WorkerIO:
         self._thread.call(partial(self._add, workers))
 
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
-        """The parent of these workers is gone, and they with it."""
+        """The parent of these workers is gone, for this `reason`, and they with it."""
         self._thread.call(partial(self._lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, after all that was there before."""
+        """End the thread, after all that was there before, within `timeout_s` seconds."""
         self._thread.close(timeout_s)
 
     def _end(self) -> None:
@@ -205,12 +203,12 @@ class WorkerIO:
                 worker.pid, env = event.pid, worker.env
                 self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
             elif worker is not None and isinstance(event, Exited):
-                self._gone(worker, event.code, event.at_ns, start_error=event.error)
+                self._gone(worker, event.code, start_error=event.error)
 
     def _lost(self, workers: Sequence[WorkerState], reason: str) -> None:
         for worker in workers:
             if not worker.gone:
-                self._gone(worker, -signal.SIGKILL, time.monotonic_ns(), lost=reason)
+                self._gone(worker, -signal.SIGKILL, lost=reason)
 
     def _read_pipe(self, worker: WorkerState, stream: str, max_bytes: int) -> None:
         """Pass on what is there, up to about `max_bytes`."""
@@ -272,22 +270,22 @@ class WorkerIO:
         fd = fds[0] if fds and wanted else -1
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
         if isinstance(message, Done):
-            self._ended(worker, message.code, time.monotonic_ns())
+            self._ended(worker, message.code)
             if worker.stopping:  # The group is being ended, so that its store is not needed any more.
                 worker.tell(Release())
 
-    def _gone(self, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = "") -> None:
+    def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         """The process is no more: read what it has left, say how it ended, and let go of it."""
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
         if self._thread.watches(worker.channel):
             self._read_channel(worker)
         with self.seating:
-            self._ended(worker, code, at_ns, start_error=start_error, lost=lost)
+            self._ended(worker, code, start_error=start_error, lost=lost)
             self._forget(worker)
             generation = worker.env.generation
         if all(each.env.generation != generation for each in self._workers):
-            self._sink(GroupEnded(generation, at_ns))
+            self._sink(GroupEnded(generation))
 
     def _forget(self, worker: WorkerState) -> None:
         self._workers.remove(worker)
@@ -301,7 +299,7 @@ class WorkerIO:
         worker.pipes.clear()
         worker.output.close()
 
-    def _ended(self, worker: WorkerState, code: int, at_ns: int, *, start_error: str = "", lost: str = "") -> None:
+    def _ended(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         if worker.ended:
             return
         worker.ended = True
@@ -328,7 +326,7 @@ class WorkerIO:
                     lost=lost,
                     oom=code == -signal.SIGKILL and oom_kills() > worker.oom_kills,
                 )
-        self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, worker.pid, code, at_ns, failure))
+        self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, worker.pid, code, failure))
 
 
 def _stepped(worker: WorkerState) -> bool | None:

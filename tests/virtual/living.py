@@ -180,9 +180,9 @@ class Worker:
             failure = failure_of(
                 rank=env.rank, local_rank=env.local_rank, node=env.node, generation=env.generation, code=code
             )
-        self.emit(WorkerEnded(env.generation, env.rank, env.local_rank, 1, code, 0, failure))
+        self.emit(WorkerEnded(env.generation, env.rank, env.local_rank, 1, code, failure))
         if all(each.told or each.generation != env.generation for each in self.owner.workers):
-            self.emit(GroupEnded(env.generation, 0))
+            self.emit(GroupEnded(env.generation))
 
     def fail(
         self,
@@ -351,7 +351,7 @@ class Worker:
             return
         self.trained = (*self.trained, (self.step + 1, group.nonce))
         self.whole = True
-        self.page.finished(self.step, 0, nanoseconds(self.process.clock()))
+        self.page.finished(self.step, nanoseconds(self.process.clock()))
         self.page.entered = self.step + 1
         self.sim.invariants.work.finished(self, group)
         if self.first and self.env.local_rank == 0:

@@ -141,7 +141,7 @@ class Training:
         for group in self.ready:
             at_ns = nanoseconds(group.process.clock())
             for page in group.pages:
-                page.finished(self.step, 0, at_ns)
+                page.finished(self.step, at_ns)
             if self.first:
                 said = Step(self.step, 0, at_ns, self.step - 1, True)
                 group.emit(WorkerSaid(self.generation, group.envs[0].rank, 0, said))

@@ -101,14 +101,14 @@ class Group:
         )  # fmt: skip
         failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
-        self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 1, 0, failure))
+        self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 1, failure))
         self.sim.training(self).broken(self)
 
     def end(self, why: str) -> None:
         """No process of it is left."""
         if self.alive:
             self.alive = False
-            self.emit(GroupEnded(self.generation, 0))
+            self.emit(GroupEnded(self.generation))
             if not self.left:
                 self.sim.training(self).broken(self)
 
@@ -118,10 +118,10 @@ class Group:
             return
         for env in self.envs:
             self.ended_well += 1
-            self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 0, 0, None))
+            self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 0, None))
         self.sim.invariants.work.exited(self)
         self.alive = False
-        self.emit(GroupEnded(self.generation, 0))
+        self.emit(GroupEnded(self.generation))
 
     # Handing over.
 

@@ -111,7 +111,7 @@ class Rig:
             event = self.wait(WorkerEnded, lambda e: e.generation == self.generation, result.events)
             result.codes[event.local_rank] = event.code
             result.ended[event.local_rank] = event
-        self.group.release()
+        self.group.release(self.generation)
         self.wait(GroupEnded, lambda e: e.generation == self.generation, result.events)
         for rank in result.codes:
             for stream, texts in (("out", result.out), ("err", result.err)):

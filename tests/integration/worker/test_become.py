@@ -223,7 +223,7 @@ def test_environment_is_the_users(warm, tmp_path):
         from elasticrt.ipc.env import WorkerEnv
         from elasticrt.ipc.status_page import StatusPage
         env = WorkerEnv.from_env(os.environ)
-        StatusPage(env.page_fd).finished(7, 0, 1)
+        StatusPage(env.page_fd).finished(7, 1)
         kinds = [os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (env.channel_fd, env.listen_fd)]
         print(os.environ["MINE"], env.rank, env.generation, kinds, sorted(os.listdir("/proc/self/fd")))
         raise ValueError

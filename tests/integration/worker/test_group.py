@@ -120,7 +120,7 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
     (tmp_path / "go").write_text("")
     ended = warm.wait(WorkerEnded)
     assert (ended.rank, ended.code) == (1, 0), (log / "rank-1.node-0.err").read_text()
-    warm.group.release()
+    warm.group.release(warm.generation)
     seen = []
     warm.wait(GroupEnded, seen=seen)
     assert not [e for e in seen if isinstance(e, WorkerEnded)]

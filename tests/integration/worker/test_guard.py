@@ -83,7 +83,7 @@ def test_a_daemon_of_a_generation_goes_with_that_generation(either, brood, is_al
     either.wait(GroupEnded, lambda e: e.generation == old)
     assert [is_alive(pid) for pid in first] == [False] * 4
     assert [is_alive(pid) for pid in second] == [True] * 4
-    either.group.kill()
+    either.group.kill(either.generation)
     either.finish()
     assert [is_alive(pid) for pid in second] == [False] * 4
 
@@ -194,11 +194,11 @@ def test_term_then_kill(either, tmp_path, until, is_alive):
     either.start(Command(("stay.py",)), tmp_path, 2)
     pids = either.pids(2)
     until(lambda: all((tmp_path / f"ready {n}").exists() for n in (0, 1)), "both workers are ready")
-    either.group.terminate(5.0)
+    either.group.terminate(5.0, either.generation)
     assert either.wait(WorkerEnded).local_rank == 0
     until((tmp_path / "got it 1").exists, "rank 1 has got its TERM")
     assert is_alive(pids[1])
-    either.group.kill()
+    either.group.kill(either.generation)
     ended = either.wait(WorkerEnded)
     either.wait(GroupEnded)
     assert (ended.local_rank, ended.code, ended.failure) == (1, -signal.SIGKILL, None)
@@ -282,14 +282,14 @@ def test_a_new_generation_while_the_old_one_dies(warm, tmp_path):
     old = warm.generation
     for _ in range(2):
         warm.wait(WorkerStarted, lambda e: e.generation == old)
-    warm.group.kill()
+    warm.group.kill(warm.generation)
     (tmp_path / "new.py").write_text("print('new')")
     warm.start(Command(("new.py",)), tmp_path, 2)
     seen = []
     ended = [warm.wait(WorkerEnded, seen=seen) for _ in range(4)]
     assert {(e.generation - old, e.code) for e in ended} == {(0, -9), (1, 0)}, ended
     assert all(e.failure is None for e in ended)
-    warm.group.release()
+    warm.group.release(warm.generation)
     warm.wait(GroupEnded, lambda e: e.generation == old + 1, seen)
     assert [e.generation - old for e in seen if isinstance(e, GroupEnded)] == [0, 1]
 
@@ -307,7 +307,7 @@ def test_the_channel_of_a_worker(warm, tmp_path):
         from elasticrt.ipc.status_page import StatusPage
         env = WorkerEnv.from_env(os.environ)
         channel, page = Channel.adopt(env.channel_fd), StatusPage(env.page_fd)
-        page.finished(11, 2, 12345)
+        page.finished(11, 12345)
         for step in range(100):
             channel.send(Step(step, 0, 1, 0, step == 0))
         channel.send(Claim(1, "digits", "1"))
@@ -324,9 +324,9 @@ def test_the_channel_of_a_worker(warm, tmp_path):
     steps = [e.message.step for e in said if isinstance(e, WorkerSaid) and isinstance(e.message, Step)]
     assert steps == list(range(100))
     assert (claim.rank, claim.local_rank, claim.generation) == (0, 0, warm.generation)
-    page = warm.group.page(0)
-    assert (page.step, page.epoch, page.step_at_ns) == (11, 2, 12345)
-    warm.group.reply(0, Reply(1, True, reason="build"))
+    page = warm.group.page(0, warm.generation)
+    assert (page.step, page.step_at_ns) == (11, 12345)
+    warm.group.reply(0, Reply(1, True, reason="build"), warm.generation)
     page.stop = 5
     result = warm.finish()
     assert (result.codes[0], result.out[0]) == (0, "build 5\n"), result.err

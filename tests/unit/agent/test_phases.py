@@ -53,7 +53,7 @@ def test_a_second_loop_costs_nothing(tmp_path: Path) -> None:
     """A restarted script says once what the restart has cost: the first step of its next Loop ends no recovery."""
     page, said = StatusPage(StatusPage.create()), []
     progress = Progress(lambda: [page], EventLog("n0", tmp_path, -1), said.append, time)
-    page.finished(7, 0, 1 * MS)
+    page.finished(7, 1 * MS)
     progress.replaced(1)
     progress.remember()
     progress.stepped(2, Step(6, 0, 5 * MS, 5, True, {}))

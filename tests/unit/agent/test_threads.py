@@ -167,4 +167,5 @@ def test_all_threads_of_an_agent_are_named_as_ours():
                 continue
             text = path.read_text()
             named = text.count('name="elasticrt-') + text.count('name=f"elasticrt-')
-            assert text.count("threading.Thread(") == named, path
+            named += text.count('SelectorThread("elasticrt-')
+            assert text.count("threading.Thread(") + text.count("= SelectorThread(") == named, path

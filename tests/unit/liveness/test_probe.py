@@ -150,7 +150,7 @@ def test_no_descriptors_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
             held = _all_descriptors()
             with caplog.at_level(logging.WARNING):
                 server.start()
-                wait_until(lambda: "no connection can be accepted" in caplog.text, "it is short of descriptors")
+                wait_until(lambda: "no connection can be accepted at port" in caplog.text, "it is short of descriptors")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert fields_in(connection.recv(LINE_MAX_BYTES))

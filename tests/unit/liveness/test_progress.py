@@ -40,7 +40,7 @@ def _pauses(*generations: int) -> list[float | None]:
         progress.replaced(number)
         progress.began()
         progress.stepped(number, Step(2 * number, 0, number * SECOND, 2 * number - 1, True))
-        page.finished(2 * number + 1, 0, number * SECOND + SECOND // 2)
+        page.finished(2 * number + 1, number * SECOND + SECOND // 2)
         progress.remember()
         page.step_at_ns = 0
     return [each["pause_s"] for each in events.found if each["event"] == "first_step"]

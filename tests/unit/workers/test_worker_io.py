@@ -89,7 +89,7 @@ class Heard:
         """The worker's process is gone, with exit code 3."""
         os.close(self.errors)
         self.worker.close()
-        self.parent.say(Exited(1, 0, 4711, 3, 2))
+        self.parent.say(Exited(1, 0, 4711, 3))
         self.busy.set()
 
 
