@@ -256,8 +256,11 @@ def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
 
 
 def endpoints(text: str) -> tuple[Address, ...]:
-    """Where etcd is; nothing for no words. Raises ConfigError."""
-    return parse_endpoints(text) if text else ()
+    """Where etcd is. No words are a mistake: a variable that is not set must not make each machine a run of its own.
+
+    Raises ConfigError.
+    """
+    return parse_endpoints(text)
 
 
 def health_address(text: str) -> tuple[str, int]:

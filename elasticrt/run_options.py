@@ -38,7 +38,8 @@ class EtcdOptions:
     run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
     etcd: tuple[Address, ...] = _etcd(
         "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
-        "machine share an etcd of their own, on a socket that only their user can use; it ends with the run",
+        "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
+        "after the last agent, or with a run that has succeeded",
         parse.endpoints, own=True,
     )  # fmt: skip
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)

@@ -85,12 +85,18 @@ class Console:
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt:  # Of the attempt before this one: nobody stands by there.
             return
+        alive = {each.record.incarnation for each in view.members.values()}
+        if seat is None and view.complete and alive.isdisjoint(each.incarnation for each in view.seats.values()):
+            return  # It ended before this node came; the next one is on its way.
         here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
         size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
         self.say(f"generation {new.number} with {size}: {new.cause}")
 
     def left(self, decision: Leave, head: HeadRecord | None) -> None:
         """This node has gone, by `decision`: what is saved by now (`head`), and how to go on."""
+        if decision.others_go_on:
+            self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
+            return
         if decision.saving and (head is None or head.reached < decision.saving):
             saved = f"the node of rank 0 is saving step {decision.saving:,}; "
         else:

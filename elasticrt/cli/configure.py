@@ -23,6 +23,8 @@ from elasticrt.store.protocol import Address, Credentials
 from elasticrt.text import plain
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
+
     from elasticrt.spec import RunSpec
 
 BEFORE_THE_SCRIPT = frozenset({
@@ -50,6 +52,8 @@ def configure(
         arguments: the script's.
         env: the agent's environment.
     """
+    from pydantic import ValidationError
+
     from elasticrt.spec import RunSpec
 
     least, most = options.nnodes
@@ -76,20 +80,33 @@ def configure(
         fresh=options.fresh,
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
-    spec = RunSpec(
-        min_nodes=least,
-        max_nodes=most,
-        command=(command.kind, *command.argv),
-        max_restarts=settings.max_restarts,
-        restarts_reset=options.max_restarts is None,
-        join_timeout_s=options.join_timeout_s,
-        lease_ttl_s=options.lease_ttl_s,
-        join=options.join,
-        settle_quiet_s=options.settle_quiet_s,
-        settle_max_s=options.settle_max_s,
-        role=options.role,
-    )
+    try:
+        spec = RunSpec(
+            min_nodes=least,
+            max_nodes=most,
+            command=(command.kind, *command.argv),
+            max_restarts=settings.max_restarts,
+            restarts_reset=options.max_restarts is None,
+            join_timeout_s=options.join_timeout_s,
+            lease_ttl_s=options.lease_ttl_s,
+            join=options.join,
+            settle_quiet_s=options.settle_quiet_s,
+            settle_max_s=options.settle_max_s,
+            role=options.role,
+        )
+    except ValidationError as error:
+        raise ConfigError(_out_of_range(error)) from None
     return settings, spec
+
+
+def _out_of_range(error: ValidationError) -> str:
+    """The first field of a spec that its bounds refuse, by its option."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    known = options_of(RunOptions)
+    where = known[name].names[0] if name in known else name
+    expected = first["msg"].replace("Input should be ", "")
+    return explain("not a usable value", where, got=str(first["input"]), expected=expected)
 
 
 # The script.
@@ -99,7 +116,7 @@ def command_of(options: RunOptions, script: str | None, arguments: list[str]) ->
     """What every worker runs. Raises ConfigError where that cannot be run."""
     if options.module and options.no_python:
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
-    if script is None:
+    if not script:
         expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
         raise ConfigError(explain("nothing to run", "SCRIPT", expected=expected, remedy=remedy))
     argv = (script, *arguments)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from elasticrt import __version__
@@ -87,6 +88,16 @@ def build_parser() -> Parser:
     return parser
 
 
+def _check_directory() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        expected, remedy = "a directory that is still there", "cd to another one"
+        raise ConfigError(
+            explain("no working directory", ".", got=str(error.strerror), expected=expected, remedy=remedy)
+        ) from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     occupy()
@@ -102,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.DEBUG if debug else os.environ.get("LOGLEVEL", "WARNING").upper()
     logging.basicConfig(level=level, handlers=[handler])
     try:
+        _check_directory()
         arguments = build_parser().parse_args(argv)
         code: int = arguments.func(arguments)
     except ElasticError as error:

@@ -109,6 +109,13 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
     nodes = read(SimulateOptions(), arguments, env).nodes
     options = run.options_given(arguments, env, nnodes=(1, nodes + _added(faults)))
     settings, spec = configure_run(options, arguments.script, arguments.arguments, env)
+    workers_per_node = count_workers(options.nproc_per_node or 1, env)
+    for fault in faults:
+        kind = fault.what.split()[1]
+        there = (nodes + _added(faults)) * (workers_per_node if kind == "worker" else 1)
+        if fault.number >= there:
+            expected = f"a {kind} from 0 to {there - 1}"
+            raise ConfigError(explain(f"no such {kind}", "--fault", got=fault.text, expected=expected))
     if nodes + _added(faults) < spec.min_nodes:
         raise ConfigError(
             explain(
@@ -129,7 +136,7 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
         nodes=nodes,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
-        workers_per_node=count_workers(options.nproc_per_node or 1, env),
+        workers_per_node=workers_per_node,
         command=(arguments.script, *arguments.arguments),
         options=tuple(words),
         faults=faults,

@@ -193,7 +193,7 @@ class MeetingFlags:
                     "a rendezvous backend that elasticrt does not have",
                     "--rdzv-backend",
                     got=self.rdzv_backend,
-                    expected="c10d, elasticrt or etcd-v3",
+                    expected="c10d, static, elasticrt or etcd-v3",
                     remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
                 )
             )

@@ -156,7 +156,9 @@ def _may_leave(me: Me, view: View) -> bool:
 def _drained(me: Me, view: View) -> Leave:
     """Why a draining member goes, and the step that is to be on disk if nobody stays to go on."""
     if view.seat_of(me.record.node, me.record.incarnation) is None:
-        return Leave("drained: the others go on" if view.generation else "drained: no generation has begun yet")
+        if view.generation is None:
+            return Leave("drained: no generation has begun yet")
+        return Leave("drained: the others go on", others_go_on=True)
     assert view.handover is not None, "else it may not leave"
     step = view.handover.record.step
     return Leave(f"drained: too few nodes are left to go on after step {step:,}", saving=step)

@@ -69,11 +69,13 @@ class End:
 class Leave:
     """Take this member out of the run, stop its workers, exit. `saving`: the step that rank 0 saves before, 0 for none.
 
-    Rank 0's node leaves when that is done, the others need not wait for it.
+    Rank 0's node leaves when that is done, the others need not wait for it. `others_go_on`: the run needs nothing more
+    of this node, and has gone past what is saved.
     """
 
     reason: str
     saving: int = 0
+    others_go_on: bool = False
 
 
 @dataclass(frozen=True)

@@ -300,6 +300,7 @@ _REMEDIES = (
         "new OS thread|newosproc|resource temporarily unavailable",
         "Raise the limit of processes (ulimit -u, or pids.max of the control group)",
     ),
+    ("file too large|failed to create WAL", "Raise the limit of the size of files (ulimit -f)"),
     ("no space left on device", "Make room in the directory for temporary files, or set TMPDIR"),
     (
         "cannot allocate memory|out of memory|failed to reserve",

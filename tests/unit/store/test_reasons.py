@@ -44,6 +44,7 @@ runtime.goexit()
         ("fatal error: out of memory (heap)" + STACK, "fatal error: out of memory (heap)", "ulimit -v"),
         ("[Errno 12] Cannot allocate memory", "[Errno 12] Cannot allocate memory", "ulimit -v"),
         ("open /x/wal: no space left on device", "open /x/wal: no space left on device", "TMPDIR"),
+        ("panic: failed to create WAL" + STACK, "panic: failed to create WAL", "ulimit -f"),
         ("warn: x\npanic: assertion failed" + STACK, "panic: assertion failed", ""),
         (
             'first\n{"level":"fatal","msg":"discovery failed","error":"no such host","stacktrace":"a\\nb"}\n',
