@@ -50,7 +50,9 @@ def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
     imports = [(_place(node), name) for node in ast.walk(tree) for name in _imported(node)]
     certain = [*tree.body, *(each for node in tree.body if isinstance(node, ast.With | ast.Try) for each in node.body)]
     torch_at = min((_place(node) for node in certain if "torch" in _imported(node)), default=(sys.maxsize, 0))
-    for place, name in sorted(_writes(tree, env)):
+    for place, name, value in sorted(_writes(tree, env), key=lambda write: write[:2]):
+        if name != _ANY and env.get(name) == value:
+            continue
         after = min(((at, module) for at, module in imports if at > place), default=None)
         if after is not None and place < torch_at and name not in _SAFE and not name.startswith(_SAFE_PREFIXES):
             return f"line {place[0]} sets {name} before `import {after[1]}` in line {after[0][0]}"
@@ -106,8 +108,8 @@ def _imported(node: ast.AST) -> list[str]:
     return [name for name in names if name not in sys.stdlib_module_names]
 
 
-def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterator[tuple[_Place, str]]:
-    """Every place that changes the environment, and the variable's name."""
+def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterator[tuple[_Place, str, str | None]]:
+    """Every place that changes the environment, the variable, and the value that it then has: None for none."""
     environ = {"environ", "environb"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -115,34 +117,39 @@ def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterator[tuple[_Place, 
     values = {target: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets}
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _name(node.value) in environ:
-            name = _text(node.slice)
-            if name == _ANY or env.get(name) != _text(values.get(node)):
-                yield _place(node), name
+            deleted = isinstance(node.ctx, ast.Del)
+            yield _place(node), _text(node.slice), None if deleted else _text(values.get(node))
         elif isinstance(node, ast.AugAssign) and _name(node.target) in environ:
-            yield _place(node), _ANY  # `os.environ |= ...`
+            yield _place(node), _ANY, _ANY  # `os.environ |= ...`
         elif isinstance(node, ast.Call):
-            yield from ((_place(node), name) for name in _called(node, environ, env))
+            yield from ((_place(node), *written) for written in _called(node, environ, env))
 
 
-def _called(call: ast.Call, environ: set[str], env: Mapping[str, str]) -> Iterator[str]:
+def _called(call: ast.Call, environ: set[str], env: Mapping[str, str]) -> list[tuple[str, str | None]]:
     """`os.environ.update(...)` and its like, `os.putenv`, and the well-known reader of `.env` files."""
     method, function = _name(call.func), call.func
     first = _text(call.args[0]) if call.args else _ANY
     if method in ("putenv", "unsetenv"):
-        yield first
-    elif method == "load_dotenv":
-        yield _ANY
-    elif not (isinstance(function, ast.Attribute) and _name(function.value) in environ):
-        return
-    elif method in ("setdefault", "pop"):
-        if first == _ANY or (first in env) == (method == "pop"):
-            yield first
-    elif method == "update":
-        yield from (word.arg or _ANY for word in call.keywords if env.get(word.arg or "") != _text(word.value))
-        for each in call.args:
-            yield from [_text(key) for key in each.keys] if isinstance(each, ast.Dict) else [_ANY]
-    elif method in ("clear", "popitem"):
-        yield _ANY
+        return [(first, _ANY)]
+    if method == "load_dotenv":
+        return [(_ANY, _ANY)]
+    if not isinstance(function, ast.Attribute) or _name(function.value) not in environ:
+        return []
+    words: list[tuple[str, str | None]] = [(word.arg or _ANY, _text(word.value)) for word in call.keywords]
+    pairs: list[tuple[str, str | None]] = [
+        (_text(key), _text(value))
+        for each in call.args
+        if isinstance(each, ast.Dict)
+        for key, value in zip(each.keys, each.values, strict=True)
+    ]
+    written: dict[str, list[tuple[str, str | None]]] = {
+        "setdefault": [(first, env.get(first, _ANY))],
+        "pop": [(first, None)],
+        "update": words + (pairs or [(_ANY, _ANY)] * len(call.args)),
+        "clear": [(_ANY, _ANY)],
+        "popitem": [(_ANY, _ANY)],
+    }
+    return written.get(method, [])
 
 
 def _name(node: ast.expr) -> str:

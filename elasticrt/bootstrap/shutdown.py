@@ -132,7 +132,7 @@ def leave(code: int, names: Sequence[str] = (), *, host_fd: int = -1) -> NoRetur
     """
     _spare_torch()
     _last_steps.append(partial(_end, code, names, host_fd))
-    sys.exit()
+    sys.exit(1)  # What counts if the last step fails; else it ends the process with `code`.
 
 
 def _end(code: int, names: Sequence[str], host_fd: int) -> NoReturn:

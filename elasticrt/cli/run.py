@@ -76,16 +76,19 @@ def _with_nodes(options: RunOptions, arguments: argparse.Namespace, env: Mapping
 
     A way on the command line overrules the variables of the other.
     """
-    least, most = options.min_nodes, options.max_nodes
-    both_in_one = "nnodes" in given_on_line(RunOptions, arguments)
-    apart = {"min_nodes", "max_nodes"} & given_on_line(RunOptions, arguments)
-    said = both_in_one or (not apart and is_given(RunOptions, "nnodes", arguments, env))
-    if said and (apart or (not both_in_one and (least or most))):
-        raise ConfigError("--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them")
-    if said or (least is None and most is None):
+    typed = given_on_line(RunOptions, arguments)
+    apart = {name for name in ("min_nodes", "max_nodes") if getattr(options, name) is not None}
+    both_in_one = is_given(RunOptions, "nnodes", arguments, env)
+    if both_in_one and apart:
+        both_in_one = "nnodes" in typed
+        if both_in_one == bool(apart & typed):
+            raise ConfigError(
+                "--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them"
+            )
+    if both_in_one or not apart:
         return options
-    least = least or 1
-    return replace(options, nnodes=parse_nodes(f"{least}:{most or least}", "--min-nodes, --max-nodes"))
+    least = options.min_nodes or 1
+    return replace(options, nnodes=parse_nodes(f"{least}:{options.max_nodes or least}", "--min-nodes, --max-nodes"))
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:

@@ -47,16 +47,19 @@ class Need:
         # The agent that has started the server is about to be the first member, however short the run lingers.
         self._linger_s, self._after_first_s = max(linger_s, FOUND_S), linger_s
         self._left_at = self._found_at = now
-        self._touched_ns = 0
+        self._touched_ns, self._end_by = 0, float("inf")
 
-    def leave(self) -> None:
-        """The members are told to leave: the server ends when the last of them has."""
+    def leave(self, by: float) -> None:
+        """The members are told to leave: the server ends when the last of them has, or at `by`."""
         self._linger_s = self._after_first_s = 0.0
+        self._end_by = min(self._end_by, by)
 
     def over(self, touched_ns: int, now: float) -> bool:
         """Whether the server can end. `touched_ns` changes whenever an agent finds it, and will soon be a member."""
         if touched_ns != self._touched_ns:
             self._touched_ns, self._found_at = touched_ns, now
+        if now >= self._end_by:
+            return True
         try:
             if self._store.read(self._members, limit=1).count:
                 self._left_at, self._linger_s = now, self._after_first_s
@@ -90,25 +93,20 @@ def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals:
     from elasticrt.store.etcd import EtcdStore
 
     store = EtcdStore((etcd.address,))
-    need, end_by = Need(store, run_id, linger_s, time.monotonic()), float("inf")
+    need = Need(store, run_id, linger_s, time.monotonic())
     while keep_up(etcd):
-        over = need.over(_touched_ns(record), time.monotonic())
-        if over or time.monotonic() >= end_by:
+        if need.over(_touched_ns(record), time.monotonic()):
             with embedded.locked():
                 # Agents find the server under this lock. One that did since we looked is about to register.
-                if time.monotonic() >= end_by or need.over(_touched_ns(record), time.monotonic()):
+                if need.over(_touched_ns(record), time.monotonic()):
                     record.unlink(missing_ok=True)
                     store.close()
                     etcd.stop()
                     return
-        try:
+        with suppress(Empty):
             number = signals.get(timeout=LOOK_S)
-        except Empty:
-            continue
-        if number == signal.SIGTERM:
-            need.leave()
-        if number != signal.SIGCHLD:
-            end_by = min(end_by, time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
+            if number != signal.SIGCHLD:
+                need.leave(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
     record.unlink(missing_ok=True)  # At once, without the lock: no agent may find a server that has ended.
     store.close()
     with embedded.locked():

@@ -70,6 +70,27 @@ def test_environment_and_command_line() -> None:
     assert inside.node != "n7"
 
 
+@pytest.mark.parametrize(
+    ("argv", "env", "expected"),
+    [
+        (["--nnodes", "2:3"], {"ELASTICRT_MIN_NODES": "1"}, (2, 3)),
+        (["--max-nodes", "5"], {"ELASTICRT_NNODES": "2:3"}, (1, 5)),
+        (["--max-nodes", "5"], {"ELASTICRT_NNODES": "2:3", "ELASTICRT_MIN_NODES": "4"}, (4, 5)),
+        ([], {"ELASTICRT_MIN_NODES": "2", "ELASTICRT_MAX_NODES": "3"}, (2, 3)),
+        (["--nnodes", "2:3", "--max-nodes", "5"], {}, None),
+        ([], {"ELASTICRT_NNODES": "2:3", "ELASTICRT_MAX_NODES": "5"}, None),
+    ],
+)
+def test_two_ways_to_say_how_many(argv: list[str], env: dict[str, str], expected: tuple[int, int] | None) -> None:
+    """A way on the command line overrules the variables of the other; two of one kind are refused."""
+    if expected is None:
+        with pytest.raises(ConfigError, match="say the same thing twice"):
+            _configure(*argv, "train.py", env=env)
+        return
+    _, spec = _configure(*argv, "train.py", env=env)
+    assert (spec.min_nodes, spec.max_nodes) == expected
+
+
 NO_ADDRESSES_OF_OURS = ("192.0.2.1", "no.such.host.invalid", "", "a..b", "caf\udce9", "[::", "10.0.0.256", "a" * 64)
 """Another machine's, a name that nobody has, and what can't be either."""
 
