@@ -49,11 +49,16 @@ def measured(python: Path) -> str:
     return SHAPE.format(version, found["torch"], *times, len(found["noise"]), " ".join(found["noise"][:1])[:60])
 
 
+def words(text: str) -> list[str]:
+    """Those between commas; none for an empty text."""
+    return [each for each in text.split(",") if each]
+
+
 def main() -> int:
     """Run every pair; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=lambda text: text.split(","), default=PYTHONS)
-    parser.add_argument("--torch", type=lambda text: text.split(","), default=TORCHES)
+    parser.add_argument("--python", type=words, default=PYTHONS)
+    parser.add_argument("--torch", type=words, default=TORCHES)
     parser.add_argument("--also", nargs="*", type=Path, default=[], metavar="PYTHON")
     parser.add_argument("--cuda", action="store_true", help="take builds for CUDA where there is none for the CPU")
     arguments = parser.parse_args()
