@@ -24,7 +24,7 @@ from tests.matrix.environments import Missing, Pair, environment
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-SLICE_S = 300.0
+SLICE_S = 600.0
 SHAPE = "| {:6} | {:12} | {:>5} | {:>5} | {:>5} | {:>5} | {:>6} | {:>5} | {} |"
 HEAD = SHAPE.format("Python", "torch", "start", "kill", "join", "leave", "resume", "noise", "")
 
