@@ -252,8 +252,8 @@ class Supervisor:
     def _is_late(self, rank: int) -> bool:
         """Whether a worker should have taken its seat by now: not one that does something else than training."""
         number = self._state.number
-        began, joined = (self._word(rank, number, word) for word in ("init_at_ns", "joined_at_ns"))
-        return began < self._state.seated_ns and (joined < began or self._word(rank, number, "stepping") != 0)
+        began, restored = (self._word(rank, number, word) for word in ("init_at_ns", "restored_at_ns"))
+        return began < self._state.seated_ns and (restored < began or self._word(rank, number, "stepping") != 0)
 
     def _start_missing(self, now: float) -> None:
         """Start beside the training what this node has no worker for."""
