@@ -115,18 +115,18 @@ def site(tmp_path: Path, plan: list[Any], *words: str) -> Iterator[Site]:
 @pytest.mark.parametrize("large", ["all_reduce", "broadcast"])
 def test_cut_off_in_a_large_message(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, large: str) -> None:
     """N11: a node's link is cut while a message of 256 MB is under way: the others go on without it."""
-    plan = [fault("large", 2, "mark", world=3, step=3)]
-    with site(tmp_path, plan, "3", f"large={large}", "megabytes=256") as run:
+    plan = [fault("large", 2, "mark", world=3, step=4)]
+    with site(tmp_path, plan, "1", f"large={large}", "megabytes=256") as run:
         for name in "abc":
             run.start(name, *TOGETHER)
-        run.wait("all are together", lambda: len(run.nodes()) == 3)
+        run.wait("all have workers", lambda: len(run.events("workers_started")) == 3)
         victim = run.holder_of_rank(2)
         run.cut_off(victim.name)
         run.wait("the others go on", lambda: len(run.nodes()) == 2)
         codes = [agent.process.wait(120) for agent in run.agents.values() if agent is not victim]
         assert codes == [0, 0], run.story()
         kill(victim.pid)
-        check_nothing_lost(Run(tmp_path, run, plan, 3), tmp_path_factory)
+        check_nothing_lost(Run(tmp_path, run, plan, 1), tmp_path_factory)
 
 
 @pytest.mark.root
