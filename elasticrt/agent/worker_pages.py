@@ -45,8 +45,8 @@ class WorkerPages:
 
     def is_late(self, state: GroupState, local_rank: int) -> bool:
         """Whether a worker should have taken its seat by now: not one that does something else than training."""
-        began, joined = (self._word(local_rank, state.number, word) for word in ("init_at_ns", "joined_at_ns"))
-        return began < state.seated_ns and (joined < began or self._word(local_rank, state.number, "stepping") != 0)
+        began, restored = (self._word(local_rank, state.number, word) for word in ("init_at_ns", "restored_at_ns"))
+        return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") != 0)
 
     def unmet_since(self, state: GroupState, now: float) -> float | None:
         """From when on workers in new seats have been waiting too long for their first step there; None: they have not.

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -60,8 +59,8 @@ class AgentClient:
         self._pending: dict[int, Pending] = {}
         self._reader: threading.Thread | None = None
         self._closed = ""
-        self._released = threading.Event()
-        self._news = threading.Condition()
+        self._news = threading.Condition()  # Of the following.
+        self._released = False
         self._announced = self._taken = 0  # Numbers of seats: the newest that has come, and the one that was taken.
         self._seat: tuple[int, WorkerEnv] | None = None  # The newest that can be taken, with its number.
         self._on_seat: Callable[[], object] | None = None
@@ -122,13 +121,8 @@ class AgentClient:
 
     def wait_for_seat(self, timeout_s: float) -> WorkerEnv | None:
         """The newest seat that the agent has given this worker; None when there will be none, or none came in time."""
-        deadline = time.monotonic() + timeout_s
         with self._news:
-            while self._seat is None and not self._released.is_set() and not self._closed:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    return None
-                self._news.wait(min(left_s, 1.0))
+            self._news.wait_for(lambda: self._seat is not None or self._released, timeout_s)
             if self._seat is None:
                 return None
             (self._taken, seat), self._seat = self._seat, None
@@ -138,6 +132,7 @@ class AgentClient:
         """Let go of the channel. Requests that wait are refused."""
         self._closed = self._closed or "closed"
         self._channel.close()
+        self._release()
 
     def linger(self, code: int) -> None:
         """Say that the script has ended with `code`, and wait for Release. An agent that is gone ends the wait, too."""
@@ -147,7 +142,8 @@ class AgentClient:
             self._read_in_background()
             problem = self._closed or self._send(Done(code))
         if not problem:
-            self._released.wait()
+            with self._news:
+                self._news.wait_for(lambda: self._released)
 
     def _send(self, message: Message, fds: Sequence[int] = ()) -> str:
         """Send under the lock; why it could not be done, "" when it was."""
@@ -175,8 +171,12 @@ class AgentClient:
             waiting, self._pending = self._pending, {}
         for number, pending in waiting.items():
             pending.answer(Reply(number, ok=False, reason=f"the agent is gone ({self._closed})"))
-        self._released.set()
+        self._release()
+
+    def _release(self) -> None:
+        """Nothing will be asked of this process any more."""
         with self._news:
+            self._released = True
             self._news.notify_all()
 
     def _deliver(self, message: Message, fds: list[int]) -> None:
@@ -190,9 +190,7 @@ class AgentClient:
             if pending is not None:
                 pending.answer(message)
         elif isinstance(message, Release):
-            self._released.set()
-            with self._news:
-                self._news.notify_all()
+            self._release()
         else:
             _log.warning("the agent sent a %s, which is not for a worker", type(message).__name__)
 

@@ -27,7 +27,7 @@ AWAY_S = 2.0
 
 LATE_S = 2.0
 """Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
-expected of it or it was meeting others, the stacks are kept ..."""
+expected of it or it was meeting others, or sharing their state, the stacks are kept ..."""
 
 SEATED_S_MAX = 10.0
 """... and so long after it, it is ended: the others do not wait for it any longer."""

@@ -147,7 +147,10 @@ class InPlace:
         if self._overtaken() and regroup.is_stuck():
             time.sleep(STUCK_AGAIN_S)
             if self._overtaken() and regroup.is_stuck():
-                self._give_up()
+                try:
+                    self._give_up()
+                except Exception:  # noqa: BLE001  Whatever it is, this process ends now.
+                    _log.exception("the newest step could not be left to the agent")
                 write_error_file(ConnectionError("gloo: connection closed by peer in the middle of a message"))
                 os._exit(1)
 

@@ -266,16 +266,17 @@ def test_a_receiver_that_is_lost_in_the_middle(monkeypatch: pytest.MonkeyPatch, 
 def _overtaken(meeting: Meeting) -> Any:
     if meeting.rank == 1:
         _in_the_middle(lambda: (meeting.gather("the middle", ""), time.sleep(600)))
+        return share(Standing(1, True), meeting, lambda: _state(1), lambda: None)
     begun = threading.Event()
-    over = replace(meeting, over=begun.is_set)
     threading.Thread(target=lambda: (meeting.gather("the middle", ""), begun.set()), daemon=True).start()
     with pytest.raises(Overtaken):
-        share(Standing(meeting.rank, True), over, lambda: _state(meeting.rank), lambda: None)
+        share(Standing(0, True), replace(meeting, over=begun.is_set), lambda: _state(0), lambda: None)
     return True
 
 
-def test_another_generation_ends_a_transfer() -> None:
+def test_another_generation_ends_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seat comes while a rank waits for the rest of a state: it goes there at once."""
+    monkeypatch.setattr(state_transfer, "STALL_S", 60.0)
     (told,) = ranks(_overtaken, dead=1)
     assert told is True
 

@@ -111,7 +111,8 @@ def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
 
 
 def test_a_group_that_was_left_is_let_go_of_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was left lately is kept, what was left long ago goes, and nothing while a thread of a group has work."""
+    """What was left lately is kept, what was left long ago goes, and nothing while a thread of a group has work: such a
+    one is stuck, if its group was cut."""
     now = time.monotonic()
     retired: list[tuple[float, list[object]]] = [(now - 60, [object()]), (now - 30, [object()]), (now, [object()])]
     monkeypatch.setattr(regroup, "_retired", retired)
@@ -125,6 +126,10 @@ def test_a_group_that_was_left_is_let_go_of_later(monkeypatch: pytest.MonkeyPatc
     thread = threading.Thread(target=work)
     thread.start()
     busy.wait(10)
+    deadline = time.monotonic() + 10
+    while not regroup.is_stuck() and time.monotonic() < deadline:  # The thread waits a moment after it has said so.
+        pass
+    assert regroup.is_stuck()
     regroup.tidy()
     assert len(retired) == 3
     done.set()
