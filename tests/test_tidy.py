@@ -122,6 +122,7 @@ PURE = (
     "workers/group_state.py",
     "workers/failures.py",
     "agent/health_state.py",
+    "checkpoint/manifest.py",
     "checkpoint/newest_offer.py",
     "data/sample_order.py",
     "playground/fault_plan.py",

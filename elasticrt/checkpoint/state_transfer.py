@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from elasticrt.checkpoint.checkpoint_dir import parse
-from elasticrt.checkpoint.memory_budget import available_bytes
 from elasticrt.distributed import collectives
 from elasticrt.errors import explain
+from elasticrt.ipc.cgroups import available_bytes
 
 CHUNK_BYTES = 8 * 1024 * 1024
 PACK_BYTES = 1024 * 1024

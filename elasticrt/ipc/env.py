@@ -67,7 +67,7 @@ def _from_fields(kind: type[Made], found: object) -> Made:
 class Commit:
     """A committed checkpoint, or one that is to be committed: the one shape of a checkpoint's head.
 
-    It is the value in etcd, a part of the manifest, the content of the mark, and what a worker resumes from.
+    It is the value in etcd, a part of the manifest, and what a worker resumes from.
 
     Attributes:
         step: steps trained in the state that the file holds.
