@@ -124,6 +124,7 @@ PURE = (
     "workers/failures.py",
     "workers/gpu_failures.py",
     "agent/health_state.py",
+    "checkpoint/manifest.py",
     "checkpoint/newest_offer.py",
     "data/sample_order.py",
     "playground/fault_plan.py",

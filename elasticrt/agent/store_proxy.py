@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -189,7 +188,7 @@ class StoreRequests:
         found = self._store.read(key, exact=True)
         if request.take:
             owner = Owner.here(self._keys.run_id, found.store_id, errand.node)
-            holding = Holding(Path(request.directory), owner, partial(self._lives, found.store_id))
+            holding = Holding(Path(request.directory), owner)
             try:
                 other = holding.take()
             except OSError as error:
@@ -202,18 +201,6 @@ class StoreRequests:
         value = found.get(key)
         head = None if value is None else decode(HeadRecord, key, value.value)
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
-
-    def _lives(self, store_id: str, other: Owner) -> bool | None:
-        """Whether the run of another owner has members, if it is in this store and may be looked at."""
-        if other.store != store_id or not other.run:
-            return None
-        try:
-            return bool(self._store.read(Keys(other.run).members, limit=1).keys)
-        except StoreUnavailable:
-            raise
-        except StoreError as error:
-            log.info("the members of run %s cannot be read: %s", other.run, error)
-            return None
 
     def _claim(self, errand: StoreRequest, request: Claim) -> Reply:
         current, record = self._preparation(request.name)

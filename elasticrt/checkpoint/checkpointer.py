@@ -1,8 +1,9 @@
 """The disk tier: checkpoints that are whole, committed, and resumed from where the run says, not where a worker likes.
 
 Rank 0 saves: a snapshot, and everything else on its thread (`snapshot`), at most one save in flight. A save becomes a
-commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does the mark appear, and
-only after that is anything old deleted. A save that fails leaves the old head as it was, and training goes on.
+commit when the agent's fenced transaction accepts it (without an agent: at once). Only then is its manifest no draft
+any more, and only after that is anything old deleted. A save that fails leaves the old head as it was, and training
+goes on.
 
 How all ranks restore together says `restoring`.
 """
@@ -18,21 +19,25 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, duplicate
-from elasticrt.checkpoint.committer import Committer
-from elasticrt.checkpoint.restoring import TAKEN, DirectoryHead, Restoring, State
-from elasticrt.checkpoint.run_directories import go_on, place_of, run_of
+from elasticrt.checkpoint.commits import TAKEN, DirectoryHead
+from elasticrt.checkpoint.manifest import PAYLOAD, Manifest, stem_of
+from elasticrt.checkpoint.restoring import Restoring, State
 from elasticrt.checkpoint.snapshot import Snapshot, Snapshots, Use
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import agent_client, collectives, handover
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain
-from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
+from elasticrt.text import packed
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +55,6 @@ class Checkpointer:
     `Loop` has one of its own; use this class in loops that are not a `Loop`.
 
     Attributes:
-        place: what tells this directory from others of the run.
         start: a name for this start of the training, the same on all ranks; "" before `restore`.
         snapshots: takes what is saved here.
     """
@@ -62,19 +66,20 @@ class Checkpointer:
             raise TypeError(explain("keep is not a whole number", "Checkpointer", got=keep, expected="an int >= 1"))
         if keep < 1:
             raise ValueError(explain("keep is too small", "Checkpointer", got=keep, expected=">= 1"))
-        self._worker = agent_client.worker_env()
         self._shown = os.fspath(directory)
-        self._archive = CheckpointDirectory(Path(directory).absolute(), keep, self._worker)
-        self.place = place_of(self._shown, "" if self._worker is None else self._worker.node)
-        self._run = run_of(self._worker)
-        self._committer = Committer(self._worker, agent_client.agent_link(), self.place)
+        self._directory = CheckpointDirectory(Path(directory).absolute(), keep)
+        self._head = DirectoryHead(agent_client.worker_env(), self._shown)
         self.snapshots = Snapshots()
         self._saves = False  # Whether the snapshot in flight is saved.
         self._failure: BaseException | None = None
         self._asked_step = -1
-        self._moved = False
         self.start = ""
         _live.add(self)
+
+    @property
+    def place(self) -> str:
+        """What tells this directory from others of the run."""
+        return self._head.place
 
     @property
     def busy(self) -> bool:
@@ -83,16 +88,14 @@ class Checkpointer:
 
     @property
     def head_step(self) -> int:
-        """The step of the newest commit that this process knows, -1 for none. Only rank 0 knows any."""
-        return -1 if self._committer.parent is None else self._committer.parent.step
+        """The step of the newest commit that this process knows, -1 for none. Only rank 0 hears of new ones."""
+        return -1 if self._head.known is None else self._head.known.step
 
     @property
     def lacks_head(self) -> bool:
         """Whether the newest commit is not in this directory: its node may be gone. Only for rank 0."""
-        head = self._worker.resume if self._worker is not None and self._moved else self._committer.parent
-        if head is None or head.place not in ("", self.place):
-            return False
-        return not os.path.lexists(self._archive.path / head.file)
+        head = self._head.known
+        return head is not None and not os.path.lexists(self._directory.path / head.file)
 
     def save(
         self, state: Mapping[str, Any], *, step: int, epoch: int = 0, about: Mapping[str, Any] | None = None
@@ -127,26 +130,46 @@ class Checkpointer:
                 explain("steps go back", "Checkpointer.save", got=step, expected=f">= {self._asked_step}, saved before")
             )
         self._asked_step = step
-        self._run.total = max(self._run.total, step)
-        rank, world_size = collectives.rank_and_world()
-        if rank != 0 or not self.wait():
+        run = self._head.run
+        run.total = max(run.total, step)
+        if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
-        if self._moved and self._worker is not None:
-            self._archive.move(self._worker)
-            self._committer.move(self._worker)
-            self._moved = False
-        self._archive.open(create=True)
-        self._archive.claim(self._head().take)
+        self._directory.claim(self._head.take)
         self._saves = True
-        return [partial(self._write_guarded, step, epoch, dict(about or {}), world_size, self._run.total)]
+        return [partial(self._write_guarded, self._draft(step, epoch, dict(about or {})))]
+
+    def _draft(self, step: int, epoch: int, about: dict[str, Any]) -> Manifest:
+        """The manifest of what is saved now, as far as it is known before the payload is written."""
+        worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
+        if worker is None:
+            generation, node, place, run = 0, "", "", os.environ.get("TORCHELASTIC_RUN_ID", "")
+        else:
+            generation, node, place, run = worker.generation, worker.node, self.place, worker.run_id
+        commit = Commit(
+            step=step,
+            epoch=epoch,
+            generation=generation,
+            nonce=nonce,
+            parent="" if self._head.known is None else self._head.known.nonce,
+            directory=packed(str(self._directory.path)),
+            file=stem_of(step, generation, nonce) + PAYLOAD,
+            digest="0" * 64,
+            size=0,
+            serial=self._directory.serial + 1,
+            node=node,
+            place=place,
+            total=0 if total == step else total,
+        )
+        about = {"torch": torch.__version__, **about}
+        return Manifest(commit, "" if run == "none" else run, collectives.rank_and_world()[1], about)
 
     def move(self, worker: WorkerEnv) -> None:
         """This process has another place in the run, and has the state that descends from the run's head.
 
         A save in flight ends as one of the old generation, which is refused; the next one is of the new place.
         """
-        self._worker, self._moved = worker, True
-        go_on(self._run, worker)
+        self._head.move(worker)
+        self._directory.disclaim()
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> bool:
         """Wait until no save is in flight; False (with a warning) when one still is after `timeout_s`."""
@@ -161,7 +184,7 @@ class Checkpointer:
     @property
     def missed(self) -> bool:
         """Whether the last save has come to nothing."""
-        return (os.getpid(), self._archive.path) in _unsaved
+        return (os.getpid(), self._directory.path) in _unsaved
 
     def finish(self) -> None:
         """Wait for the last save. One that has come to nothing is no end of a training.
@@ -170,15 +193,20 @@ class Checkpointer:
         another generation may do better.
         """
         if not self.wait():
-            self._missed(CheckpointError, self._asked_step, f"not written within {SAVE_TIMEOUT_S:.0f} s")
-        error = _unsaved.pop((os.getpid(), self._archive.path), None)
-        if error is not None and not self._moved:  # Else it was of another place, and rank 0 of this one has saved.
+            why = f"not written within {SAVE_TIMEOUT_S:.0f} s"
+            self._missed(CheckpointError, self._asked_step, self._generation, why)
+        generation, error = _unsaved.pop((os.getpid(), self._directory.path), (0, None))
+        # A save of a generation that is over was somebody else's to make again.
+        if error is not None and generation == self._generation:
             raise error
 
-    def _missed(self, kind: type[Exception], step: int, why: str) -> None:
-        head = self._committer.parent
-        goes_on = "from the beginning" if head is None else f"from step {head.step:,}"
-        _unsaved[os.getpid(), self._archive.path] = kind(
+    @property
+    def _generation(self) -> int:
+        return 0 if self._head.worker is None else self._head.worker.generation
+
+    def _missed(self, kind: type[Exception], step: int, generation: int, why: str) -> None:
+        goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
+        error = kind(
             explain(
                 f"the last checkpoint, of step {step:,}, could not be saved",
                 self._shown,
@@ -186,6 +214,7 @@ class Checkpointer:
                 remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
             )
         )
+        _unsaved[os.getpid(), self._directory.path] = (generation, error)
 
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
@@ -204,65 +233,51 @@ class Checkpointer:
         """
         return self._restore(claim=True, fresh=fresh)
 
-    def _head(self) -> DirectoryHead:
-        return DirectoryHead(self._archive, self._worker, self._run, self._shown, self.place)
-
     def _restore(self, *, claim: bool, fresh: bool) -> State | None:
-        found = Restoring(self._head(), self._committer).run(claim=claim, fresh=fresh)
+        found = Restoring(self._directory, self._shown, self._head).run(claim=claim, fresh=fresh)
         self.start = found.start
-        self._run.heads.setdefault(self.place, found.resume)
-        self._committer.joined()
+        self._head.run.heads[self.place] = found.head
         if found.state is not None:
             self._asked_step = found.state.step
-            self._run.total = max(self._run.total, found.state.total)
+            self._head.run.total = max(self._head.run.total, found.state.total)
         return found.state
 
-    def _write_guarded(self, *arguments: Any) -> None:
+    def _write_guarded(self, draft: Manifest, snapshot: Snapshot) -> None:
         try:
-            self._write(*arguments)
+            self._write(draft, snapshot)
         except BaseException as error:  # noqa: BLE001  Carried to the training thread, which raises it.
             self._failure = error
         finally:
             self._saves = False
 
-    def _write(  # noqa: PLR0917  They come from `to_disk`, the snapshot from its thread.
-        self, step: int, epoch: int, about: dict[str, Any], world_size: int, total: int, snapshot: Snapshot
-    ) -> None:
+    def _write(self, draft: Manifest, snapshot: Snapshot) -> None:
         """On the snapshot's thread: payload, manifest, fenced commit, mark, and only then tidying up."""
-        started = time.monotonic()
-        self._committer.settle(self._archive.mark)
-        parent = self._committer.parent
+        started, step = time.monotonic(), draft.commit.step
+
+        def described(size: int, digest: str) -> Manifest:
+            return replace(draft, commit=replace(draft.commit, size=size, digest=digest))
+
         try:
-            manifest = self._archive.write(
-                snapshot.write_to,
-                step=step,
-                epoch=epoch,
-                nonce=secrets.token_hex(8),
-                parent="" if parent is None else parent.nonce,
-                world_size=world_size,
-                about=about,
-                place="" if self._worker is None else self.place,
-                total=total,
-            )
+            commit = self._directory.write(draft.commit.file.removesuffix(PAYLOAD), snapshot.write_to, described).commit
         except (OSError, Unfit) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
-            self._missed(CheckpointError, step, str(error))
+            self._missed(CheckpointError, step, draft.commit.generation, str(error))
             return
-        refusal = self._committer.commit(manifest.commit)
+        refusal = self._head.commit(commit)
         if refusal:
             if refusal.startswith(TAKEN):
-                raise duplicate(self._archive.path, refusal.removeprefix(TAKEN))
+                raise duplicate(self._directory.path, refusal.removeprefix(TAKEN))
             _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
-            self._missed(RuntimeError, step, refusal)
+            self._missed(RuntimeError, step, draft.commit.generation, refusal)
             return
-        _unsaved.pop((os.getpid(), self._archive.path), None)
+        _unsaved.pop((os.getpid(), self._directory.path), None)
         try:
-            self._archive.mark(manifest.commit)
+            self._directory.mark(commit)
         except OSError as error:
             _log.warning("the checkpoint of step %d could not be marked as committed: %s", step, error)
             return
         try:
-            self._archive.tidy(manifest.commit.nonce)
+            self._directory.tidy(commit.nonce)
         except OSError as error:
             _log.warning("step %d is committed, but %s could not be tidied up: %s", step, self._shown, error)
         _log.debug("saved step %d in %.3f s", step, time.monotonic() - started)
@@ -270,8 +285,9 @@ class Checkpointer:
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
-_unsaved: dict[tuple[int, Path], Exception] = {}
-"""Directories whose last save by a process has come to nothing, and why: at the end of a script that is a failure."""
+_unsaved: dict[tuple[int, Path], tuple[int, Exception]] = {}
+"""Directories whose last save by a process has come to nothing: in which generation, and why. At the end of a script
+that is a failure."""
 
 
 @atexit.register
@@ -285,7 +301,7 @@ def _finish_saves() -> None:
             checkpointer.wait(60.0)
         except Exception as error:  # noqa: BLE001  At exit there is nobody left to raise it to.
             _log.warning("the last save failed: %s: %s", type(error).__name__, error)
-    missed = next((missed for (pid, _), missed in _unsaved.items() if pid == os.getpid()), None)
+    missed = next((error for (pid, _), (_, error) in _unsaved.items() if pid == os.getpid()), None)
     if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
         return
     say(f"error: {missed}")

@@ -1,9 +1,9 @@
 """What a checkpoint directory holds, and what follows from it. Pure.
 
-A checkpoint is three files with one stem, `step-<step>-g<generation>-<nonce>`: the payload `.pt`, the manifest `.json`
-and, once the commit was accepted, the mark `.committed`. Each manifest names its parent, so that the directory is a
-tree and the history of a run is the chain from its head to the root. The newest one is told by a serial number, because
-after starting over, or going back, the newest has not the most steps.
+A checkpoint is two files with one stem, `step-<step>-g<generation>-<nonce>`: the payload `.pt`, and the manifest, which
+is called `.draft` until its commit was accepted and `.json` from then on. Each manifest names its parent, so that the
+directory is a tree and the history of a run is the chain from its head to the root. The newest one is told by a serial
+number, because after starting over, or going back, the newest has not the most steps.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from elasticrt.ipc.env import Commit
 
 FORMAT = 1
-PAYLOAD, MANIFEST, MARK = ".pt", ".json", ".committed"
+PAYLOAD, DRAFT, MANIFEST = ".pt", ".draft", ".json"
 MANIFEST_BYTES_MAX = 1 << 20
 TEMPORARY = ".saving-"
-"""Temporaries start with this; the rest of their name, up to a dot if any, is the stem of what they would become."""
+"""Temporaries start with this; the rest of their name is the stem of what they would become."""
 
-_NAME = re.compile(r"(step-(\d{1,18})-g(\d{1,9})-([0-9a-f]{16}))(\.pt|\.json|\.committed)")
+_NAME = re.compile(
+    rf"(?P<temporary>{re.escape(TEMPORARY)})?"
+    r"(?P<stem>step-\d{1,18}-g\d{1,9}-(?P<nonce>[0-9a-f]{16}))(?P<suffix>\.pt|\.draft|\.json)?"
+)
 
 
 def stem_of(step: int, generation: int, nonce: str) -> str:
@@ -33,22 +37,27 @@ def stem_of(step: int, generation: int, nonce: str) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """A file name that follows the pattern, taken apart."""
+    """A file name that follows the pattern, taken apart.
 
+    Attributes:
+        text: all of it.
+        stem: what the files of one checkpoint have in common.
+        nonce: the checkpoint's.
+        suffix: PAYLOAD, DRAFT or MANIFEST; "" of a temporary.
+    """
+
+    text: str
     stem: str
-    step: int
-    generation: int
     nonce: str
     suffix: str
 
     @classmethod
-    def parse(cls, name: str) -> Name | None:
+    def parse(cls, text: str) -> Name | None:
         """None for any other name: such files are nobody's business."""
-        match = _NAME.fullmatch(name)
-        if match is None:
+        match = _NAME.fullmatch(text)
+        if match is None or bool(match["temporary"]) == bool(match["suffix"]):
             return None
-        stem, step, generation, nonce, suffix = match.groups()
-        return cls(stem, int(step), int(generation), nonce, suffix)
+        return cls(text, match["stem"], match["nonce"], match["suffix"] or "")
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,10 @@ def _check(fields: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """The manifests of a directory by nonce, and the nonces that carry a commit mark (readable manifest or not)."""
+    """The manifests of a directory by nonce, drafts among them, and the nonces of those that are no drafts.
+
+    A manifest that can't be read is only in `marked`.
+    """
 
     manifests: Mapping[str, Manifest]
     marked: frozenset[str]
@@ -131,7 +143,7 @@ class History:
         return []
 
     def committed(self) -> list[Manifest]:
-        """Newest first: everything marked, and everything that a marked one descends from."""
+        """Newest first: what is no draft, and everything that one of these descends from."""
         nonces = {m.commit.nonce for marked in self.marked for m in self.lineage(marked)}
         return sorted(
             (self.manifests[n] for n in nonces), key=lambda m: (m.commit.serial, m.commit.nonce), reverse=True
@@ -149,14 +161,12 @@ class History:
         return max((m.commit.serial for m in self.manifests.values()), default=0)
 
 
-def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[str]:
-    """Stems that may be deleted now that `head` is committed.
+def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[Name]:
+    """Files that may be deleted now that `head` is committed, manifests first.
 
-    Kept are the newest of the head's chain, of `keep` different steps, and everything that could belong to somebody
-    newer: without a commit, more steps than the head or not there `before`. What other histories have committed (before
-    somebody started over) goes as soon as the chain has so many, all of them newer: until then it is what there is to
-    go back to. Nothing goes where somebody newer has written a checkpoint: then this process is no longer the one to
-    tidy up.
+    Kept are the newest of those that were committed, whichever history they belong to: what there was before somebody
+    started over goes when there are enough newer ones. What was never committed goes if it was there `before`. Nothing
+    goes where somebody newer has written a checkpoint: then this process is no longer the one to tidy up.
 
     Generation numbers tell nothing here, because each store counts its own; who is newer is told by serial numbers.
 
@@ -164,21 +174,19 @@ def doomed(history: History, names: list[Name], head: str, keep: int, before: fr
         history: what the directory tells.
         names: the files in it.
         head: the commit's nonce; its writer was the only one that could commit since it claimed the directory.
-        keep: how many to keep.
+        keep: of how many steps, where those that follow each other with equal steps count as one.
         before: nonces that were there when its writer claimed the directory. Who wrote them cannot commit any more.
     """
-    chain = [m.commit for m in history.lineage(head)]
-    if not chain or history.serial > chain[0].serial:
+    committed = [manifest.commit for manifest in history.committed()]
+    if not committed or committed[0].nonce != head or history.serial > committed[0].serial:
         return []
-    steps = list(dict.fromkeys(c.step for c in chain))[:keep]
-    kept = {c.nonce: c.serial for c in chain if c.step in steps}
-    surplus = {c.nonce for c in chain} - set(kept)
-    committed = {m.commit.nonce: m.commit.serial for m in history.committed()}
-    if len(steps) == keep:
-        surplus |= {nonce for nonce, serial in committed.items() if nonce in before and serial < min(kept.values())}
-    stems: dict[str, None] = {}
-    for name in names:
-        orphan = name.nonce in before and name.nonce not in {*committed, *history.marked} and name.step <= chain[0].step
-        if name.nonce not in kept and (name.nonce in surplus or orphan):
-            stems[name.stem] = None
-    return list(stems)
+    # The state behind an epoch's end has the steps of the one before it.
+    steps = [list(same) for _, same in groupby(committed, key=lambda commit: commit.step)]
+    surplus = {commit.nonce for same in steps[keep:] for commit in same}
+    known = {commit.nonce for commit in committed} | history.marked
+    gone = [
+        name
+        for name in names
+        if name.nonce in surplus or (name.nonce in before and (not name.suffix or name.nonce not in known))
+    ]
+    return sorted(gone, key=lambda name: name.suffix == PAYLOAD)

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from elasticrt.checkpoint.memory_budget import available_bytes
 from elasticrt.checkpoint.snapshot import Snapshot, Use
 from elasticrt.checkpoint.state_copy import bytes_of
 from elasticrt.data.durable_files import sha256
 from elasticrt.distributed import agent_client
+from elasticrt.ipc.cgroups import available_bytes
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Copied, Damaged
 

@@ -6,10 +6,10 @@ is taken; with equal ones the lowest rank's, which is rank 0 where the directory
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 NOTHING, OLDER, RESUME, BEYOND = 0, 1, 2, 3
 """How good an offer is. With a resume point: none; an ancestor of it; itself; committed after it, which etcd has
@@ -18,27 +18,36 @@ forgotten. Without one all that is offered is OLDER: the newest is the best."""
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank could send, as numbers.
+    """What a rank could send, and what it has seen on the way to it.
 
     Attributes:
         kind: NOTHING, OLDER, RESUME or BEYOND.
         serial: of the checkpoint offered.
         step: of the checkpoint offered.
+        marked: whether this directory has commits, usable or not.
         highest: the highest serial number that this rank knows of.
-        troubles: `digest_of` what is wrong with its files; 0: nothing.
-        marked: 1 where this directory has commits, usable or not.
+        who: this rank, in words.
+        troubles: what is wrong with its files.
+        manifest: of the checkpoint offered, as plain values.
     """
 
     kind: int = NOTHING
     serial: int = 0
     step: int = 0
+    marked: bool = False
     highest: int = 0
-    troubles: int = 0
-    marked: int = 0
+    who: str = ""
+    troubles: Sequence[str] = ()
+    manifest: dict[str, Any] = field(default_factory=dict)
 
-    def to_numbers(self) -> list[int]:
-        """Each of 64 bits with a sign; `Offer(*numbers)` is the reverse."""
-        return list(astuple(self))
+    def to_json(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Offer:
+        """The reverse, of what another rank of this run has made."""
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -70,17 +79,10 @@ def choose(offers: Sequence[Offer], *, resuming: bool) -> Choice:
     return Choice("begin", "nothing was ever committed")
 
 
-def digest_of(troubles: Sequence[str]) -> int:
-    """64 bits that tell lists of troubles apart; 0 for none."""
-    if not troubles:
-        return 0
-    return int.from_bytes(hashlib.sha256("\n".join(troubles).encode()).digest()[:8], "big", signed=True) or 1
-
-
-def speakers(offers: Sequence[Offer]) -> list[int]:
-    """The ranks that say what is wrong: of those that see the same (in a shared directory, all) only the first."""
-    first: dict[int, int] = {}
+def told_once(offers: Sequence[Offer]) -> list[str]:
+    """What is wrong with all ranks' files: each thing once, with the first that has seen it, unless that is rank 0."""
+    told: dict[str, str] = {}
     for rank, offer in enumerate(offers):
-        if offer.troubles:
-            first.setdefault(offer.troubles, rank)
-    return list(first.values())
+        for trouble in offer.troubles:
+            told.setdefault(trouble, f"{offer.who}: {trouble}" if rank else trouble)
+    return list(told.values())

@@ -1,7 +1,7 @@
 """Restoring, by all ranks together: from the copy in memory that the run resumes from, or the best checkpoint on disk.
 
-A rank that has the checkpoint verifies and opens it, and the others get its bytes (`locate`). So nodes need no shared
-directory, and can't disagree.
+Rank 0 says where the run goes on. A rank that has the checkpoint verifies and opens it, and the others get its bytes
+(`locate`). So nodes need no shared directory, and can't disagree.
 """
 
 from __future__ import annotations
@@ -14,23 +14,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticrt.checkpoint import memory_tier
-from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, duplicate, parse, take_alone
-from elasticrt.checkpoint.committer import Committer
-from elasticrt.checkpoint.locate import Found, Outcome, Search
-from elasticrt.checkpoint.run_directories import RunDirectories
+from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
+from elasticrt.checkpoint.commits import DirectoryHead
+from elasticrt.checkpoint.locate import Outcome, Search
 from elasticrt.checkpoint.stateful import OURS
-from elasticrt.distributed import agent_client, collectives
+from elasticrt.distributed import collectives
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain
-from elasticrt.ipc.directory_owner import Owner
-from elasticrt.ipc.env import Commit, Copy, WorkerEnv
-from elasticrt.ipc.messages import Own, Reply
+from elasticrt.ipc.env import Commit, Copy
 
 _log = logging.getLogger(__name__)
-
-OWN_TIMEOUT_S = 90.0
-TAKEN = "taken: "
-"""How an agent's refusal begins where another live run saves to the directory."""
 
 
 @dataclass(frozen=True)
@@ -66,79 +59,29 @@ class Restored:
 
     Attributes:
         start: a name for this start of the training, the same on all ranks.
-        resume: the head of this directory as the run knows it, if it does.
+        head: the commit that the state descends from, if any.
         state: what was found; None: begin at the beginning.
     """
 
     start: str
-    resume: Commit | None
+    head: Commit | None
     state: State | None
-
-
-@dataclass(frozen=True)
-class DirectoryHead:
-    """What the run says of one checkpoint directory: its head, and whether it may be saved to.
-
-    Attributes:
-        archive: the directory.
-        worker: who this process is; None without an agent.
-        run: what this process knows of all directories of the run.
-        shown: the directory's name as in the script.
-        place: as in `Commit`.
-    """
-
-    archive: CheckpointDirectory
-    worker: WorkerEnv | None
-    run: RunDirectories
-    shown: str
-    place: str
-
-    def head(self) -> Commit | None:
-        """This directory's head: as this process has made it, the run's resume point, or what etcd says."""
-        worker = self.worker
-        assert worker is not None, "only a run has heads"
-        if self.place in self.run.heads:
-            return self.run.heads[self.place]
-        if worker.resume is not None and worker.resume.place in ("", self.place):
-            return worker.resume
-        head = self._ask(take=False).data.get("head")
-        return None if head is None else Commit.from_fields(head)
-
-    def take(self) -> Owner | None:
-        """Take the directory for this run."""
-        if self.worker is None:
-            return take_alone(self.archive.path)
-        self._ask(take=True)
-        return None
-
-    def _ask(self, *, take: bool) -> Reply:
-        """What the agent knows of this directory. Raises DuplicateError when another live run saves there."""
-        agent = agent_client.agent_link()
-        if agent is None:
-            return Reply(0, ok=True)
-        asked = agent.request(lambda number: Own(number, str(self.archive.path), self.place, take))
-        reply = asked.wait(OWN_TIMEOUT_S)
-        reason = f"no answer in {OWN_TIMEOUT_S:.0f} s" if reply is None else reply.reason
-        if reply is not None and reply.ok:
-            return reply
-        if reason.startswith(TAKEN):
-            raise duplicate(self.archive.path, reason.removeprefix(TAKEN))
-        raise RuntimeError(explain("the agent cannot say who saves here", self.shown, got=reason))
 
 
 class Restoring:
     """One search for the state to go on from.
 
     Args:
-        head: this rank's checkpoint directory, and what the run says of it.
-        committer: makes what was found the head where it is not.
+        directory: this rank's checkpoint directory.
+        shown: its name as in the script.
+        head: what the run says of it.
     """
 
-    def __init__(self, head: DirectoryHead, committer: Committer) -> None:
-        self._worker = head.worker
-        self._archive = head.archive
+    def __init__(self, directory: CheckpointDirectory, shown: str, head: DirectoryHead) -> None:
+        self._directory = directory
+        self._shown = shown
         self._head = head
-        self._committer = committer
+        self._rank, _ = collectives.rank_and_world()
         self._resume: Commit | None = None
 
     def run(self, *, claim: bool, fresh: bool) -> Restored:
@@ -147,98 +90,91 @@ class Restoring:
         Raises as `Checkpointer.restore`, and DuplicateError with `claim` where another live run saves.
         """
         collectives.require_group("Checkpointer.restore")
-        rank, _ = collectives.rank_and_world()
-        payload: bytearray | None = None
+        payload, verdict = bytearray(), dict[str, Any]()
         failure: ElasticError | None = None
-        search: Search | None = None
-        verdict: dict[str, Any] = {"start": secrets.token_hex(8)}
-        if rank == 0:
+        if self._rank == 0:
             try:
-                payload = self._prepare(claim)
-                search = Search(self._archive, self._worker, self._resume)
-                if payload is None:
-                    search.survey()
-                else:
-                    search.look_around()
+                verdict, payload = self._verdict(claim, fresh)
             except ElasticError as error:
-                failure = error
-                verdict = {"error": str(error)}
-            else:
-                verdict["resume"] = None if self._resume is None else self._resume.to_json()
-                verdict["over"] = self._resume is None and _start_over(fresh)
-                if payload is not None and self._worker is not None and self._worker.copy is not None:
-                    verdict["copy"] = asdict(self._worker.copy)
+                failure, verdict = error, {"error": str(error)}
         verdict = json.loads(bytes(collectives.broadcast_bytes(json.dumps(verdict).encode())))
         if "error" in verdict:
             raise failure if failure is not None else CheckpointError(verdict["error"])
-        self._resume = None if verdict["resume"] is None else Commit.from_json(verdict["resume"])
-        if search is None:
-            search = Search(self._archive, self._worker, self._resume)
-            search.look_around()
-        if "copy" in verdict:
-            state = _from_memory(search, verdict["copy"], payload)
-        elif verdict["over"]:
+        self._resume = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
+        search = Search(self._directory, self._head.worker, self._resume)
+        if verdict["copy"] is not None:
+            return Restored(verdict["start"], self._resume, _from_memory(search, Copy(**verdict["copy"]), payload))
+        if verdict["over"]:
             search.exchange()
-            state = None
-        else:
-            state = self._from_disk(search)
-        return Restored(verdict["start"], self._resume, state)
+            return Restored(verdict["start"], None, None)
+        return self._from_disk(verdict["start"], search.run())
 
-    def _prepare(self, claim: bool) -> bytearray | None:
-        """On rank 0: where this directory goes on, and the copy in memory if that is what it resumes from."""
-        worker = self._worker
+    def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], bytearray]:
+        """On rank 0: where this directory goes on, and what the copy in memory holds if that is what it resumes from.
+
+        An error of ours that is raised here is every rank's.
+        """
         if claim:
-            self._archive.open(create=True)
-            self._archive.claim(self._head.take)
-        self._archive.open(create=False)
-        if worker is None:
-            return None
-        self._resume = self._head.head()
-        copy = worker.copy
-        again = self._head.place in self._head.run.heads  # This process has moved on since.
-        if copy is None or copy.place not in ("", self._head.place) or again:
-            copy = None
-        elif self._resume is not None and self._resume != worker.resume and copy.step <= self._resume.reached:
-            copy = None  # Another directory's commit made it look newer than it is.
-        if copy is None:
-            if self._resume is not None:
-                self._committer.resumed(self._resume)
-            return None
-        payload = memory_tier.read(worker)
-        self._committer.descends_from(self._resume)
-        return payload
+            self._directory.claim(self._head.take)
+        again = self._head.place in self._head.run.heads  # This process has moved on since it began.
+        resume = self._head.resume_point()
+        copy = None if again else self._copy(resume)
+        worker = self._head.worker
+        verdict = {
+            "start": secrets.token_hex(8),
+            "resume": None if resume is None else asdict(resume),
+            "copy": None if copy is None else asdict(copy),
+            "over": resume is None and _start_over(fresh),
+        }
+        return verdict, bytearray() if copy is None or worker is None else memory_tier.read(worker)
 
-    def _from_disk(self, search: Search) -> State | None:
+    def _copy(self, resume: Commit | None) -> Copy | None:
+        """The copy in memory that this directory resumes from, if the run resumes from one, and that is this one's."""
+        worker = self._head.worker
+        if worker is None or worker.copy is None or worker.copy.place not in ("", self._head.place):
+            return None
+        if resume is not None and resume != worker.resume and worker.copy.step <= resume.reached:
+            return None  # Another directory's commit made it look newer than it is.
+        return worker.copy
+
+    def _from_disk(self, start: str, outcome: Outcome) -> Restored:
         """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
-        outcome = search.run()
-        rank, _ = collectives.rank_and_world()
         if outcome.choice.what == "refuse":
-            text = self._refusal(outcome) if rank == 0 else ""
+            text = self._refusal(outcome) if self._rank == 0 else ""  # Nodes may call their directories differently.
             raise CheckpointError(bytes(collectives.broadcast_bytes(text.encode())).decode())
-        found = outcome.found
-        if rank == 0:
+        manifest = outcome.manifest
+        if self._rank == 0:
             for trouble in outcome.troubles:
-                _log.warning("skipped in %s: %s", self._head.shown, trouble)
-            if found is not None:
-                self._report(found)
-                self._committer.went_to(found.manifest.commit)
-        if found is None:
-            return None
-        data, commit, manifest = found.data, found.manifest.commit, found.manifest
-        if data is None:
-            data = parse(collectives.intact(found.payload, commit.size, commit.digest))
-        return State(commit.step, commit.epoch, manifest.world_size, manifest.run, data, commit.reached)
+                _log.warning("skipped in %s: %s", self._shown, trouble)
+            if manifest is not None:
+                self._report(outcome, manifest.commit, manifest.run)
+                self._make_head(manifest.commit)
+        if manifest is None:
+            return Restored(start, None, None)
+        commit = manifest.commit
+        state = State(commit.step, commit.epoch, manifest.world_size, manifest.run, outcome.data, commit.reached)
+        return Restored(start, commit, state)
 
-    def _report(self, found: Found) -> None:
+    def _make_head(self, commit: Commit) -> None:
+        """Raises RuntimeError when it can't take the place of the head that was passed over: copies in memory would be
+        taken for that one's descendants."""
+        if self._resume is not None and self._resume.nonce == commit.nonce:
+            return
+        refusal = self._head.go_back(commit)
+        if refusal and self._resume is not None:
+            raise RuntimeError(f"step {commit.step} could not be recorded as the run's head: {refusal}")
+        if refusal:
+            _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
+
+    def _report(self, outcome: Outcome, commit: Commit, run: str) -> None:
         resume = self._resume
-        commit, run = found.manifest.commit, found.manifest.run
         if resume is None:
-            place = f"{self._head.shown.rstrip('/')}/" + (f" on {found.where}" if found.where else "")
+            place = f"{self._shown.rstrip('/')}/" + (f" on {outcome.where}" if outcome.where else "")
             how = self._how_to_start_over()
             say(f"resuming {place} from step {commit.step:,}{f' (run {run})' if run else ''}; {how} starts over")
             return
-        if found.where:
-            say(f"step {commit.step:,} comes from the checkpoint directory of {found.where}")
+        if outcome.where:
+            say(f"step {commit.step:,} comes from the checkpoint directory of {outcome.where}")
         if resume.step < commit.step:
             _log.warning(
                 "etcd has forgotten what was committed after step %d; going on from step %d: %s",
@@ -248,7 +184,7 @@ class Restoring:
             _log.warning("going back from step %d to step %d: %s", resume.step, commit.step, commit.file)
 
     def _how_to_start_over(self) -> str:
-        if self._worker is None:
+        if self._head.worker is None:
             return "ELASTICRT_FRESH=1"
         return "--fresh" if self._resume is None else "--fresh with another --run-id"
 
@@ -262,18 +198,17 @@ class Restoring:
             ways += ", go on from the newest that is here with another --run-id"
         return explain(
             "no checkpoint can be used",
-            self._head.shown,
+            self._shown,
             expected=expected,
             remedy=f"Found: {found}. {ways}, or start over ({self._how_to_start_over()})",
         )
 
 
-def _from_memory(search: Search, described: dict[str, Any], payload: bytearray | None) -> State:
-    """The copy that rank 0 has read, which is `described`, on all ranks, which open it at the same time."""
+def _from_memory(search: Search, copy: Copy, payload: bytearray) -> State:
+    """What rank 0 has read of its `copy`, on all ranks, which open it at the same time."""
     search.exchange()
-    sent = collectives.broadcast_bytes(b"" if payload is None else payload)
-    copy = Copy(**described)
-    data = parse(sent if payload is not None else collectives.intact(sent, copy.size, copy.digest))
+    sent = collectives.broadcast_bytes(payload)
+    data = parse(sent if payload else collectives.intact(sent, copy.size, copy.digest))
     ours = data.get(OURS)
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)

@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from elasticrt.checkpoint.checkpoint_dir import parse
-from elasticrt.checkpoint.memory_budget import available_bytes
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
+from elasticrt.ipc.cgroups import available_bytes
 
 STALL_S = 5.0
 """A rank from which, or to which, no byte has moved for so long is gone."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from elasticrt.audit.exactly_once import AuditResult, check
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError, explain
-from elasticrt.ipc.ledger_file import SUFFIX, LedgerFile, longest, read
+from elasticrt.ipc.ledger_file import SUFFIX, LedgerFile, read
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 
@@ -37,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="prove that each sample counts exactly once",
         description="Check a ledger that Loop(ledger=DIR), or a run with ELASTICRT_LEDGER=DIR, has written. "
         "Nodes without a shared directory each have a part of it: copy each node's to a directory of its own, and give "
-        "all of them. A file that is in several counts once, as far as the longest copy goes.",
+        "all of them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -66,19 +65,14 @@ def main(arguments: argparse.Namespace) -> int:
 def books(*directories: Path) -> list[LedgerFile]:
     """What the files in the directories say together.
 
-    Raises OSError, and ValueError for a damaged file, for copies that differ, and for a directory without any file.
+    Raises OSError, and ValueError for a damaged file and for a directory without any file.
     """
-    places: dict[str, list[Path]] = defaultdict(list)
+    found: list[LedgerFile | None] = []
     for directory in directories:
-        names = sorted(each.name for each in directory.iterdir() if each.name.endswith(SUFFIX))
-        if not names:
+        paths = sorted(each for each in directory.iterdir() if each.name.endswith(SUFFIX))
+        if not paths:
             raise ValueError(f"there is nothing in {directory}")
-        for name in names:
-            places[name].append(directory)
-    found = (
-        read(*longest({str(directory / name): (directory / name).read_bytes() for directory in holders}))
-        for name, holders in places.items()
-    )
+        found += [read(str(path), path.read_bytes()) for path in paths]
     return [book for book in found if book is not None]
 
 

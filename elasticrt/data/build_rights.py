@@ -1,4 +1,4 @@
-"""The right to build a prepared directory, which one process has at a time, and waiting for who has it.
+"""The right to build a prepared directory, which one process has at a time, and who has it now.
 
 Two kinds with the same methods: a file lock that dies with its holder, and for storage that nodes share a claim through
 the agents, fenced by the generation.
@@ -6,8 +6,10 @@ the agents, fenced by the generation.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -26,13 +28,17 @@ from elasticrt.ipc.messages import Built, Claim, Reply
 
 _POLL_S = 0.1
 _CLAIM_POLL_S = 0.5
-_PROGRESS_S = 10.0
 _ANSWER_S = 60.0
 _VISIBLE_S = 60.0
 """How long a network file system may take to show what another node has published."""
 
+_FAILURE_S = 60.0
+"""How long a failure speaks for those who come late. After that the build is tried again."""
+
 _ERROR_CHARS = 1000
-_HOLDER_BYTES = 200
+_NOTE_BYTES = 8192
+
+_PROGRESS_S = 10.0
 
 _threads: dict[str, threading.Lock] = {}
 
@@ -42,36 +48,41 @@ class Waiting:
 
     Args:
         target: what is waited for.
-        deadline: of `time.monotonic`, in seconds.
+        timeout_s: for how long at most, in seconds.
     """
 
-    def __init__(self, target: Path, deadline: float) -> None:
+    def __init__(self, target: Path, timeout_s: float) -> None:
         self._target = target
-        self._deadline = deadline
-        self._started = time.monotonic()
-        self._told = self._started
+        self._timeout_s = timeout_s
+        self._started = self._told = time.monotonic()
 
-    def pause(self, holder: Callable[[], str], step_s: float) -> None:
-        """Wait for `step_s` seconds. `holder` says who builds. Raises PreparationError when the deadline has passed."""
+    def pause(self, right: LockRight | ClaimRight) -> None:
+        """Wait until it is time to ask for `right` again. Raises PreparationError when the deadline has passed."""
         now = time.monotonic()
-        if now >= self._deadline:
+        waited_s = now - self._started
+        if waited_s >= self._timeout_s:
             raise PreparationError(
                 explain(
                     "waited too long for the preparation",
                     str(self._target),
-                    got=f"{now - self._started:.0f} s; built by {holder() or 'another process'}",
+                    got=f"{waited_s:.0f} s; built by {right.holder() or 'another process'}",
                     remedy="Give it a larger timeout_s, or look at what the builder is doing",
                 )
             )
         if now - self._told >= _PROGRESS_S:
             self._told = now
-            who = holder() or "another process"
-            say(f"waiting for {self._target}: {who} builds, {now - self._started:.0f} s so far")
-        time.sleep(min(step_s, max(0.0, self._deadline - now)))
+            who = right.holder() or "another process"
+            say(f"waiting for {self._target}: {who} builds, {waited_s:.0f} s so far")
+        time.sleep(min(right.poll_s, self._timeout_s - waited_s))
 
 
-class Right:
-    """The right to build one directory.
+class LockRight:
+    """The right to build on this node: a lock beside the directory, which ends with its holder.
+
+    A POSIX record lock: unlike flock it is not inherited by forks, so that a DataLoader's worker that outlives a
+    killed trainer keeps nobody waiting. Between threads of one process, which such locks do not know, it is an
+    ordinary lock. The file stays; to remove a lock file is a race. In it the holder says who it is, or why its build
+    has failed.
 
     Args:
         target: the directory to build.
@@ -82,55 +93,18 @@ class Right:
         workshop: a part of the names of the private directories that are built in.
     """
 
-    poll_s = _POLL_S
     workshop = "building"
 
     def __init__(self, target: Path, version: str) -> None:
         self._target = target
         self._version = version
-
-    def ask(self) -> bool:
-        """Take the right if it is free. Raises PreparationError when there is nothing to wait for, OSError."""
-        raise NotImplementedError
-
-    def holder(self) -> str:
-        """Who has it, in words; "" when unknown."""
-        raise NotImplementedError
-
-    def begin(self) -> None:
-        """Before building: remove what dead builders left. Raises PreparationError when the build failed just now."""
-
-    def failed(self, error: str) -> None:
-        """The build has failed: all who wait fail with `error`."""
-        raise NotImplementedError
-
-    def still_mine(self) -> bool:
-        """Whether nobody else has got the right meanwhile."""
-        return True
-
-    def published(self) -> bool:
-        """The result is in place: let all know. False when the right was lost."""
-        return True
-
-    def release(self) -> None:
-        """Let go, however the build has ended."""
-
-
-class LockRight(Right):
-    """The right to build on this node: a lock beside the directory, which ends with its holder.
-
-    A POSIX record lock: unlike flock it is not inherited by forks, so that a DataLoader's worker that outlives a
-    killed trainer keeps nobody waiting. Between threads of one process, which such locks do not know, it is an
-    ordinary lock. The file stays; to remove a lock file is a race.
-    """
-
-    def __init__(self, target: Path, version: str) -> None:
-        super().__init__(target, version)
         self._path = target.with_name(f".{target.name}.lock")
         self._thread = _threads.setdefault(str(self._path), threading.Lock())
         self._fd = -1
+        self.poll_s = _POLL_S
 
-    def ask(self) -> bool:  # noqa: D102  As in Right.
+    def ask(self) -> bool:
+        """Take the right if it is free. Raises PreparationError when the build has just failed; OSError."""
         if not self._thread.acquire(blocking=False):
             return False
         held = False
@@ -147,40 +121,74 @@ class LockRight(Right):
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # Either says that another process has it.
             return False
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode()[:_HOLDER_BYTES], 0)
+        start, version, error = _note(self._fd)
+        late_s = time.time() - os.fstat(self._fd).st_mtime
+        if error and (start, version) == (_this_start(), self._version) and late_s < _FAILURE_S:
+            raise PreparationError(error)
+        self._say(f"process {os.getpid()} on {socket.gethostname()}", "")
         return True
 
-    def holder(self) -> str:  # noqa: D102  As in Right. Never asked while holding: to close the file would release it.
+    def holder(self) -> str:
+        """Who has it, in words; "" when unknown. Never asked while holding: to close the file would release it."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return ""
         try:
-            return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace")
+            return _note(fd)[0]
         finally:
             os.close(fd)
 
-    def begin(self) -> None:  # noqa: D102  As in Right.
-        error = prepared_dir.noted_failure(self._target, self._version)
-        if error:
-            raise PreparationError(error)
-        prepared_dir.clear_failure(self._target)
+    def sweep(self) -> None:
+        """Before building: remove what dead builders left."""
         for leftover in self._target.parent.glob(f".{self._target.name}.{self.workshop}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def failed(self, error: str) -> None:  # noqa: D102  As in Right.
-        prepared_dir.note_failure(self._target, self._version, error)
+    def failed(self, error: str) -> None:
+        """The build has failed: all who wait, or come late in this start of the job, fail with `error`."""
+        with contextlib.suppress(OSError):  # On a full disk they build, and fail, by themselves.
+            self._say(_this_start(), error)
 
-    def release(self) -> None:  # noqa: D102  As in Right.
+    def still_mine(self) -> bool:
+        """Whether nobody else has got the right meanwhile: a lock is held until it is let go."""
+        return True
+
+    def published(self) -> bool:
+        """The result is in place; whoever waits sees it."""
+        return True
+
+    def release(self) -> None:
+        """Let go, however the build has ended."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self._thread.release()
 
+    def _say(self, who: str, error: str) -> None:
+        text = json.dumps([who, self._version if error else "", error[:_ERROR_CHARS]]).encode()
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text, 0)
 
-class ClaimRight(Right):
-    """The right to build for all nodes: a claim that this node's agent makes in etcd.
+
+def _note(fd: int) -> tuple[str, str, str]:
+    """What the last holder of a lock has said: who it is; or in which start, of which version, what has failed."""
+    try:
+        who, version, error = json.loads(os.pread(fd, _NOTE_BYTES, 0))
+    except (ValueError, TypeError):
+        return "", "", ""
+    return str(who), str(version), str(error)
+
+
+def _this_start() -> str:
+    """Names this start of this job on this node: equal for all its processes, another one after a restart."""
+    generation = os.environ.get("ELASTICRT_NONCE", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    # Processes of one job have a launcher in common; a process alone has only itself.
+    together = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"{generation}:{os.getppid() if together else os.getpid()}"
+
+
+class ClaimRight:
+    """The right to build for all nodes: a claim that this node's agent makes in etcd. As LockRight.
 
     Only local rank 0 claims, so that a node never builds twice. The other local ranks wait for the result; should
     their node's builder fail, its error ends the generation and them with it.
@@ -189,14 +197,13 @@ class ClaimRight(Right):
         agent: this process's link.
         target: the directory to build, on storage that all nodes share.
         version: of what is built.
-        waiting: for answers that say that the outcome of a claim is unknown.
     """
 
-    def __init__(self, agent: agent_client.AgentClient, target: Path, version: str, waiting: Waiting) -> None:
-        super().__init__(target, version)
+    def __init__(self, agent: agent_client.AgentClient, target: Path, version: str) -> None:
         worker = agent_client.worker_env()
         self._agent = agent
-        self._waiting = waiting
+        self._target = target
+        self._version = version
         self._claims = worker is None or worker.local_rank == 0
         self._generation = 0 if worker is None else worker.generation
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:12]
@@ -206,48 +213,54 @@ class ClaimRight(Right):
         self.poll_s = _CLAIM_POLL_S
         self.workshop = f"shared-{self._generation}"
 
-    def ask(self) -> bool:  # noqa: D102  As in Right.
+    def ask(self) -> bool:
+        """Claim. Raises PreparationError when the build has failed elsewhere, or its result does not show."""
         if not self._claims:
             return False
         reply = self._claim()
         if reply.ok:
             return True
-        answer, _, detail = (part.strip() for part in reply.reason.partition(":"))
+        # After "unsure" the claim may stand: it is asked for again.
+        answer, _, self._holder = (part.strip() for part in reply.reason.partition(":"))
         if answer == "failed" and not prepared_dir.fits(self._target, self._version):
-            raise PreparationError(detail or "the build failed elsewhere")
+            raise PreparationError(self._holder or "the build failed elsewhere")
         if answer == "done":
             self._check_visible()
-        elif answer not in ("wait", "failed"):
+        elif answer not in ("wait", "failed", "unsure"):
             raise PreparationError(explain("the agent refuses the preparation", str(self._target), got=reply.reason))
-        self._holder = detail
         return False
 
-    def holder(self) -> str:  # noqa: D102  As in Right.
+    def holder(self) -> str:
+        """The node that builds."""
         return self._holder
 
-    def still_mine(self) -> bool:  # noqa: D102  As in Right.
-        return self._claim().ok
-
-    def begin(self) -> None:  # noqa: D102  As in Right. A builder of this generation may be paused, and live.
+    def sweep(self) -> None:
+        """Only of earlier generations: a builder of this one may be paused, and live."""
         for leftover in self._target.parent.glob(f".{self._target.name}.shared-*"):
             generation = leftover.name.rpartition("shared-")[2].partition("-")[0]
             if generation.isdigit() and int(generation) < self._generation:
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def failed(self, error: str) -> None:  # noqa: D102  As in Right.
+    def failed(self, error: str) -> None:
+        """All nodes fail with `error`."""
         self._request(lambda number: Built(number, self._name, self._version, "", error[:_ERROR_CHARS]))
 
-    def published(self) -> bool:  # noqa: D102  As in Right.
+    def still_mine(self) -> bool:
+        """Whether the claim stands. Asked until it is known: its agent ends before etcd has been away for ever."""
+        while (reply := self._claim()).reason.startswith("unsure"):
+            time.sleep(self.poll_s)
+        return reply.ok
+
+    def published(self) -> bool:
+        """The result is in place: let all know. False when the claim was lost."""
         digest = prepared_dir.digest_of(self._target)
         return self._request(lambda number: Built(number, self._name, self._version, digest)).ok
 
+    def release(self) -> None:
+        """A claim ends by what was said of it, or with its builder's lease."""
+
     def _claim(self) -> Reply:
-        """Ask to build, until the answer is known: a claim whose answer was lost may stand."""
-        while True:
-            reply = self._request(lambda number: Claim(number, self._name, self._version))
-            if reply.ok or not reply.reason.startswith("unsure"):
-                return reply
-            self._waiting.pause(lambda: "an unknown process", self.poll_s)
+        return self._request(lambda number: Claim(number, self._name, self._version))
 
     def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
         reply = self._agent.request(make).wait(_ANSWER_S)

@@ -72,9 +72,11 @@ class Directory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
-    def sync(self) -> None:
-        """Make the names in it durable. Raises OSError."""
-        os.fsync(self.fd)
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name, durably; one that is not there is not an error. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            os.fsync(self.fd)
 
     def write(self, name: str, temporary: str, fill: Callable[[int], Made]) -> Made:
         """Make a file durable under `name`; what `fill` returns, which writes to the descriptor that it gets.
@@ -96,7 +98,7 @@ class Directory:
         except BaseException:
             self.remove(temporary)
             raise
-        self.sync()
+        os.fsync(self.fd)
         return made
 
     def read(self, name: str, *, size: int | None = None, size_max: int | None = None) -> bytearray:

@@ -14,13 +14,12 @@ import os
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from elasticrt.data import prepared_dir
-from elasticrt.data.build_rights import ClaimRight, LockRight, Right, Waiting
+from elasticrt.data.build_rights import ClaimRight, LockRight, Waiting
 from elasticrt.data.durable_files import sync_directory
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.user_notice import say
@@ -91,12 +90,12 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
     if prepared_dir.fits(target, version):
         return
     agent = agent_client.agent_link() if scope == "shared" else None
-    waiting = Waiting(target, math.inf if timeout_s is None else time.monotonic() + timeout_s)
+    waiting = Waiting(target, math.inf if timeout_s is None else timeout_s)
     try:
         make_directory(target.parent)
-        right: Right = LockRight(target, version)
+        right: LockRight | ClaimRight = LockRight(target, version)
         if agent is not None:
-            right = ClaimRight(agent, target, version, waiting)
+            right = ClaimRight(agent, target, version)
         while True:
             if right.ask():
                 try:
@@ -109,15 +108,15 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
             elif prepared_dir.fits(target, version):
                 return
             else:
-                waiting.pause(right.holder, right.poll_s)
+                waiting.pause(right)
     except OSError as error:
         raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
 
 
-def _build_once(right: Right, target: Path, build: Callable[[Path], object], version: str) -> bool:
+def _build_once(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
     """Build and publish, having the right. False when it was lost meanwhile: then another builder's result counts."""
     if not prepared_dir.fits(target, version, refresh=True):  # It may have been built while this process waited.
-        right.begin()
+        right.sweep()
         workshop = target.with_name(f".{target.name}.{right.workshop}-{secrets.token_hex(8)}")
         try:
             _build(target, workshop, build, version)

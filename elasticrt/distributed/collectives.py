@@ -89,6 +89,19 @@ def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
     return [each.tolist() for each in torch.stack(everyones).cpu()]
 
 
+def gather_bytes(data: bytes) -> list[bytes]:
+    """What each rank passed in, by rank."""
+    if alone():
+        return [data]
+    sizes = [size for (size,) in gather_numbers([len(data)])]
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    travelling = mine.to(device())
+    everyones = [torch.empty_like(travelling) for _ in sizes]
+    dist.all_gather(everyones, travelling)
+    return [each[:size].cpu().numpy().tobytes() for each, size in zip(everyones, sizes, strict=True)]
+
+
 def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> bytes | bytearray | memoryview:
     """The bytes that rank `source` passed in, on every rank."""
     if alone():

@@ -1,12 +1,13 @@
-"""The control groups that say how much memory a process may use: its own, and every one around it.
+"""How much memory a process may use: what the machine has, and what each control group around the process allows.
 
-A container, a scheduler's job and a slice of systemd are control groups inside others. Both versions are found, also
-side by side, wherever they are mounted.
+A container, a scheduler's job and a slice of systemd are control groups inside others, and each may have a limit of its
+own: the one with the least room decides. Both versions are found, also side by side, wherever they are mounted.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -93,3 +94,27 @@ def text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def room(files: Mapping[str, str], names: Names) -> int | None:
+    """Bytes that may still be used in one control group, from its files' texts; None for no limit. Pure.
+
+    The kernel drops cached files that nobody has used lately before it runs out: they count as free.
+    """
+    limits = [int(text) for name in names.limits if (text := files.get(name, "").strip()).isdigit()]
+    usage = files.get(names.usage, "").strip()
+    if not limits or not usage.isdigit():
+        return None
+    stat = dict(line.split(None, 1) for line in files.get(STAT, "").splitlines())
+    used = max(0, int(usage) - int(stat.get(names.cache, 0)))
+    return max(0, min(limits) - used)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still use. `root`: where /proc and /sys are."""
+    fields = dict(line.split(":", 1) for line in text_of(root / "proc/meminfo").splitlines())
+    free = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for group, names in memory_groups(root):
+        left = room({name: text_of(group / name) for name in (*names.limits, names.usage, STAT)}, names)
+        free += [] if left is None else [left]
+    return min(free)

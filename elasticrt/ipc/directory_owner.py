@@ -1,10 +1,9 @@
 """Who saves to a checkpoint directory: its record there, and whether its owner lives.
 
 One run saves to a directory at a time. Its owner, an agent or a process without one, writes a record into the
-directory and touches it every other second. Who comes later decides by what it can see: the members of the other run
-where both use one store, the other process where it runs on the same machine, else whether the record is touched. The
-record's age is read from the directory's own clock, so that no clock crosses a host. A lock is not asked: on NFS it
-may be given to two.
+directory and touches it every other second. Who comes later asks whether the process lives, where it would be on this
+machine, and else waits until the record is touched or too old. Its age is read from the directory's own clock, so that
+no clock crosses a host. A lock is not asked: on NFS it may be given to two.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -78,27 +76,24 @@ class Owner:
 Verdict = Literal["free", "ours", "taken", "unsure"]
 
 
-def judge(found: Owner | None, me: Owner, *, members: bool | None, process: bool, age_s: float) -> Verdict:
+def judge(found: Owner | None, me: Owner, *, runs: bool, age_s: float) -> Verdict:
     """Whether `me` may save to a directory whose record is `found`. Pure.
 
     Args:
         found: the record, None where there is none that can be read.
         me: who wants to save.
-        members: whether the other run has live members, None where its store is another one or does not say.
-        process: whether the process of the record runs on this machine.
+        runs: whether this machine has the process of the record.
         age_s: since when the record has not been touched, by the directory's clock.
     """
     if found is None:
         return "free"
     same_machine = found.machine == me.machine
-    if (found.pid, found.started) == (me.pid, me.started) and same_machine:
+    if same_machine and (found.pid, found.started) == (me.pid, me.started):
         return "ours"
     if found.run and found.run == me.run and (found.store == me.store or same_machine):
         return "ours"  # Another node of the same run, whose generations are fenced by its store.
-    if members is not None:
-        return "taken" if members else "free"
     if same_machine:
-        return "taken" if process else "free"
+        return "taken" if runs else "free"
     return "free" if age_s > STALE_S else "unsure"
 
 
@@ -108,46 +103,47 @@ class Holding:
     Args:
         directory: the checkpoint directory; it exists.
         owner: who holds it.
-        members: whether the run of another owner has live members, as `judge` asks.
     """
 
-    def __init__(self, directory: Path, owner: Owner, members: Callable[[Owner], bool | None]) -> None:
+    def __init__(self, directory: Path, owner: Owner) -> None:
         self._path = directory / NAME
+        self._draft = directory / f"{NAME}.{owner.token}"
         self._owner = owner
-        self._members = members
         self._ended = threading.Event()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
     def take(self) -> Owner | None:
-        """Become the owner; who is it instead, if that is somebody who lives. Raises OSError."""
-        first: tuple[str, int] | None = None
+        """Become the owner; who is it instead, if that is somebody who lives. Raises OSError.
+
+        To find out about somebody on another machine takes up to `STALE_S`.
+        """
+        before: tuple[Owner | None, int] | None = None
         while True:
-            found, touched_ns, now_ns = self._read()
-            members = None if found is None else self._members(found)
-            process = found is not None and start_of(found.pid) == found.started > 0
-            age_s = (now_ns - touched_ns) / 1e9
-            verdict = judge(found, self._owner, members=members, process=process, age_s=age_s)
+            now_ns = self._write_draft()
+            found, touched_ns = self._read()
+            runs = found is not None and start_of(found.pid) == found.started > 0
+            verdict = judge(found, self._owner, runs=runs, age_s=(now_ns - touched_ns) / 1e9)
             if verdict in ("free", "ours"):
-                self._write()
+                self._publish()
                 return None
-            assert found is not None, "nobody else is an owner"
-            if verdict == "taken" or first not in (None, (found.token, touched_ns)):
+            self._draft.unlink()
+            record = (found, touched_ns)
+            if verdict == "taken" or before not in (None, record):  # Somebody has touched it meanwhile.
                 return found
-            first = (found.token, touched_ns)
+            before = record
             time.sleep(LOOK_AGAIN_S)
 
     def lost(self) -> Owner | None:
         """The owner of another run that has taken the directory since. A record that is gone is written again."""
         try:
-            found, _, _ = self._read(now=False)
+            found, _ = self._read()
             if found is None:
-                self._write()
+                self._write_draft()
+                self._publish()
         except OSError:
             return None  # Who cannot read it cannot write a checkpoint either, and says so.
-        if found is None or judge(found, self._owner, members=True, process=True, age_s=0.0) == "ours":
-            return None
-        return found
+        return None if judge(found, self._owner, runs=True, age_s=0.0) in ("free", "ours") else found
 
     def release(self) -> None:
         """Let go: the record is removed if it is still ours. Not in a fork of the process that holds it."""
@@ -155,18 +151,21 @@ class Holding:
             return
         self._ended.set()
         with contextlib.suppress(OSError):
-            found, _, _ = self._read(now=False)
-            if found is not None and found.token == self._owner.token:
+            if self._is_mine():
                 self._path.unlink()
 
-    def _write(self) -> None:
-        draft = self._path.with_name(f"{NAME}.{self._owner.token}")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    def _write_draft(self) -> int:
+        """Write the record under a name of its own; what time it is, by the directory's clock, in nanoseconds."""
+        fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             os.write(fd, json.dumps(asdict(self._owner)).encode())
+            os.utime(fd)
+            return os.fstat(fd).st_mtime_ns
         finally:
             os.close(fd)
-        draft.replace(self._path)
+
+    def _publish(self) -> None:
+        self._draft.replace(self._path)
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="elasticrt-owner", daemon=True)
             self._thread.start()
@@ -174,36 +173,23 @@ class Holding:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             with contextlib.suppress(OSError):
-                found, _, _ = self._read(now=False)
-                if found is not None and found.token == self._owner.token:
+                if self._is_mine():
                     os.utime(self._path)
 
-    def _read(self, *, now: bool = True) -> tuple[Owner | None, int, int]:
-        """The record, when it was touched, and what time it is, by the directory's clock. Raises OSError."""
-        now_ns = self._now_ns() if now else 0
+    def _is_mine(self) -> bool:
+        found, _ = self._read()
+        return found is not None and found.token == self._owner.token
+
+    def _read(self) -> tuple[Owner | None, int]:
+        """The record, and when it was touched, by the directory's clock. Raises OSError."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            return None, 0, now_ns
+            return None, 0
         try:
-            return Owner.from_json(os.read(fd, _BYTES_MAX)), os.fstat(fd).st_mtime_ns, now_ns
+            return Owner.from_json(os.read(fd, _BYTES_MAX)), os.fstat(fd).st_mtime_ns
         finally:
             os.close(fd)
-
-    def _now_ns(self) -> int:
-        probe = self._path.with_name(f"{NAME}.{self._owner.token}")
-        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-        try:
-            os.utime(fd)
-            return os.fstat(fd).st_mtime_ns
-        finally:
-            os.close(fd)
-            probe.unlink()
-
-
-def renewed(owner: Owner) -> Owner:
-    """The same process, taking a directory anew."""
-    return replace(owner, token=secrets.token_hex(8))
 
 
 def _machine() -> str:

@@ -81,7 +81,7 @@ class _Record:
 class Commit(_Record):
     """A committed checkpoint, or one that is to be committed: the one shape of a checkpoint's head.
 
-    It is the value in etcd, a part of the manifest, the content of the mark, and what a worker resumes from.
+    It is the value in etcd, a part of the manifest, and what a worker resumes from.
 
     Attributes:
         step: steps trained in the state that the file holds.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -141,15 +141,3 @@ def read(name: str, content: bytes) -> LedgerFile | None:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: {type(error).__name__}: {error}") from None
     return book
-
-
-def longest(copies: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """Of copies of one file, by name, the longest: who copies a file while it grows gets the beginning of it.
-
-    Raises ValueError when one is not the beginning of the longest.
-    """
-    name, content = max(copies.items(), key=lambda copy: len(copy[1]))
-    for other, part in copies.items():
-        if not content.startswith(part):
-            raise ValueError(f"{other} is neither the same as {name} nor the beginning of it")
-    return name, content

@@ -6,8 +6,8 @@ import os
 import time
 
 from elasticrt.checkpoint.checkpointer import Checkpointer
+from elasticrt.checkpoint.commits import run_of
 from elasticrt.checkpoint.memory_tier import MemoryTier
-from elasticrt.checkpoint.run_directories import run_of
 from elasticrt.data.position import Position, SaveInterval
 from elasticrt.distributed import agent_client, collectives
 from elasticrt.errors import ConfigError, explain

@@ -57,7 +57,7 @@ def _life(tmp_path: Path, run_id: str, names: str, *options: str, steps: int = F
 
 def _newest(tmp_path: Path, name: str) -> int:
     """The newest step that is marked as committed in a node's directory, 0 for none."""
-    marks = (tmp_path / f"ckpt-{name}").glob("*.committed")
+    marks = (tmp_path / f"ckpt-{name}").glob("*.json")
     return max((int(path.name.split("-")[1]) for path in marks), default=0)
 
 

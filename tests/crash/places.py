@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -12,11 +13,12 @@ import torch
 
 from elasticrt import Checkpointer
 from elasticrt.checkpoint import checkpoint_dir
-from elasticrt.checkpoint.run_directories import RunDirectories
+from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.ipc.env import Commit, WorkerEnv
 
 SIZE = 400
+NUMBERS = itertools.count()
 WORKER = WorkerEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 1, 0, 3, "run", 1, 2, "nonce", "node", "")
 
 
@@ -28,7 +30,7 @@ def release() -> None:
 
 def close(checkpointer: Checkpointer) -> None:
     """Let go of its directory, as a process does at its end: these tests are thousands of processes in one."""
-    directory, checkpointer._archive._directory = checkpointer._archive._directory, None
+    directory, checkpointer._directory._directory = checkpointer._directory._directory, None
     if directory is not None:
         os.close(directory.fd)
 
@@ -62,9 +64,7 @@ def restored(directory: Path, head: Commit | None = None) -> int:
     """
     loader = Checkpointer(directory)
     if head is not None:
-        worker = replace(WORKER, resume=head)
-        loader._worker, loader._archive = worker, checkpoint_dir.CheckpointDirectory(directory, 3, worker)
-        loader._run = RunDirectories(head.nonce)
+        loader._head = DirectoryHead(replace(WORKER, resume=head, nonce=f"n{next(NUMBERS)}"), str(directory))
     try:
         found = loader.restore()
     finally:

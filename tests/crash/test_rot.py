@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elasticrt.checkpoint import checkpoint_dir, checkpointer
+from elasticrt.checkpoint import checkpoint_dir, restoring
 from elasticrt.data.durable_files import Directory, Unfit
 from elasticrt.errors import CheckpointError
 from elasticrt.ipc.env import Commit
@@ -23,7 +23,7 @@ PAYLOAD_STRIDE = 41
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No line for each of thousands of restores; and this process holds no directory for the next test."""
-    monkeypatch.setattr(checkpointer, "say", lambda _: None)
+    monkeypatch.setattr(restoring, "say", lambda _: None)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     yield
     release()
@@ -53,7 +53,7 @@ class Rot:
         self.tried += 1
         caplog.clear()
         step = int(path.name.split("-")[1])
-        allowed = {3} if step < 3 or path.suffix == ".committed" else {2}
+        allowed = {3} if step < 3 else {2}
         for head in (None, self.head):
             # The head is known by etcd's record, not by its manifest.
             expected = {3} if head is not None and path.suffix == ".json" else allowed
@@ -80,7 +80,7 @@ def test_every_flipped_bit(tmp_path: Path, stride: int, caplog: Any) -> None:
     """F06, F07, S7: a bit flips in any file, at any place: nothing torn is loaded, and no other step than it should."""
     caplog.set_level(logging.WARNING)
     rot = Rot(tmp_path)
-    for path in rot.files(".pt", ".json", ".committed"):
+    for path in rot.files(".pt", ".json"):
         whole = path.read_bytes()
         for offset in _offsets(len(whole), stride if path.suffix == ".pt" else max(1, stride // 8)):
             flipped = bytearray(whole)
@@ -96,7 +96,7 @@ def test_every_flipped_bit(tmp_path: Path, stride: int, caplog: Any) -> None:
 def test_every_cut(tmp_path: Path, stride: int, caplog: Any) -> None:
     """F06, F07, S7: a file ends at any byte, or goes on as zeros, as after a power cut on some file systems."""
     rot = Rot(tmp_path)
-    for path in rot.files(".pt", ".json", ".committed"):
+    for path in rot.files(".pt", ".json"):
         whole = path.read_bytes()
         for offset in _offsets(len(whole), stride):
             rot.damage(path, whole[:offset], f"cut at {offset}", caplog)

@@ -81,7 +81,7 @@ def life(
             for step in saves:
                 saver.save({"w": torch.full((40,), float(step))}, step=step)
                 assert saver.wait()
-            parent = saver._committer.parent
+            parent = saver._head.known
             if parent is not None:
                 result["head"] = asdict(parent)
                 (story / f"head-{parent.step}").write_text(parent.to_json())

@@ -72,7 +72,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """Cases that need three processes and little else."""
     directory = tmp_path_factory.mktemp("small")
     (directory / "damaged").mkdir()
-    (directory / "damaged" / f"{DAMAGED}.committed").write_text("{}")
     (directory / "damaged" / f"{DAMAGED}.json").write_text("not json")
     names = ("first_and_sum", "first_fails", "damaged", "waits")
     return dict(zip(names, run(directory, *((3, name, {}) for name in names)), strict=True))

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from elasticrt import Checkpointer, CheckpointError, ConfigError
-from elasticrt.checkpoint import checkpoint_dir
-from elasticrt.checkpoint.manifest import _check
+from elasticrt.checkpoint import checkpoint_dir, locate
+from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory
+from elasticrt.checkpoint.manifest import Manifest, _check
 from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.errors import DuplicateError
 from elasticrt.ipc.env import Commit
@@ -72,6 +73,11 @@ def commit_of(directory: Path, step: int) -> Commit:
     """As the manifest has it."""
     manifest = json.loads(payload(directory, step).with_suffix(".json").read_text())
     return Commit.from_fields(manifest["commit"])
+
+
+def unmark(path: Path) -> None:
+    """As if the commit of a payload had not been accepted."""
+    path.with_suffix(".json").rename(path.with_suffix(".draft"))
 
 
 def signed(fields: dict) -> str:
@@ -137,8 +143,8 @@ def test_damaged_payload_falls_back_to_its_parent(tmp_path, kind, caplog, monkey
     path = payload(tmp_path, 3)
     DAMAGE[kind](path)
     parsed = []
-    real = checkpoint_dir.parse
-    monkeypatch.setattr(checkpoint_dir, "parse", lambda data: parsed.append(len(data)) or real(data))
+    real = locate.parse
+    monkeypatch.setattr(locate, "parse", lambda data: parsed.append(len(data)) or real(data))
     assert restored(tmp_path) == 2
     assert len(parsed) == 1
     assert path.name in caplog.text
@@ -210,10 +216,10 @@ def test_valid_digest_over_code_is_refused(tmp_path):
 
 
 def test_uncommitted_is_not_resumed(tmp_path):
-    """Payload and manifest without a mark: an interrupted save, unless a committed one descends from it."""
+    """Payload and draft: an interrupted save, unless a committed one descends from it."""
     save(tmp_path, 1, 2, 3)
     for step in (1, 3):
-        payload(tmp_path, step).with_suffix(".committed").unlink()
+        unmark(payload(tmp_path, step))
     assert restored(tmp_path) == 2
     payload(tmp_path, 2).unlink()
     assert restored(tmp_path) == 1
@@ -222,7 +228,7 @@ def test_uncommitted_is_not_resumed(tmp_path):
 def test_interrupted_first_save_is_a_fresh_start(tmp_path):
     """Nothing was ever committed: there is nothing to lose."""
     save(tmp_path, 1)
-    payload(tmp_path, 1).with_suffix(".committed").unlink()
+    unmark(payload(tmp_path, 1))
     assert restored(tmp_path) is None
 
 
@@ -241,16 +247,17 @@ def test_keeps_the_newest(tmp_path):
     (tmp_path / ".saving-step-1-g0-0123456789abcdef").write_text("half")
     save(tmp_path, 1, 2, 3, 4, 5, keep=2)
     assert steps_on_disk(tmp_path) == [4, 5]
-    assert len(list(tmp_path.glob("step-*"))) == 6
+    assert len(list(tmp_path.glob("step-*"))) == 4
     assert not list(tmp_path.glob(".saving-*"))
 
 
 def test_starting_over_beside_an_old_history(tmp_path, monkeypatch):
-    """ELASTICRT_FRESH=1 begins a new history, keeps the old one, and the next start goes on with the new one."""
+    """ELASTICRT_FRESH=1 begins a new history, with which the next start goes on; of the old one stays what there is
+    room for in `keep`."""
     save(tmp_path, 100, 200)
     monkeypatch.setenv("ELASTICRT_FRESH", "1")
     save(tmp_path, 5, 6, keep=3)
-    assert steps_on_disk(tmp_path) == [5, 6, 100, 200]
+    assert steps_on_disk(tmp_path) == [5, 6, 200]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert restored(tmp_path) == 6, "a restart goes on with what this run has saved"
     monkeypatch.delenv("ELASTICRT_FRESH")
@@ -258,16 +265,16 @@ def test_starting_over_beside_an_old_history(tmp_path, monkeypatch):
 
 
 def test_histories_of_before_go_once_there_are_enough_newer_checkpoints(tmp_path, monkeypatch):
-    """D01: started over again and again, a directory keeps what it had until `keep` new ones are committed."""
+    """D01: started over again and again, a directory keeps the newest `keep`, whichever history they are of."""
     save(tmp_path, 17, 20, keep=2)
     monkeypatch.setenv("ELASTICRT_FRESH", "1")
     for steps in ([1, 5], [2, 6]):
         saver = Checkpointer(tmp_path, keep=2)
         assert saver.begin() is None
-        before = steps_on_disk(tmp_path)
+        newest = steps_on_disk(tmp_path)[-1]
         saver.save(state(steps[0]), step=steps[0])
         assert saver.wait()
-        assert steps_on_disk(tmp_path) == sorted([*before, steps[0]])
+        assert steps_on_disk(tmp_path) == [steps[0], newest]
         saver.save(state(steps[1]), step=steps[1])
         assert saver.wait()
         assert steps_on_disk(tmp_path) == steps
@@ -414,7 +421,7 @@ def test_commits_go_through_the_agent(tmp_path, monkeypatch):
         assert second.commit == {**commit_of(tmp_path, 2).__dict__}
         assert second.commit["parent"] == first.commit["nonce"]
         assert (second.commit["generation"], second.commit["directory"]) == (1, str(tmp_path))
-    assert len(list(tmp_path.glob("*.committed"))) == 2
+    assert len(list(tmp_path.glob("*.json"))) == 2
 
 
 def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch, caplog):
@@ -426,7 +433,7 @@ def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch, caplog):
         saver = save(tmp_path, 2)
         assert "not committed: the head is 0123456789abcdef" in caplog.text
         assert saver.head_step == 1
-    assert len(list(tmp_path.glob("*.committed"))) == 1
+    assert len(list(tmp_path.glob("*.json"))) == 1
     assert restored(tmp_path) == 1
 
 
@@ -479,31 +486,16 @@ def test_who_has_never_saved_can_after_a_move(tmp_path, monkeypatch):
         assert asked.commit["generation"] == 4
 
 
-def test_a_late_answer_counts(tmp_path, monkeypatch, caplog):
-    """A commit whose answer comes after the deadline is known to the next one (E11)."""
-    monkeypatch.setattr("elasticrt.checkpoint.committer.COMMIT_TIMEOUT_S", 0.1)
+def test_an_agent_that_never_answers(tmp_path, monkeypatch):
+    """E11: whether a commit has happened must be known before the next one: the worker fails, its next life asks."""
+    monkeypatch.setattr("elasticrt.checkpoint.commits.COMMIT_TIMEOUT_S", 0.1)
     agent = Agent()
-    late = []
-
-    def slowly(message):
-        reply = agent.fenced(message)
-        if isinstance(message, Save) and not late:
-            late.append(reply)
-            return None
-        return reply
-
-    agent._answer = slowly
+    agent._answer = lambda message: None if isinstance(message, Save) else agent.fenced(message)
     with under(agent, monkeypatch):
-        saver = save(tmp_path, 1)
-        assert "it may still happen" in caplog.text
-        agent.channel.send(late[0])
-        save_thread_saw = agent.of(Save)[0].commit["nonce"]
-        link_ = saver._committer._open[1]
-        assert link_.wait(5.0).ok
-        saver.save(state(2), step=2)
-        assert saver.wait()
-        assert agent.of(Save)[1].replaces == save_thread_saw
-    assert len(list(tmp_path.glob("*.committed"))) == 2
+        saver = Checkpointer(tmp_path)
+        saver.save(state(1), step=1)
+        with pytest.raises(RuntimeError, match="whether it has committed step 1"):
+            saver.wait()
 
 
 def test_adopts_what_the_directory_has(tmp_path, monkeypatch):
@@ -520,14 +512,14 @@ def test_resumes_exactly_what_the_run_says(tmp_path, monkeypatch, capsys):
     """Not the newest in the directory, but the commit of the generation record; quietly, for the agent says it (S6)."""
     save(tmp_path, 1, 2, 3)
     head = commit_of(tmp_path, 2)
-    payload(tmp_path, 2).with_suffix(".committed").unlink()
+    unmark(payload(tmp_path, 2))
     capsys.readouterr()
     agent = Agent(head=head.nonce)
     with under(agent, monkeypatch, resume=head):
         assert restored(tmp_path) == 2
         assert agent.of(Save) == []
         assert capsys.readouterr().err == ""
-    assert payload(tmp_path, 2).with_suffix(".committed").exists()
+    assert payload(tmp_path, 2).with_suffix(".json").exists()
 
 
 def test_the_record_of_etcd_is_what_counts(tmp_path, monkeypatch):
@@ -587,19 +579,21 @@ def test_a_stale_process_tidies_nothing_up(tmp_path, monkeypatch):
     head = commit_of(tmp_path, 3)
     agent = Agent(head=head.nonce)
     with under(agent, monkeypatch, resume=head, generation=6):
-        saver = save(tmp_path, keep=1)
-        newer = Checkpointer(tmp_path, keep=10)
-        newer.restore()
+        saver = Checkpointer(tmp_path, keep=1)
+        saver.begin()
+        newer = CheckpointDirectory(tmp_path, 10)
+        newer.open(create=False)
         for step, nonce, parent in ((4, "f" * 16, head.nonce), (5, "e" * 16, "f" * 16)):
-            fill = Snapshot(state(step)).write_to
-            newer._archive.write(fill, step=step, epoch=0, nonce=nonce, parent=parent, world_size=1, about={})
+            stem = f"step-{step}-g6-{nonce}"
+            commit = replace(head, step=step, generation=6, nonce=nonce, parent=parent, file=f"{stem}.pt", serial=step)
+            newer.write(stem, Snapshot(state(step)).write_to, lambda *_, commit=commit: Manifest(commit, "", 1))
         saver.save(state(4), step=4)
         assert saver.wait()
     assert steps_on_disk(tmp_path) == [1, 2, 3, 4, 4, 5]
 
 
 @pytest.mark.parametrize("planted", ["step-1-g999999999-0123456789abcdef", "step-999-g999999999-0123456789abcdef"])
-@pytest.mark.parametrize("suffix", [".pt", ".json", ".committed"])
+@pytest.mark.parametrize("suffix", [".pt", ".draft", ".json"])
 def test_a_planted_name_does_not_end_the_tidying(tmp_path, monkeypatch, planted, suffix):
     """Only a whole manifest tells that somebody newer has been here (S11)."""
     save(tmp_path, 1, 2)
@@ -631,7 +625,7 @@ def test_orphans_of_earlier_generations_are_tidied_up(tmp_path, monkeypatch):
     agent = Agent(head=head.nonce)
     with under(agent, monkeypatch, resume=head, generation=3):
         save(tmp_path, 4)
-    assert steps_on_disk(tmp_path) == [1, 4, 8]
+    assert steps_on_disk(tmp_path) == [1, 4]
 
 
 def test_several_directories_of_a_run(tmp_path, monkeypatch):
@@ -701,4 +695,4 @@ def test_an_agent_that_dies_refuses(tmp_path, monkeypatch, caplog):
         saver.save(state(1), step=1)
         assert saver.wait()
     assert "the agent is gone" in caplog.text
-    assert not list(tmp_path.glob("*.committed"))
+    assert not list(tmp_path.glob("*.json"))

@@ -172,7 +172,7 @@ def test_a_builder_that_fails(tmp_path, build, word):
     """Raising, leaving nothing, exiting: PreparationError with the reason, and nothing half done (D05)."""
     with pytest.raises(PreparationError, match=word):
         prepare(tmp_path / "data", build)
-    assert names(tmp_path) == [".data.failed.json", ".data.lock"]
+    assert names(tmp_path) == [".data.lock"]
 
 
 def fork(function) -> int:
@@ -229,15 +229,13 @@ def test_a_failure_speaks_for_its_version_and_not_for_long(tmp_path, version, ag
     """D05: who comes late in the same start fails with the builder's error, for a minute; another version is built."""
     with pytest.raises(PreparationError):
         prepare(tmp_path / "data", raising)
-    note = tmp_path / ".data.failed.json"
-    os.utime(note, (time.time() - age_s,) * 2)
+    os.utime(tmp_path / ".data.lock", (time.time() - age_s,) * 2)
     build = Builder()
     if speaks:
         with pytest.raises(PreparationError, match="no such corpus"):
             prepare(tmp_path / "data", build, version=version)
     else:
         prepare(tmp_path / "data", build, version=version)
-        assert not note.exists()
     assert build.calls == (not speaks)
 
 

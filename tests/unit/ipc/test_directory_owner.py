@@ -17,26 +17,24 @@ ME = Owner("mine", "store-1", "a", "machine-1", 10, 100, "t1")
 OTHER = Owner("other", "store-2", "b", "machine-2", 20, 200, "t2")
 
 CASES = [
-    # found, members, process, age_s, verdict
-    (None, None, False, 0.0, "free"),
-    (ME, None, True, 0.0, "ours"),
-    (replace(ME, pid=11, machine="machine-2"), None, True, 0.0, "ours"),  # Another node of this run.
-    (replace(ME, pid=11, store="store-9"), None, True, 0.0, "ours"),  # Its embedded etcd has been replaced.
-    (replace(ME, pid=11, store="store-9", machine="machine-2"), None, False, 0.0, "unsure"),  # Of the same id only.
-    (replace(OTHER, store="store-1"), True, False, 99.0, "taken"),
-    (replace(OTHER, store="store-1"), False, False, 0.0, "free"),
-    (replace(OTHER, machine="machine-1"), None, True, 99.0, "taken"),
-    (replace(OTHER, machine="machine-1"), None, False, 0.0, "free"),
-    (OTHER, None, False, 1.0, "unsure"),
-    (OTHER, None, True, 10.1, "free"),  # The number of a process on another machine says nothing.
-    (replace(OTHER, run="", store=""), None, False, 1.0, "unsure"),
+    # found, runs, age_s, verdict
+    (None, False, 0.0, "free"),
+    (ME, True, 0.0, "ours"),
+    (replace(ME, pid=11, machine="machine-2"), True, 0.0, "ours"),  # Another node of this run.
+    (replace(ME, pid=11, store="store-9"), True, 0.0, "ours"),  # Its embedded etcd has been replaced.
+    (replace(ME, pid=11, store="store-9", machine="machine-2"), False, 0.0, "unsure"),  # Of the same id only.
+    (replace(OTHER, machine="machine-1"), True, 99.0, "taken"),
+    (replace(OTHER, machine="machine-1"), False, 0.0, "free"),
+    (OTHER, False, 1.0, "unsure"),
+    (OTHER, True, 10.1, "free"),  # The number of a process on another machine says nothing.
+    (replace(OTHER, run="", store=""), False, 1.0, "unsure"),
 ]
 
 
-@pytest.mark.parametrize(("found", "members", "process", "age_s", "verdict"), CASES)
-def test_judged(found: Owner | None, members: bool | None, process: bool, age_s: float, verdict: str) -> None:
-    """F13: by the store where both use one, by the process on one machine, else by the record's age."""
-    assert judge(found, ME, members=members, process=process, age_s=age_s) == verdict
+@pytest.mark.parametrize(("found", "runs", "age_s", "verdict"), CASES)
+def test_judged(found: Owner | None, runs: bool, age_s: float, verdict: str) -> None:
+    """F13: by the process where it would be on this machine, else by the record's age."""
+    assert judge(found, ME, runs=runs, age_s=age_s) == verdict
 
 
 def elsewhere(**changes: object) -> Owner:
@@ -44,23 +42,18 @@ def elsewhere(**changes: object) -> Owner:
     return replace(Owner.here("other", "store-2", "b"), machine="elsewhere", pid=1, **changes)  # type: ignore[arg-type]
 
 
-def hold(directory: Path, owner: Owner) -> Holding:
-    """A hold whose owner's store says nothing."""
-    return Holding(directory, owner, lambda _: None)
-
-
 def test_an_owner_that_is_alive_is_seen_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F13: nobody can ask it; but its record is touched while one looks."""
     monkeypatch.setattr(owners, "BEAT_S", 0.05)
     monkeypatch.setattr(owners, "LOOK_AGAIN_S", 0.01)
-    first = hold(tmp_path, elsewhere())
+    first = Holding(tmp_path, elsewhere())
     assert first.take() is None
     try:
-        assert hold(tmp_path, Owner.here("mine", "store-1", "a")).take() == elsewhere(token=first._owner.token)
+        assert Holding(tmp_path, Owner.here("mine", "store-1", "a")).take() == elsewhere(token=first._owner.token)
     finally:
         first.release()
     assert not list(tmp_path.iterdir())
-    second = hold(tmp_path, Owner.here("mine", "store-1", "a"))
+    second = Holding(tmp_path, Owner.here("mine", "store-1", "a"))
     assert second.take() is None
     second.release()
 
@@ -69,10 +62,10 @@ def test_an_owner_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Its record gets old; how old is read from the directory's clock, and then the directory is free."""
     monkeypatch.setattr(owners, "LOOK_AGAIN_S", 0.01)
     monkeypatch.setattr(owners, "STALE_S", 0.2)
-    gone = hold(tmp_path, elsewhere())
+    gone = Holding(tmp_path, elsewhere())
     monkeypatch.setattr(gone, "_thread", threading.current_thread())
     assert gone.take() is None
-    mine = hold(tmp_path, Owner.here("mine", "store-1", "a"))
+    mine = Holding(tmp_path, Owner.here("mine", "store-1", "a"))
     assert mine.take() is None
     assert gone.lost() == mine._owner
     assert mine.lost() is None
@@ -83,14 +76,14 @@ def test_a_process_of_this_machine(tmp_path: Path) -> None:
     """F13: one that lives is refused at once, one that was killed holds nothing."""
     script = (
         "import sys, pathlib; from elasticrt.ipc.directory_owner import *\n"
-        "holding = Holding(pathlib.Path(sys.argv[1]), Owner.here('', '', 'x'), lambda _: None)\n"
+        "holding = Holding(pathlib.Path(sys.argv[1]), Owner.here('', '', 'x'))\n"
         "print(holding.take(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "None\n"
-        mine = hold(tmp_path, Owner.here("mine", "store-1", "a"))
+        mine = Holding(tmp_path, Owner.here("mine", "store-1", "a"))
         found = mine.take()
         assert found is not None
         assert str(found) == f"process {process.pid} on x"
@@ -103,7 +96,7 @@ def test_a_process_of_this_machine(tmp_path: Path) -> None:
 def test_what_is_no_record_is_nobody_s(tmp_path: Path, text: str) -> None:
     """Damaged or planted, it does not keep anybody out, and a deleted one is written again."""
     (tmp_path / NAME).write_bytes(text.encode("latin-1"))
-    mine = hold(tmp_path, Owner.here("mine", "store-1", "a"))
+    mine = Holding(tmp_path, Owner.here("mine", "store-1", "a"))
     assert mine.take() is None
     (tmp_path / NAME).unlink()
     assert mine.lost() is None

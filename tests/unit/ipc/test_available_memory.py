@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.checkpoint.memory_budget import available_bytes, room
-from elasticrt.ipc.cgroups import VERSIONS
+from elasticrt.ipc.cgroups import VERSIONS, available_bytes, room
 from tests.cgroups import DISK, ONE, limited_group, write_tree
 
 MIB, GIB = 2**20, 2**30
@@ -91,7 +90,7 @@ IN_GROUP = """
 import os, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-from elasticrt.checkpoint.memory_budget import available_bytes
+from elasticrt.ipc.cgroups import available_bytes
 before = available_bytes()
 fd = os.memfd_create("room")
 for _ in range(100):

@@ -1,0 +1,173 @@
+"""The heads of a run's checkpoint directories, as this process knows them, and asking the agent for another one.
+
+A run may have several directories: training before fine-tuning, folds, trials of a search. Each has a head of its own
+in etcd; the run's head is the newest of them, which every commit replaces. Steps of different loops tell nothing of
+each other, so that the run counts its own: the sum over all loops of this process, which goes on where the restored
+state was. Without an agent every save is a commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
+from elasticrt.distributed import agent_client
+from elasticrt.errors import explain
+from elasticrt.ipc.directory_owner import Owner
+from elasticrt.ipc.env import Commit, WorkerEnv
+from elasticrt.ipc.messages import Own, Reply, Save
+
+_log = logging.getLogger(__name__)
+
+COMMIT_TIMEOUT_S = 1200.0
+"""Longer than an agent lives without etcd: one that has not answered by then never will."""
+
+OWN_TIMEOUT_S = 90.0
+TAKEN = "taken: "
+"""How an agent's refusal begins where another live run saves to the directory."""
+
+
+def place_of(directory: str, node: str) -> str:
+    """16 hex digits for a directory, as the script names it: the same on each node. Pure.
+
+    Nodes may have directories of their own, named after them: the node's name is taken out.
+    """
+    name = os.path.normpath(directory)
+    if node:
+        name = re.sub(rf"(?<![A-Za-z0-9]){re.escape(node)}(?![A-Za-z0-9])", "*", name)
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+
+
+@dataclass
+class RunHeads:
+    """What this process knows of the run.
+
+    Attributes:
+        newest: nonce of the run's newest commit.
+        heads: by place, what the state of each directory's loop descends from: None for a beginning. Only of those that
+            this process has restored from, or has a place in the run for.
+        total: steps that the run has trained.
+        committing: held while a commit is under way, since each replaces the one before.
+    """
+
+    newest: str = ""
+    heads: dict[str, Commit | None] = field(default_factory=dict)
+    total: int = 0
+    committing: threading.Lock = field(default_factory=threading.Lock)
+
+
+_runs: dict[str, RunHeads] = {}
+
+
+def run_of(worker: WorkerEnv | None) -> RunHeads:
+    """The run of this process; without an agent, what this process trains."""
+    nonce = "" if worker is None else worker.nonce
+    if nonce not in _runs:
+        resume = None if worker is None else worker.resume
+        _runs[nonce] = RunHeads("" if resume is None else resume.nonce)
+    return _runs[nonce]
+
+
+class DirectoryHead:
+    """The head of one checkpoint directory.
+
+    Args:
+        worker: who this process is; None without an agent.
+        directory: its path as in the script.
+
+    Attributes:
+        worker: as given, until this process has another place in the run.
+        place: what tells this directory from others of the run, as in `Commit`.
+        run: what this process knows of all directories of the run.
+    """
+
+    def __init__(self, worker: WorkerEnv | None, directory: str) -> None:
+        self.worker = worker
+        self.place = place_of(directory, "" if worker is None else worker.node)
+        self.run = run_of(worker)
+        self._agent = agent_client.agent_link()
+        self._shown = directory
+        self._path = Path(directory).absolute()
+
+    @property
+    def known(self) -> Commit | None:
+        """What the present state descends from; None at the beginning of a history, and before `go_on_from`."""
+        return self.run.heads.get(self.place)
+
+    def resume_point(self) -> Commit | None:
+        """Where this directory goes on: as this process has moved it, as the run resumes, or as etcd says."""
+        if self.worker is None:
+            return None
+        if self.place in self.run.heads:
+            return self.known
+        if self.worker.resume is not None and self.worker.resume.place in ("", self.place):
+            return self.worker.resume
+        head = self._ask(take=False).data.get("head")
+        return None if head is None else Commit.from_fields(head)
+
+    def take(self) -> Owner | None:
+        """Take the directory for this run; without an agent, who has it if somebody lives who does.
+
+        Raises DuplicateError when another live run saves there, RuntimeError when the agent can't say.
+        """
+        if self.worker is None:
+            return take_alone(self._path)
+        self._ask(take=True)
+        return None
+
+    def move(self, worker: WorkerEnv) -> None:
+        """This process has another place in the run; what the newest commit is says the generation's record."""
+        self.worker, resume = worker, worker.resume
+        self.run.newest = "" if resume is None else resume.nonce
+        if resume is not None and resume.place in ("", self.place):
+            self.run.heads[self.place] = resume
+        self.run.heads.setdefault(self.place, None)
+        _runs.clear()
+        _runs[worker.nonce] = self.run
+
+    def go_back(self, commit: Commit) -> str:
+        """Make the head what was restored instead of it; "" if that is so now, else why not."""
+        generation = commit.generation if self.worker is None else self.worker.generation
+        return self._replace(replace(commit, place=self.place, generation=generation), descends=True)
+
+    def commit(self, commit: Commit) -> str:
+        """Ask for `commit` to replace the known head; "" when it did, else why not.
+
+        Raises RuntimeError when the agent does not say: whether it did is not known then, and no later one could.
+        """
+        # Where it is not known what the state descends from it must not replace anything.
+        return self._replace(commit, descends=self.place in self.run.heads)
+
+    def _replace(self, commit: Commit, *, descends: bool) -> str:
+        with self.run.committing:
+            if self.worker is not None and self._agent is not None:
+                replaces = self.run.newest if descends else ""
+                pending = self._agent.request(lambda number: Save(number, asdict(commit), replaces))
+                reply = pending.wait(COMMIT_TIMEOUT_S)
+                if reply is None:
+                    what = f"the agent does not say whether it has committed step {commit.step}"
+                    raise RuntimeError(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
+                if not reply.ok:
+                    return reply.reason or "refused without a reason"
+            self.run.newest = commit.nonce
+            self.run.heads[self.place] = commit
+            return ""
+
+    def _ask(self, *, take: bool) -> Reply:
+        """What the agent knows of this directory."""
+        if self._agent is None:
+            return Reply(0, ok=True)
+        pending = self._agent.request(lambda number: Own(number, str(self._path), self.place, take))
+        reply = pending.wait(OWN_TIMEOUT_S)
+        reason = f"no answer in {OWN_TIMEOUT_S:.0f} s" if reply is None else reply.reason
+        if reply is not None and reply.ok:
+            return reply
+        if reason.startswith(TAKEN):
+            raise duplicate(self._path, reason.removeprefix(TAKEN))
+        raise RuntimeError(explain("the agent cannot say who saves here", self._shown, got=reason))
