@@ -212,7 +212,11 @@ class Conversations:
 
     def file(self, decision: File) -> Conversation[bool]:
         """Store the report."""
-        revision, _ = yield from self._done(transactions.file(self.keys, self._guard(), decision.report))
+        report = decision.report
+        revision, now = yield from self._done(transactions.file(self.keys, self._guard(), report))
+        if revision and self.keys.all_reports in self._followed:
+            # A leader decides by its own report as well, and its watch may be slow to deliver it.
+            self._fold(now, _put(self.keys.report(report.generation, report.node), report, revision))
         return bool(revision)
 
     def evict(self, decision: Fence) -> Conversation[bool]:

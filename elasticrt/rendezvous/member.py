@@ -321,10 +321,13 @@ class Member:
 
     def leave(self, *, seat_too: bool) -> Conversation[None]:
         """Take the own key out at once; with `seat_too` give up the seat, so that the others need not ask for it."""
-        view, record = self.view, self.me.record
+        view, record, told = self.view, self.me.record, self.me.report
         report = None
         if seat_too and view.seat_of(record.node, record.incarnation) is not None:
             report = Report(generation=view.number, node=record.node, incarnation=record.incarnation, status="left")
+            if told is not None and told.generation == view.number:
+                # It takes the place of the report in the store: a failure that no restart can cure must not go with it.
+                report = report.model_copy(update={"failure": told.failure})
         return self._talks.leave(report)
 
 

@@ -217,7 +217,7 @@ class Report(Record):
     """How a node's workers ended in a generation, or how far they are in handing over.
 
     "finishing": a first worker ended well, the others still run; "ok": all ended well; "failed": one did not, and the
-    others of this node have been killed; "left": the node has gone on purpose.
+    others of this node have been killed; "left": the node has gone on purpose, after `failure` if it has one.
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step. `memory` is the newest copy

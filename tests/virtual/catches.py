@@ -29,6 +29,11 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L6",
         "a node comes back together with a newcomer, and both complete a generation",
     ),
+    "a leader hears of its own report as late as of others'": ("S18", 105498),
+    "a node's goodbye takes its failure with it": (
+        "S13",
+        "a failure that no restart can cure, on a node that leaves before the leader has heard of it",
+    ),
     "old news take back what a node has written": (
         "S5",
         "news of a handover that was given up come while the next is under way",

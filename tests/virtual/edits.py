@@ -46,6 +46,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
+    "a leader hears of its own report as late as of others'": (
+        (_HANDLER, "Conversations.file", "revision and self.keys.all_reports in self._followed", "False"),
+    ),
+    "a node's goodbye takes its failure with it": (
+        (_R + "member", "Member.leave", "told is not None and told.generation == view.number", "False"),
+    ),
     "old news take back what a node has written": ((_HANDLER, "Conversations._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
     "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (

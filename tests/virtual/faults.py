@@ -226,6 +226,10 @@ class Faults:
         """A worker dies in the moment in which others have finished a step that it has not."""
         self.sim.torn = process.name
 
+    def alone_ahead(self, process: Process, fault: Fault) -> None:
+        """From now on all ranks but this node's take long to finish a step, and do not if one of these dies."""
+        self.sim.ahead = process.name
+
     def collateral_first(self, process: Process, fault: Fault) -> bool:
         """The report of a consequence comes before that of the cause."""
         living = process.group.living

@@ -225,7 +225,8 @@ class Invariants:
         require(
             new.parent == (old.nonce if old else ""), "S2", f"step {new.step} does not follow the head {step_of(old)}"
         )
-        require(new.step > step_of(old), "S2", f"step {new.step} after {step_of(old)}")
+        least = step_of(old) + ((new.step, self.generations[-1].nonce) not in self.work.redone)
+        require(new.step >= least, "S2", f"step {new.step} after {step_of(old)}")
         trained = tuple(step for step, _ in self.sim.disk[new.nonce])
         require(trained == tuple(range(1, new.step + 1)), "S5", f"step {new.step} was trained on {trained}")
         self.heads.append(new)
