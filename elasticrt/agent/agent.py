@@ -22,7 +22,6 @@ from elasticrt.agent.event_loop import EventLoop
 from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.store_discovery import ride_out
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
@@ -241,13 +240,7 @@ class Agent:
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
-        settings, endpoints = self.settings, self.membership.meeting.endpoints
-        address = ride_out(
-            lambda: self.edges.own_address(settings, endpoints),
-            settings.etcd_wait_s,
-            self.clock,
-            told_to_leave=self.membership.told_to_leave,
-        )
+        settings, address = self.settings, self.membership.meeting.address
         self.probes = self.edges.probe_server(
             address, settings.run_id, lambda: (self.member.me.record.incarnation, self.member.me.started), self._known
         )

@@ -69,7 +69,7 @@ class Console:
 
     def published(self, decision: Publish, before: Mapping[str, str]) -> None:
         """A generation was published; `before`: incarnations by node of the one that it replaces."""
-        after = {seat.node: seat.incarnation for seat in decision.draft.seats}
+        after = {seat.node: seat.incarnation for seat in decision.seats}
         if decision.draft.kind == "lost":
             for name in sorted(name for name in before if after.get(name) != before[name]):
                 self.event("member_lost", lost=name, how=decision.draft.cause)

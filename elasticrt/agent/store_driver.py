@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from elasticrt.clock import Clock
 from elasticrt.errors import StoreError
-from elasticrt.rendezvous.member import told_too_early
 from elasticrt.rendezvous.requests import (
     AskOwner,
     Commit,
@@ -35,6 +34,11 @@ def unknown(address: str, port: int, incarnation: str) -> str:
     return "silent"
 
 
+def no_lease() -> Lease:
+    """What asking for a lease finds where nobody becomes a member."""
+    raise AssertionError("this driver has no lease session")
+
+
 class StoreDriver:
     """One member's. Used by one thread; only `emit` is called from others.
 
@@ -53,7 +57,7 @@ class StoreDriver:
         emit: Callable[[Notice], None],
         clock: Clock,
         *,
-        grant: Callable[[], Lease],
+        grant: Callable[[], Lease] = no_lease,
         probe: Callable[[str, int, str], str] = unknown,
         told_to_leave: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -112,5 +116,5 @@ class StoreDriver:
     def _pause(self, seconds: float) -> None:
         if seconds:
             if self._told_to_leave():
-                raise told_too_early()
+                raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
             self._clock.sleep(seconds)

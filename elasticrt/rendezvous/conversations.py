@@ -26,6 +26,7 @@ from elasticrt.rendezvous.records import (
     Result,
     SpecRecord,
     decode,
+    seal,
 )
 from elasticrt.rendezvous.requests import Commit, Conversation, Follow, Notice, Read, Unfollow
 from elasticrt.rendezvous.view import (
@@ -228,7 +229,7 @@ class Conversations:
 
     def publish(self, decision: Publish) -> Conversation[bool]:
         """Write the roster, then swap the generation; take the roster back if somebody else was faster."""
-        generation, chunks = decision.draft.seal(self._token(), self._seats_per_chunk)
+        generation, chunks = seal(decision.draft, decision.seats, self._token(), self._seats_per_chunk)
         for txn in transactions.roster(self.keys, generation.nonce, chunks):
             yield from self._commit(txn)
         txn = transactions.publish(self.keys, self._guard(), self.view.node, generation, self.view.generation)
@@ -238,7 +239,6 @@ class Conversations:
             yield from self.refresh()
             return False
         self._fold(now, _put(self.keys.generation, generation, done.revision))
-        self._fold(now, Event(self.keys.handover, None, done.revision))  # It went with the generation before.
         yield from self._fold_range(self.keys.roster(generation.nonce))
         return True
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticrt.rendezvous.records import CopyRecord, Generation, HandoverRecord, Member, Report, Result, Seat
-from elasticrt.rendezvous.seats import Draft
+from elasticrt.rendezvous.records import CopyRecord, Draft, Generation, HandoverRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.view import Stored
 from elasticrt.spec import RunSpec
 
@@ -158,6 +157,7 @@ class Publish:
     """Publish the next generation by compare-and-swap."""
 
     draft: Draft
+    seats: tuple[Seat, ...]
     reason: str
 
 

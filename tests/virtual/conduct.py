@@ -135,7 +135,7 @@ class Conduct:
             ends = [node for node, report in view.reports.items() if report.record.status in ("finishing", "ok")]
             joins = decision.draft.kind in ("join", "drain", "resize") and not agreed
             require(not (joins and ends), "S12", f"{process.name} lets nodes in, and knows that {ends} have ended well")
-            for seat in decision.draft.seats:
+            for seat in decision.seats:
                 report = view.reports.get(seat.node)
                 left = report is not None and report.record.status == "left"
                 same = report is not None and report.record.incarnation == seat.incarnation

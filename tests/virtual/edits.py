@@ -82,11 +82,11 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "nobody asks whether enough are left": ((_LED, "re_form", "if short is not None:", "if False:"),),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
-    "failures are not counted": ((_LED, "counting", "before.restarts_total + 1", "before.restarts_total"),),
+    "failures are not counted": ((_LED, "counting", "before.total + 1", "before.total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
     "the budget is one less": ((_DECIDE, "_after_failure", "> spec.max_restarts:", ">= spec.max_restarts:"),),
     "a lost node costs a restart": (
-        (_SEATS, "Restarts.of", "before.restarts_total,", "before.restarts_total + 1,"),
+        (_LED, "re_form", "or led.generation.restarts", 'or led.generation.restarts.model_copy(update={"total": 1 + led.generation.restarts.total})'),
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
     "a failed publish is tried again unread": ((_HANDLER, "Conversations.publish", "yield from self.refresh()", "pass"),),
@@ -97,7 +97,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
     "a node that was left out keeps its workers": ((_A + "agent", "Agent.left_out", "self._kill_workers()", "pass"),),
-    "only workers that run bind a life": ((_DECIDE, "decide", "max(me.running, me.seated)", "me.running"),),
+    "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
         (_COMMIT, "StoreRequests._settle", "record.incarnation != errand.incarnation or ", ""),
