@@ -25,13 +25,14 @@ from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Request, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.rendezvous.decision import Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
 from elasticrt.rendezvous.member import Member
-from elasticrt.rendezvous.records import Generation, HeadRecord, Seat
+from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import View
@@ -217,7 +218,7 @@ class Agent:
                 self._signalled(event)
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
-            case HeadRecord():
+            case Commit():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
@@ -397,7 +398,7 @@ class Agent:
             return False
         return True
 
-    def _newest(self) -> HeadRecord | None:
+    def _newest(self) -> Commit | None:
         try:
             return self.membership.driver.run(self.member.newest_head())
         except StoreError as error:

@@ -9,10 +9,11 @@ from typing import Any
 
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import Meeting
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Leave, Me, Publish
-from elasticrt.rendezvous.records import HeadRecord, Result
+from elasticrt.rendezvous.records import Result
 from elasticrt.rendezvous.view import View
 from elasticrt.settings import Settings
 from elasticrt.text import plain
@@ -86,7 +87,7 @@ class Console:
         size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
         self.say(f"generation {new.number} with {size}: {new.cause}")
 
-    def left(self, decision: Leave, head: HeadRecord | None) -> None:
+    def left(self, decision: Leave, head: Commit | None) -> None:
         """This node has gone: what is saved by now, and how to go on."""
         if decision.saving and (head is None or head.reached < decision.saving):
             saved = f"the node of rank 0 is saving step {decision.saving:,}; "

@@ -11,7 +11,6 @@ from elasticrt.clock import Clock
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.requests import (
     AskOwner,
-    Commit,
     Conversation,
     Follow,
     Grant,
@@ -19,6 +18,7 @@ from elasticrt.rendezvous.requests import (
     Pause,
     Read,
     Request,
+    Transact,
     Unfollow,
 )
 from elasticrt.store.protocol import Broken, Changes, Lease, Resync, Store, Watch
@@ -93,7 +93,7 @@ class StoreDriver:
         match request:
             case Read(range_, limit, by_create):
                 return self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)
-            case Commit(txn):
+            case Transact(txn):
                 log.debug("transaction: %s", txn.why)
                 return self.store.commit(txn)
             case Follow(number, range_, from_revision):

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticrt.errors import DuplicateError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decision import Ask, Fence, File, Finish, Publish
 from elasticrt.rendezvous.records import (
     SEATS_PER_CHUNK,
-    HeadRecord,
     Keys,
     Member,
     Record,
@@ -28,7 +28,7 @@ from elasticrt.rendezvous.records import (
     decode,
     seal,
 )
-from elasticrt.rendezvous.requests import Commit, Conversation, Follow, Notice, Read, Unfollow
+from elasticrt.rendezvous.requests import Conversation, Follow, Notice, Read, Transact, Unfollow
 from elasticrt.rendezvous.view import (
     View,
     apply,
@@ -290,11 +290,11 @@ class Conversations:
             # The generation has moved on, or the key is gone already: then leaving needs no report.
             yield from self._commit(transactions.leave(self.keys, self._guard(), self.view.node, None))
 
-    def newest(self) -> Conversation[HeadRecord | None]:
+    def newest(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
         answer, _ = yield Read(self.keys.checkpoint)
         found = answer.get(self.keys.checkpoint)
-        return decode(HeadRecord, self.keys.checkpoint, found.value) if found is not None else None
+        return decode(Commit, self.keys.checkpoint, found.value) if found is not None else None
 
     # Details.
 
@@ -302,7 +302,7 @@ class Conversations:
         return transactions.Guard.of(self.view)
 
     def _commit(self, txn: Txn) -> Conversation[tuple[TxnResult, float]]:
-        return (yield Commit(txn))
+        return (yield Transact(txn))
 
     def _done(self, txn: Txn) -> Conversation[tuple[int, float]]:
         """The revision at which it took effect, and when; 0 if it did not, and then the view has been read anew."""

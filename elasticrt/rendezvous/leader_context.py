@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Literal
 
 from elasticrt.errors import EXIT_RENDEZVOUS
+from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure, first_cause
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import (
-    CopyRecord,
     Draft,
     Generation,
     Member,
@@ -219,9 +219,7 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     return replace(entry, record=entry.record.model_copy(update=newer))
 
 
-def _newest_copy(
-    view: View, chosen: list[Stored[Member]], me: Me | None
-) -> tuple[CopyRecord | None, Stored[Member] | None]:
+def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tuple[Copy | None, Stored[Member] | None]:
     """The newest copy that one of these members holds, and who holds it.
 
     Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
@@ -234,7 +232,7 @@ def _newest_copy(
     known = (before.resume.nonce if before.resume else "", "")
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
-    best: tuple[CopyRecord | None, Stored[Member] | None] = (None, None)
+    best: tuple[Copy | None, Stored[Member] | None] = (None, None)
     reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
         report = reports.get(entry.record.node)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, ElasticError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.conversations import Conversations, Entered
 from elasticrt.rendezvous.decide import decide
@@ -37,7 +38,7 @@ from elasticrt.rendezvous.decision import (
     Withdraw,
 )
 from elasticrt.rendezvous.outage import Heard, Outage, ride_out
-from elasticrt.rendezvous.records import SEATS_PER_CHUNK, HeadRecord, Keys, Report, Result, Seat, decode
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Report, Result, Seat, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause
 from elasticrt.rendezvous.view import Verdict, View, with_verdict
@@ -244,7 +245,7 @@ class Member:
         """Read everything: what happened to requests without an answer is in the store."""
         return self._talks.refresh()
 
-    def newest_head(self) -> Conversation[HeadRecord | None]:
+    def newest_head(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
         return self._talks.newest()
 

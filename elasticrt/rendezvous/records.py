@@ -68,10 +68,6 @@ class Record(BaseModel):
         return value
 
 
-HeadRecord = Commit
-CopyRecord = Copy
-"""What workers know by these names is stored as it is; each checks its own fields."""
-
 R = TypeVar("R", bound=Record | Commit)
 
 
@@ -212,8 +208,8 @@ class Draft(Record):
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     in_place: bool = False
     restarts: Restarts = Restarts()
-    resume: HeadRecord | None = None
-    memory: CopyRecord | None = None
+    resume: Commit | None = None
+    memory: Copy | None = None
 
 
 class Generation(Draft):
@@ -244,7 +240,7 @@ class Report(Record):
     failure: Failure | None = None
     handover: Count = 0
     entered: Count = 0
-    memory: CopyRecord | None = None
+    memory: Copy | None = None
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     has_state: bool = False
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
     Generation,
     HandoverRecord,
-    HeadRecord,
     Keys,
     Member,
     Record,
@@ -36,7 +36,7 @@ from elasticrt.rendezvous.records import (
 )
 from elasticrt.store.protocol import Event, KeyValue, RangeRead
 
-R = TypeVar("R", bound=Record | HeadRecord)
+R = TypeVar("R", bound=Record | Commit)
 V = TypeVar("V")
 
 
@@ -95,7 +95,7 @@ class View:
     roster_nonce: str = ""
     roster_complete: bool = False
     filed: Mapping[str, Stored[Report]] = field(default_factory=dict)
-    head: Stored[HeadRecord] | None = None
+    head: Stored[Commit] | None = None
     asked: Stored[HandoverRecord] | None = None
     latest: Stored[Result] | None = None
     vanished: Mapping[str, float] = field(default_factory=dict)
@@ -308,7 +308,7 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
         if key.startswith(keys.all_reports):
             return _report(view, keys, key, change.value, now)
         if key == keys.checkpoint:
-            return replace(view, head=_entry(HeadRecord, key, change.value, view.head, now))
+            return replace(view, head=_entry(Commit, key, change.value, view.head, now))
         if key == keys.handover:
             return replace(view, asked=_entry(HandoverRecord, key, change.value, view.asked, now))
         if key == keys.spec:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrt.errors import EXIT_CHECKPOINT
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
     Generation,
     HandoverRecord,
-    HeadRecord,
     Keys,
     Member,
     Preparation,
@@ -45,7 +45,7 @@ class Invariants:
         self.published_at: dict[int, float] = {}
         self.seats: dict[str, dict[str, Seat]] = {}
         self.chunks: dict[str, bytes] = {}
-        self.heads: list[HeadRecord] = []
+        self.heads: list[Commit] = []
 
         self.head_at: float = 0.0
         self.head_when_published: dict[str, str] = {}
@@ -66,7 +66,7 @@ class Invariants:
         """Begin with what is left in a store that has lost data."""
         for kv in found.keys:
             if kv.key == self.keys.checkpoint:
-                self.heads.append(decode(HeadRecord, kv.key, kv.value))
+                self.heads.append(decode(Commit, kv.key, kv.value))
             elif kv.key == self.keys.spec:
                 self.spec = decode(SpecRecord, kv.key, kv.value)
             elif kv.key.startswith(self.keys.members):
@@ -92,7 +92,7 @@ class Invariants:
             self._generation(decode(Generation, key, data))
         elif key == keys.checkpoint:
             require(value is not None, "S2", "the head was deleted")
-            self._head(decode(HeadRecord, key, data))
+            self._head(decode(Commit, key, data))
         elif key.startswith(keys.results):
             require(value is not None and value.version == 1, "S12", f"{key} was written twice, or deleted")
             self._result(decode(Result, key, data))
@@ -211,7 +211,7 @@ class Invariants:
                 "the budget came back",
             )
 
-    def _head(self, new: HeadRecord) -> None:
+    def _head(self, new: Commit) -> None:
         old = self.heads[-1] if self.heads else None
         if self.conduct.writer is None:
             self.heads.append(new)  # By hand.

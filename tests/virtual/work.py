@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrt.agent.store_proxy import StoreRequest
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save
-from elasticrt.rendezvous.records import Generation, HeadRecord
+from elasticrt.rendezvous.records import Generation
 from tests.virtual.engine import require
 
 if TYPE_CHECKING:
@@ -184,6 +185,6 @@ class Work:
         self.told_step[node] = step
 
 
-def step_of(head: HeadRecord | None) -> int:
+def step_of(head: Commit | None) -> int:
     """The step of a head, 0 before the first."""
     return head.step if head is not None else 0
