@@ -52,7 +52,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a node's goodbye takes its failure with it": (
         (_R + "member", "Member.leave", "told is not None and told.generation == view.number", "False"),
     ),
-    "old news take back what a node has written": ((_HANDLER, "Conversations._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
     "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
         (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
