@@ -23,17 +23,17 @@ from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
-from elasticrt.agent.store_discovery import ride_out
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Request, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.rendezvous.decision import Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
 from elasticrt.rendezvous.member import Member
-from elasticrt.rendezvous.records import Generation, HeadRecord, Seat
+from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import View
@@ -222,7 +222,7 @@ class Agent(Side):
                 self._signalled(event)
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
-            case HeadRecord():
+            case Commit():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
@@ -243,13 +243,7 @@ class Agent(Side):
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
-        settings, endpoints = self.settings, self.membership.meeting.endpoints
-        address = ride_out(
-            lambda: self.edges.own_address(settings, endpoints),
-            settings.etcd_wait_s,
-            self.clock,
-            told_to_leave=self.membership.told_to_leave,
-        )
+        settings, address = self.settings, self.membership.meeting.address
         self.probes = self.edges.probe_server(
             self.loop.prober,
             address,
@@ -410,7 +404,7 @@ class Agent(Side):
             return False
         return True
 
-    def _newest(self) -> HeadRecord | None:
+    def _newest(self) -> Commit | None:
         try:
             return self.membership.driver.run(self.member.newest_head())
         except StoreError as error:

@@ -9,10 +9,11 @@ from typing import Any
 
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import Meeting
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Leave, Me, Publish
-from elasticrt.rendezvous.records import HeadRecord, Result
+from elasticrt.rendezvous.records import Result
 from elasticrt.rendezvous.view import View
 from elasticrt.settings import Settings
 from elasticrt.text import plain
@@ -72,7 +73,7 @@ class Console:
 
     def published(self, decision: Publish, before: Mapping[str, str]) -> None:
         """A generation was published by `decision`; `before`: incarnations by node of the one that it replaces."""
-        after = {seat.node: seat.incarnation for seat in decision.draft.seats}
+        after = {seat.node: seat.incarnation for seat in decision.seats}
         if decision.draft.kind == "lost":
             for name in sorted(name for name in before if after.get(name) != before[name]):
                 self.event("member_lost", lost=name, how=decision.draft.cause)
@@ -92,7 +93,7 @@ class Console:
         size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
         self.say(f"generation {new.number} with {size}: {new.cause}")
 
-    def left(self, decision: Leave, head: HeadRecord | None) -> None:
+    def left(self, decision: Leave, head: Commit | None) -> None:
         """This node has gone, by `decision`: what is saved by now (`head`), and how to go on."""
         if decision.others_go_on:
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.agent.store_discovery import Meeting, how_to_join, meet, own_address
+from elasticrt.agent.store_discovery import Meeting, how_to_join, meet
 from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.clock import Clock
@@ -26,7 +26,6 @@ from elasticrt.rendezvous.records import SEATS_PER_CHUNK
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
-from elasticrt.store.protocol import Address
 from elasticrt.workers.store_ports import StorePorts
 
 
@@ -43,7 +42,6 @@ class Edges:
         queue: makes the queue that the agent's loop reads.
         token: draws 64 random bits, as 16 hex digits: an incarnation, a nonce.
         meet: finds an etcd or starts this machine's own.
-        own_address: the address of this machine that others reach.
         how_to_join: the lines that tell people how to bring more nodes.
         lease_session: grants a lease and keeps it alive.
         store_proxy: carries out what workers ask of the store.
@@ -62,7 +60,6 @@ class Edges:
     queue: Callable[[], queue.SimpleQueue[Any]] = queue.SimpleQueue
     token: Callable[[], str] = _token
     meet: Callable[[Settings, Callable[[], bool]], Meeting] = meet
-    own_address: Callable[[Settings, tuple[Address, ...]], str] = own_address
     how_to_join: Callable[[Settings, RunSpec, Meeting], list[str]] = how_to_join
     lease_session: Callable[..., LeaseSession] = LeaseSession
     store_proxy: Callable[..., StoreProxy] = StoreProxy

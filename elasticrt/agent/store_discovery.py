@@ -7,13 +7,12 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from elasticrt.clock import Clock
+from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError, explain
-from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
-from elasticrt.rendezvous.member import no_answer, told_too_early
+from elasticrt.rendezvous.outage import ride_out
 from elasticrt.rendezvous.records import Keys
+from elasticrt.rendezvous.requests import Conversation, Notice, Read
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import DEFAULT_PORT, is_loopback
@@ -30,16 +29,22 @@ CONNECT_S = 1.5
 ELSEWHERE = ("192.0.2.1", 9)
 """An address that is nobody's (RFC 5737), behind every default route."""
 
-R = TypeVar("R")
-
 
 @dataclass(frozen=True)
 class Meeting:
-    """An open store, and what serves it: `served` is None for an etcd that is not ours."""
+    """An open store, and how it is reached.
+
+    Attributes:
+        store: it has answered once.
+        endpoints: where it listens.
+        served: what serves it; None for an etcd that is not ours.
+        address: of this machine, where other nodes reach it.
+    """
 
     store: Store
     endpoints: tuple[Address, ...]
     served: Served | None
+    address: str
 
 
 def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
@@ -58,40 +63,23 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
 
     store = EtcdStore(endpoints, settings.credentials)
     try:
-        # A connection alone proves nothing: members that start together listen before they have a majority.
-        ride_out(
-            lambda: store.read(Keys(settings.run_id).spec, exact=True),
-            settings.etcd_wait_s,
-            time,
-            told_to_leave=told_to_leave,
-        )
+        driver = StoreDriver(store, _unheard, time, told_to_leave=told_to_leave)
+        address = driver.run(ride_out(lambda: _first_answer(settings, endpoints), settings.etcd_wait_s, log.warning))
     except BaseException:
         store.close()
         raise
-    return Meeting(store, endpoints, served)
+    return Meeting(store, endpoints, served, address)
 
 
-def ride_out(
-    ask: Callable[[], R], wait_s: float, clock: Clock, *, told_to_leave: Callable[[], bool] = lambda: False
-) -> R:
-    """Ask etcd again until it answers: who joins waits for it as members do, for up to `wait_s`.
+def _first_answer(settings: Settings, endpoints: tuple[Address, ...]) -> Conversation[str]:
+    """See that etcd works, and where others reach this machine. Raises StoreUnavailable."""
+    # A connection alone proves nothing: members that start together listen before they have a majority.
+    yield Read(Keys(settings.run_id).spec)
+    return settings.address if settings.address is not None else address_towards(settings.serve or endpoints[0])
 
-    `ask` must bear being repeated when its effect is unknown. Raises StoreError after `wait_s` without an answer and
-    when told to leave, and at once whatever else `ask` raises.
-    """
-    since, said = clock.monotonic(), False
-    while True:
-        try:
-            return ask()
-        except StoreUnavailable as error:
-            if told_to_leave():
-                raise told_too_early() from error
-            if clock.monotonic() - since >= wait_s:
-                raise no_answer(error, wait_s) from error
-            if not said:
-                log.warning("etcd does not answer: %s; waiting for up to %g s", error, wait_s)
-                said = True
-        clock.sleep(LOOK_AGAIN_S)
+
+def _unheard(notice: Notice) -> None:
+    """Nothing is followed yet."""
 
 
 def _check_listening(endpoints: tuple[Address, ...]) -> None:
@@ -113,13 +101,6 @@ def _check_listening(endpoints: tuple[Address, ...]) -> None:
             remedy="Check that it runs and that its name and port are right; `elasticrt etcd` starts one",
         )
     )
-
-
-def own_address(settings: Settings, endpoints: tuple[Address, ...]) -> str:
-    """The address of this node for others: as `settings` say, or of the way to `endpoints`. Raises StoreUnavailable."""
-    if settings.address is not None:
-        return settings.address
-    return address_towards(settings.serve or endpoints[0])
 
 
 def address_towards(endpoint: Address) -> str:

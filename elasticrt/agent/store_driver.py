@@ -9,10 +9,8 @@ from typing import Any, TypeVar
 
 from elasticrt.clock import Clock
 from elasticrt.errors import StoreError
-from elasticrt.rendezvous.member import told_too_early
 from elasticrt.rendezvous.requests import (
     AskOwner,
-    Commit,
     Conversation,
     Follow,
     Grant,
@@ -20,6 +18,7 @@ from elasticrt.rendezvous.requests import (
     Pause,
     Read,
     Request,
+    Transact,
     Unfollow,
 )
 from elasticrt.store.protocol import Broken, Changes, Lease, Resync, Store, Watch
@@ -33,6 +32,11 @@ def unknown(address: str, port: int, incarnation: str) -> str:
     """What asking an agent finds where nobody can be asked."""
     del address, port, incarnation
     return "silent"
+
+
+def no_lease() -> Lease:
+    """What asking for a lease finds where nobody becomes a member."""
+    raise AssertionError("this driver has no lease session")
 
 
 class StoreDriver:
@@ -53,7 +57,7 @@ class StoreDriver:
         emit: Callable[[Notice], None],
         clock: Clock,
         *,
-        grant: Callable[[], Lease],
+        grant: Callable[[], Lease] = no_lease,
         probe: Callable[[str, int, str], str] = unknown,
         told_to_leave: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -89,7 +93,7 @@ class StoreDriver:
         match request:
             case Read(range_, limit, by_create):
                 return self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)
-            case Commit(txn):
+            case Transact(txn):
                 log.debug("transaction: %s", txn.why)
                 return self.store.commit(txn)
             case Follow(number, range_, from_revision):
@@ -112,5 +116,5 @@ class StoreDriver:
     def _pause(self, seconds: float) -> None:
         if seconds:
             if self._told_to_leave():
-                raise told_too_early()
+                raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
             self._clock.sleep(seconds)

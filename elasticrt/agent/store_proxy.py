@@ -21,7 +21,7 @@ from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.records import HeadRecord, Keys, Preparation, decode, version_of
+from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
 from elasticrt.text import unpacked
 
@@ -56,7 +56,7 @@ class StoreProxy:
         committed: told of every new head, from that thread.
     """
 
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None]) -> None:
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
         self._closing = threading.Event()
         self._errands = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
         self._lock = threading.Lock()  # Guards what follows.
@@ -107,7 +107,7 @@ class StoreRequests:
     """
 
     def __init__(
-        self, store: Store, keys: Keys, committed: Callable[[HeadRecord], None], pause: Callable[[], bool]
+        self, store: Store, keys: Keys, committed: Callable[[Commit], None], pause: Callable[[], bool]
     ) -> None:
         self._pause = pause
         self._store = store
@@ -174,11 +174,11 @@ class StoreRequests:
             if not self._pause():
                 return Reply(request.request, False, "etcd does not answer: the outcome of the commit is unknown")
 
-    def _head(self) -> tuple[KeyValue | None, HeadRecord | None]:
+    def _head(self) -> tuple[KeyValue | None, Commit | None]:
         current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
-        return current, decode(HeadRecord, current.key, current.value) if current is not None else None
+        return current, decode(Commit, current.key, current.value) if current is not None else None
 
-    def _accepted(self, request: Save, head: HeadRecord) -> Reply:
+    def _accepted(self, request: Save, head: Commit) -> Reply:
         self._committed(head)
         return Reply(request.request, True)
 
@@ -199,7 +199,7 @@ class StoreRequests:
                 self._holdings[request.directory].release()
             self._holdings[request.directory] = holding
         value = found.get(key)
-        head = None if value is None else decode(HeadRecord, key, value.value)
+        head = None if value is None else decode(Commit, key, value.value)
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
     def _claim(self, errand: StoreRequest, request: Claim) -> Reply:

@@ -407,7 +407,8 @@ class Supervisor:
         self._state = self._state.failed(failure, self._clock.monotonic())
 
     def _tell_generation(self, generation: Generation, seat: Seat, resume_step: int) -> None:
-        told = generation.model_dump(include={"number", "world_size", "cause", "kind", "restarts"})
+        told = generation.model_dump(include={"number", "world_size", "cause", "kind"})
+        told["restarts"] = generation.restarts.spent
         if generation.in_place:
             told["in_place"] = True
         self._events.write("generation", **told, nodes=self._names, resume_step=resume_step, index=seat.index)

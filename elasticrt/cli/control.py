@@ -18,6 +18,7 @@ from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import declare, read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
@@ -27,7 +28,7 @@ from elasticrt.run_options import EtcdOptions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from elasticrt.rendezvous.records import Generation, HeadRecord, Keys, Member, Result, SpecRecord
+    from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord
     from elasticrt.store.protocol import KeyValue, Store
 
 
@@ -115,10 +116,10 @@ def _store(run_id: str, options: EtcdOptions) -> Iterator[Store]:
 
 def show(store: Store, keys: Keys, _: argparse.Namespace, __: EtcdOptions) -> int:
     """Print what etcd knows of the run. Raises ConfigError when there is no such run."""
-    from elasticrt.rendezvous.records import Generation, HeadRecord, Result
+    from elasticrt.rendezvous.records import Generation, Result
 
     spec = _spec(store, keys)[0]
-    generation, head = _read(store, keys.generation, Generation), _read(store, keys.checkpoint, HeadRecord)
+    generation, head = _read(store, keys.generation, Generation), _read(store, keys.checkpoint, Commit)
     result = _read(store, keys.result(spec.attempt), Result)
     lines = describe(keys.run_id, spec, _members(store, keys), generation=generation, head=head, result=result)
     write(sys.stdout, "\n".join(lines) + "\n")
@@ -131,7 +132,7 @@ def describe(
     members: Mapping[str, tuple[Member, KeyValue]],
     *,
     generation: Generation | None,
-    head: HeadRecord | None,
+    head: Commit | None,
     result: Result | None,
 ) -> list[str]:
     """The lines of `elasticrt status`. Pure."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticrt.errors import DuplicateError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.decision import Ask, Fence, File, Finish, Publish
 from elasticrt.rendezvous.records import (
     SEATS_PER_CHUNK,
-    HeadRecord,
     Keys,
     Member,
     Record,
@@ -26,8 +26,9 @@ from elasticrt.rendezvous.records import (
     Result,
     SpecRecord,
     decode,
+    seal,
 )
-from elasticrt.rendezvous.requests import Commit, Conversation, Follow, Notice, Read, Unfollow
+from elasticrt.rendezvous.requests import Conversation, Follow, Notice, Read, Transact, Unfollow
 from elasticrt.rendezvous.view import (
     View,
     apply,
@@ -212,7 +213,11 @@ class Conversations:
 
     def file(self, decision: File) -> Conversation[bool]:
         """Store the report."""
-        revision, _ = yield from self._done(transactions.file(self.keys, self._guard(), decision.report))
+        report = decision.report
+        revision, now = yield from self._done(transactions.file(self.keys, self._guard(), report))
+        if revision and self.keys.all_reports in self._followed:
+            # A leader decides by its own report as well, and its watch may be slow to deliver it.
+            self._fold(now, _put(self.keys.report(report.generation, report.node), report, revision))
         return bool(revision)
 
     def evict(self, decision: Fence) -> Conversation[bool]:
@@ -224,7 +229,7 @@ class Conversations:
 
     def publish(self, decision: Publish) -> Conversation[bool]:
         """Write the roster, then swap the generation; take the roster back if somebody else was faster."""
-        generation, chunks = decision.draft.seal(self._token(), self._seats_per_chunk)
+        generation, chunks = seal(decision.draft, decision.seats, self._token(), self._seats_per_chunk)
         for txn in transactions.roster(self.keys, generation.nonce, chunks):
             yield from self._commit(txn)
         txn = transactions.publish(self.keys, self._guard(), self.view.node, generation, self.view.generation)
@@ -234,7 +239,6 @@ class Conversations:
             yield from self.refresh()
             return False
         self._fold(now, _put(self.keys.generation, generation, done.revision))
-        self._fold(now, Event(self.keys.handover, None, done.revision))  # It went with the generation before.
         yield from self._fold_range(self.keys.roster(generation.nonce))
         return True
 
@@ -286,11 +290,11 @@ class Conversations:
             # The generation has moved on, or the key is gone already: then leaving needs no report.
             yield from self._commit(transactions.leave(self.keys, self._guard(), self.view.node, None))
 
-    def newest(self) -> Conversation[HeadRecord | None]:
+    def newest(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
         answer, _ = yield Read(self.keys.checkpoint)
         found = answer.get(self.keys.checkpoint)
-        return decode(HeadRecord, self.keys.checkpoint, found.value) if found is not None else None
+        return decode(Commit, self.keys.checkpoint, found.value) if found is not None else None
 
     # Details.
 
@@ -298,7 +302,7 @@ class Conversations:
         return transactions.Guard.of(self.view)
 
     def _commit(self, txn: Txn) -> Conversation[tuple[TxnResult, float]]:
-        return (yield Commit(txn))
+        return (yield Transact(txn))
 
     def _done(self, txn: Txn) -> Conversation[tuple[int, float]]:
         """The revision at which it took effect, and when; 0 if it did not, and then the view has been read anew."""

@@ -61,8 +61,8 @@ from elasticrt.rendezvous.leader_context import (
     unavailable,
 )
 from elasticrt.rendezvous.reconfiguration import handing_over, planned
-from elasticrt.rendezvous.records import Member, Report, Seat
-from elasticrt.rendezvous.seats import Restarts, seats_for
+from elasticrt.rendezvous.records import Member, Report, Restarts, Seat
+from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec, difference, resized
 
@@ -74,13 +74,19 @@ STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
 SILENCE_TERMS = 2
-"""So many lease terms before its key goes a node's silence may have begun, and explain that: it has lost its lease, or
-has been fenced. Whoever kept its key for longer was heard by etcd."""
+"""A node's silence explains that its key has gone if it began at most so many lease terms before: the node has lost its
+lease, or was fenced. A node that kept its key for longer was heard by etcd meanwhile, and has to be asked again."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
-    """What this member does next. `now` is its monotonic clock, in seconds."""
-    name, life = me.record.node, me.record.incarnation
+    """What this member does next.
+
+    Args:
+        me: its own state.
+        view: what it knows of the run.
+        now: its monotonic clock, in seconds.
+    """
+    # Whether it takes part at all.
     if view.result is not None:
         return End(view.result, f"the run has ended: {view.result.reason}")
     if me.leaving:
@@ -93,30 +99,26 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
         return _stop_all(view, f"{view.lost}: data lost")
     if view.spec is None:
         return Halt(EXIT_STORE, "the store does not know the options of this run any more: data lost")
-    if view.spec is not None and view.spec.record.attempt != me.attempt:
+    if view.spec.record.attempt != me.attempt:
         return Halt(EXIT_DUPLICATE, f"attempt {view.spec.record.attempt} of this run has begun without this node")
-    if view.spec is not None and view.spec.record.spec != me.spec:
+    if view.spec.record.spec != me.spec:
         if resized(me.spec, view.spec.record.spec) == view.spec.record.spec:
             return Adopt(view.spec.record.spec, f"the run was resized: {difference(me.spec, view.spec.record.spec)}")
         return Halt(EXIT_DUPLICATE, f"the run has other options now: {difference(me.spec, view.spec.record.spec)}")
 
+    # What its workers do. This is known without etcd as well, and comes before anything is written.
     if not view.roster_known:
         return _without_etcd(me, f"reading the roster of generation {view.number}")
-    seat = view.seat_of(name, life)
-    generation = view.generation.record if view.generation else None
-    bound = max(me.running, me.seated)
-    here = view.members.get(name)
-    waits = generation is not None and generation.in_place and not me.running  # For its workers to be ready, or let in.
-    waits = waits and here is not None and here.record.incarnation == life
-    if bound and generation is not None and generation.number > bound and seat is None and not waits:
-        return Rejoin(f"generation {generation.number} goes on without this node")
-    if seat is not None and generation is not None and me.started < generation.number:
-        return Run(generation, seat, f"generation {generation.number}: {generation.cause}")
-
+    mine = view.members.get(me.record.node)
+    registered = mine is not None and mine.record.incarnation == me.record.incarnation
+    moved = _take_seat(me, view, registered=registered)
+    if moved is not None:
+        return moved
     if me.lease == "suspended":
         return _without_etcd(me, "etcd does not answer: workers run on, nothing is committed")
-    mine = view.members.get(name)
-    if me.lease == "lost" or mine is None or mine.record.incarnation != life:
+
+    # What the others should know of it.
+    if me.lease == "lost" or mine is None or not registered:
         return Register("no member key of this life in the store")
     if mine.record.draining and not me.record.draining:
         return Drain("asked to drain")
@@ -124,14 +126,35 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
         return File(me.report, f"workers of generation {me.report.generation}: {me.report.status}")
     if mine.record != me.record:
         return Announce("this member's state has changed")
+
+    # What it does for the whole run.
     step = handing_over(me, view)
     if step is not None:
         return step
     return _lead(me, view, now) if view.leads else _follow(me, view)
 
 
+def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
+    """What a newer generation means for this life: its seat there, or another life. None: there is nothing to do.
+
+    A life that has had a seat and has none in a newer generation was left out of it; the others may have fenced it. But
+    where they go on in place and it has no workers left, its new ones set up beside them: while it is `registered` it
+    waits to be let in, in the same life.
+    """
+    if view.generation is None:
+        return None
+    generation, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
+    if seat is not None:
+        run = Run(generation, seat, f"generation {generation.number}: {generation.cause}")
+        return run if me.started < generation.number else None
+    waits = generation.in_place and registered and not me.running
+    if 0 < max(me.running, me.seated) < generation.number and not waits:
+        return Rejoin(f"generation {generation.number} goes on without this node")
+    return None
+
+
 def _without_etcd(me: Me, waiting: str) -> Decision:
-    """What cannot be read cannot be decided; but workers whose generation is over, as another node says, are ended."""
+    """Wait for etcd. But when another node says that it is in a newer generation, this node's workers are ended."""
     if me.lease == "suspended" and 0 < me.running < me.heard:
         return Rejoin(f"etcd does not answer, but another node is in generation {me.heard} already")
     return Wait(waiting)
@@ -185,9 +208,9 @@ def _follow(me: Me, view: View) -> Decision:
 
 
 def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:
-    """The leader is silent. Of whom this member knows of, it is taken out only while most can be reached from here.
+    """The leader is silent: take it out, but only if this member reaches most of the nodes that it knows of.
 
-    Who hears nothing from half of the others must suspect itself; then the leases will tell.
+    A member that hears nothing from half of the others must suspect itself; then the leases will tell.
     """
     name = leader.record.node
     others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
@@ -203,15 +226,12 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
 
 def _lead(me: Me, view: View, now: float) -> Decision:
     """The leader's duties, most urgent first."""
-    if view.spec is None or not view.complete:
-        return Wait("reading all members")
-    spec, attempt = view.spec.record.spec, view.spec.record.attempt
-    if view.generation is None or view.generation.record.attempt != attempt:
-        return _start(view, spec, "start", now)
-    if not view.roster_complete:
-        return Wait("reading the roster")
+    assert view.spec is not None
+    assert view.complete, "who leads has read all members before it decides"
+    if view.generation is None or view.generation.record.attempt != view.spec.record.attempt:
+        return _start(view, view.spec.record.spec, "start", now)
 
-    led = LeaderContext(me, view, spec, view.generation.record, view.generation.since, view.order(), view.reports, now)
+    led = LeaderContext(me, view, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
         return Finish("succeeded", 0, f"{workers} ended with exit code 0")
@@ -240,7 +260,7 @@ def _lead(me: Me, view: View, now: float) -> Decision:
 
 
 def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
-    """Whatever is waited for, or before a generation: who was out of reach is asked again, once in a lease term."""
+    """Ask members that were out of reach again, once in a lease term, before the leader waits on or publishes."""
     absent = unavailable(led.view)
     asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in absent)
     again = min(asked, default=math.inf) + led.spec.lease_ttl_s
@@ -252,9 +272,9 @@ def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
 
 
 def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
-    """Newcomers that have not been asked: who registers in etcd need not be in reach of the others.
+    """Newcomers that have not been asked: a node that reaches etcd need not reach the others.
 
-    Of a node with a seat any new life is asked, warm or not: it counts where the silent are counted.
+    A new life of a node that has a seat is asked even before it is warm: it is counted where silent nodes are counted.
     """
     view, ready = led.view, {entry.record.incarnation for entry in candidates(led.view)}
     others = [entry for node, entry in view.members.items() if node != led.me.record.node]
@@ -297,8 +317,8 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
-    before, spec = led.generation, led.spec
-    if first.early and first.early == before.early:
+    spec = led.spec
+    if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
     restarts = counting(led, first, failed)
@@ -314,9 +334,9 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
 def _suspected(led: LeaderContext, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
-    Evidence against all: a failure report, or steps that stand still. Evidence against one: its member key has gone.
-    That it has come back since it was silent is evidence for it, which an isolated leader must not pass over. That it
-    was silent in the generation before, or long before its key has gone, says nothing.
+    A failure report, or steps that stand still, are evidence against all nodes; a member key that has gone is evidence
+    against its own. A silence of the generation before, or of long before the key went, says nothing. A node that has
+    registered again since it was silent is asked as well if the leader is isolated: that may be over.
     """
     if led.has_left(seat):
         return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elasticrt.rendezvous.records import CopyRecord, Generation, HandoverRecord, Member, Report, Result, Seat
-from elasticrt.rendezvous.seats import Draft
+from elasticrt.ipc.env import Copy
+from elasticrt.rendezvous.records import Draft, Generation, HandoverRecord, Member, Report, Result, Seat
 from elasticrt.rendezvous.view import Stored
 from elasticrt.spec import RunSpec
 
@@ -46,7 +46,7 @@ class Me:
     seated: int = 0
     report: Report | None = None
     filed: Report | None = None
-    copy: CopyRecord | None = None
+    copy: Copy | None = None
     heard: int = 0
     failed_at: float | None = None
     standing_since: float | None = None
@@ -160,6 +160,7 @@ class Publish:
     """Publish the next generation by compare-and-swap."""
 
     draft: Draft
+    seats: tuple[Seat, ...]
     reason: str
 
 

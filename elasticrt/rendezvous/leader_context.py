@@ -8,17 +8,19 @@ from functools import cached_property
 from typing import Literal
 
 from elasticrt.errors import EXIT_RENDEZVOUS
+from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import TEXT_MAX_BYTES, Failure, first_cause
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Decision, Finish, Me, Publish, Wait
 from elasticrt.rendezvous.records import (
-    CopyRecord,
+    Draft,
     Generation,
     Member,
     Report,
+    Restarts,
     Seat,
 )
-from elasticrt.rendezvous.seats import Draft, Restarts, seat_order, seats_for
+from elasticrt.rendezvous.seats import seat_order, seats_for
 from elasticrt.rendezvous.view import Stored, Verdict, View
 from elasticrt.spec import RunSpec
 from elasticrt.text import cut
@@ -26,16 +28,45 @@ from elasticrt.text import cut
 
 @dataclass(frozen=True)
 class LeaderContext:
-    """What the leader's duties look at: the view, taken apart once."""
+    """What the leader's duties look at: the view, taken apart once.
+
+    Attributes:
+        me: the leader's own state.
+        view: what it knows; its spec, members, generation and roster are there.
+        now: its monotonic clock, in seconds.
+    """
 
     me: Me
     view: View
-    spec: RunSpec
-    generation: Generation
-    since: float
-    seats: list[Seat]
-    reports: dict[str, Stored[Report]]
     now: float
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run's options."""
+        assert self.view.spec is not None
+        return self.view.spec.record.spec
+
+    @property
+    def generation(self) -> Generation:
+        """The current generation."""
+        assert self.view.generation is not None
+        return self.view.generation.record
+
+    @property
+    def since(self) -> float:
+        """Since when this node has known the current generation."""
+        assert self.view.generation is not None
+        return self.view.generation.since
+
+    @cached_property
+    def seats(self) -> list[Seat]:
+        """The generation's seats in rank order."""
+        return self.view.order()
+
+    @cached_property
+    def reports(self) -> dict[str, Stored[Report]]:
+        """The generation's reports by node."""
+        return self.view.reports
 
     @cached_property
     def failed_since(self) -> float | None:
@@ -107,9 +138,16 @@ def publish(
     me: Me | None = None,
     members: list[Stored[Member]] | None = None,
 ) -> Publish:
-    """The next generation from all ready members, or from these.
+    """The next generation: of workers that go on in place where enough of them can, else of workers started anew.
 
-    `me`: the leader, which may hold a copy of the state.
+    Args:
+        view: what the leader knows.
+        spec: the run's options.
+        kind: what makes it necessary, for logs and for the count of restarts.
+        cause: the same in words, for people.
+        restarts: the failures so far, this one included.
+        me: the leader's own state; it may hold a copy of the training state. None where nobody can.
+        members: whom to choose from; None: all that can start workers.
     """
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
@@ -126,9 +164,10 @@ def publish(
     draft = Draft(
         number=max([view.number, *(entry.record.seen for entry in view.members.values())]) + 1,
         attempt=view.spec.record.attempt,
+        nodes=len(seats),
+        world_size=sum(seat.workers for seat in seats),
         kind=kind,
         cause=cause,
-        seats=seats,
         master_address=chosen[0].record.address,
         master_port=chosen[0].record.port,
         restarts=restarts,
@@ -136,7 +175,7 @@ def publish(
         memory=memory,
         in_place=in_place,
     )
-    return Publish(draft, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+    return Publish(draft, seats, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
 
 
 def re_form(
@@ -145,15 +184,22 @@ def re_form(
     cause: str,
     restarts: Restarts | None = None,
 ) -> Decision:
-    """The next generation of a run that goes on, if there are enough for it. `restarts`: None: it costs none."""
+    """The next generation of a run that goes on, if there are enough for it; else what to do meanwhile.
+
+    Args:
+        led: what the leader's work stands on.
+        kind: as `publish` has it; so has it `cause`.
+        cause: in words, for people.
+        restarts: the failures so far; None: nobody has failed, it costs no restart.
+    """
     short = too_few(led.view, led.spec, led.now)
     if short is not None:
         return short
-    return publish(led.view, led.spec, kind, cause, restarts=restarts or Restarts.of(led.generation), me=led.me)
+    return publish(led.view, led.spec, kind, cause, restarts=restarts or led.generation.restarts, me=led.me)
 
 
 def survivors(view: View) -> list[Stored[Member]]:
-    """Members whose workers have this generation's state and can go on; none once a worker has ended well."""
+    """Members whose workers have this generation's state and can go on in place; none once a worker has ended well."""
     if view.generation is None or any(entry.record.status in ("finishing", "ok") for entry in view.reports.values()):
         return []
     seated = [(view.members.get(seat.node), seat.incarnation) for seat in view.seats.values()]
@@ -165,7 +211,7 @@ def survivors(view: View) -> list[Stored[Member]]:
 
 
 def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
-    """A member with as many workers ready as its report of a failure says: that is newer than its key."""
+    """A member with as many workers ready as its report of a failure says, which is written before its key."""
     report = view.reports.get(entry.record.node)
     if report is None or report.record.status != "failed" or report.record.incarnation != entry.record.incarnation:
         return entry
@@ -173,9 +219,7 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
     return replace(entry, record=entry.record.model_copy(update=newer))
 
 
-def _newest_copy(
-    view: View, chosen: list[Stored[Member]], me: Me | None
-) -> tuple[CopyRecord | None, Stored[Member] | None]:
+def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tuple[Copy | None, Stored[Member] | None]:
     """The newest copy that one of these members holds, and who holds it.
 
     Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
@@ -188,7 +232,7 @@ def _newest_copy(
     known = (before.resume.nonce if before.resume else "", "")
     if head is not None and head.generation != before.number and head.nonce not in known:
         return None, None
-    best: tuple[CopyRecord | None, Stored[Member] | None] = (None, None)
+    best: tuple[Copy | None, Stored[Member] | None] = (None, None)
     reports, step = view.reports, head.reached if head is not None else -1
     for entry in chosen:
         report = reports.get(entry.record.node)
@@ -204,7 +248,10 @@ def _newest_copy(
 
 
 def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
-    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike."""
+    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike.
+
+    None when there are enough. `now` is the leader's monotonic clock, in seconds.
+    """
     ready = len(candidates(view))
     if ready >= spec.min_nodes:
         return None
@@ -278,27 +325,33 @@ def returned(entry: Stored[Member], verdict: Verdict) -> bool:
 
 
 LONG_S = 3600.0
-"""Who has made steps for so long has got on, by whatever measure: not every snapshot is read with `torch.load`, and
-what fails at once does not come this far."""
+"""A generation that has made steps for so long counts as progress, although no newer snapshot was seen: not every
+script reads its snapshots with `torch.load`. A failure that comes at once does not last this long."""
 
 
 def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -> Restarts:
-    """The restarts once this failure is counted: from one again after progress.
+    """The restarts once this failure is counted. After progress the count begins at one again.
 
-    That is a new committed step. A script without a Loop commits none: there it is a generation that has made more
-    optimizer steps than any before, or some from a newer snapshot, or has lasted for LONG_S. No run is restarted for
-    ever without a snapshot being written and stepped from: the time of the newest only grows, so that neither several
-    old ones in turn nor the same one again give anything back, and one that a life writes and reads itself is none.
+    Progress is a new committed step. A script without a Loop commits none: there a generation makes progress when it
+    makes more optimizer steps than any before it, or some from a newer snapshot, or lasts for LONG_S. So no run
+    restarts for ever without writing a snapshot and stepping from it: the time of the newest snapshot only grows, and
+    one that a worker writes and reads itself does not count.
     """
-    before, step = led.generation, led.view.head.record.reached if led.view.head else 0
+    before, step = led.generation.restarts, led.view.head.record.reached if led.view.head else 0
     failures = [entry.record.failure for entry in failed if entry.record.failure]
     beats = max((failure.beats for failure in failures), default=0)
     loaded = max((failure.loaded for failure in failures), default=0)
-    further = beats > before.restart_beats or loaded > before.restart_loaded
+    further = beats > before.beats or loaded > before.loaded
     further = further or (beats > 0 and led.now - led.since >= LONG_S)
-    progress = led.spec.restarts_reset and (step > before.restart_step or further)
-    spent, most = (1 if progress else before.restarts + 1), max(beats, before.restart_beats)
-    return Restarts(spent, before.restarts_total + 1, step, most, max(loaded, before.restart_loaded), first.early)
+    progress = led.spec.restarts_reset and (step > before.step or further)
+    return Restarts(
+        spent=1 if progress else before.spent + 1,
+        total=before.total + 1,
+        step=step,
+        beats=max(beats, before.beats),
+        loaded=max(loaded, before.loaded),
+        early=first.early,
+    )
 
 
 def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
@@ -311,7 +364,7 @@ def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
 
 
 def text_of(first: Failure, failed: list[Stored[Report]]) -> str:
-    """The report of the first cause; of a hang, which has its cause anywhere, a share of each node's."""
+    """The text of the first cause. A hang may have its cause on any node: then it is a part of each node's text."""
     if not first.stalled:
         return first.text
     ordered = sorted(failed, key=lambda entry: entry.mod_revision)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, ElasticError, StoreError, explain
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.conversations import Conversations, Entered
 from elasticrt.rendezvous.decide import decide
@@ -36,8 +37,8 @@ from elasticrt.rendezvous.decision import (
     Rejoin,
     Withdraw,
 )
-from elasticrt.rendezvous.outage import Heard, Outage
-from elasticrt.rendezvous.records import SEATS_PER_CHUNK, HeadRecord, Keys, Report, Result, Seat, decode
+from elasticrt.rendezvous.outage import Heard, Outage, ride_out
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Report, Result, Seat, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause
 from elasticrt.rendezvous.view import Verdict, View, with_verdict
@@ -244,7 +245,7 @@ class Member:
         """Read everything: what happened to requests without an answer is in the store."""
         return self._talks.refresh()
 
-    def newest_head(self) -> Conversation[HeadRecord | None]:
+    def newest_head(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
         return self._talks.newest()
 
@@ -255,11 +256,11 @@ class Member:
 
         The member's name can be another one afterwards. Raises DuplicateError, StoreError, `how.too_late`.
         """
-        yield from self._ride_out(self.renew, how.etcd_wait_s)
+        yield from ride_out(self.renew, how.etcd_wait_s, self._note)
         entered = yield from self._enter(how)
         if isinstance(entered, Result):
             return entered
-        yield from self._ride_out(self._talks.refresh, how.etcd_wait_s)
+        yield from ride_out(self._talks.refresh, how.etcd_wait_s, self._note)
         number = self.view.number
         record = self.me.record.model_copy(update={"seen": max(self.me.record.seen, number)})
         self.me = replace(self.me, attempt=entered.attempt, spec=entered.spec, known=number, record=record)
@@ -276,7 +277,7 @@ class Member:
         deadline = now + how.timeout_s
         name, tries = self.me.record.node, 1
         while now < deadline:
-            answer = yield from self._ride_out(lambda: self._enter_once(again=how.again), how.etcd_wait_s)
+            answer = yield from ride_out(lambda: self._enter_once(again=how.again), how.etcd_wait_s, self._note)
             if isinstance(answer, Entered | Result):
                 return answer
             if answer is None:
@@ -285,8 +286,8 @@ class Member:
             other = decode(MemberRecord, answer.key, answer.value)
             said, now = yield AskOwner(other)
             if said == "dead":
-                stale = answer
-                yield from self._ride_out(lambda: self._talks.evict_stale(stale), how.etcd_wait_s)  # noqa: B023
+                evict = lambda stale=answer: self._talks.evict_stale(stale)  # noqa: E731
+                yield from ride_out(evict, how.etcd_wait_s, self._note)
             elif how.named:
                 raise DuplicateError(_same_name(other))
             else:
@@ -303,47 +304,16 @@ class Member:
             yield from self.renew()
             return None
 
-    def _ride_out(self, ask: Callable[[], Conversation[T]], wait_s: float) -> Conversation[T]:
-        """Ask etcd again until it answers: who joins waits for it as members do, for up to `wait_s`."""
-        _, since = yield Pause(0.0)
-        said = False
-        while True:
-            try:
-                return (yield from ask())
-            except StoreUnavailable as error:
-                _, now = yield Pause(0.0)
-                if now - since >= wait_s:
-                    raise no_answer(error, wait_s) from error
-                if not said:
-                    self._note(f"etcd does not answer: {error}; waiting for up to {wait_s:g} s")
-                    said = True
-            yield Pause(LOOK_AGAIN_S)
-
     def leave(self, *, seat_too: bool) -> Conversation[None]:
         """Take the own key out at once; with `seat_too` give up the seat, so that the others need not ask for it."""
-        view, record = self.view, self.me.record
+        view, record, told = self.view, self.me.record, self.me.report
         report = None
         if seat_too and view.seat_of(record.node, record.incarnation) is not None:
             report = Report(generation=view.number, node=record.node, incarnation=record.incarnation, status="left")
+            if told is not None and told.generation == view.number:
+                # It takes the place of the report in the store: a failure that no restart can cure must not go with it.
+                report = report.model_copy(update={"failure": told.failure})
         return self._talks.leave(report)
-
-
-def no_answer(error: StoreUnavailable, wait_s: float) -> StoreError:
-    """What a newcomer ends with when etcd has not answered for `wait_s`."""
-    return StoreError(
-        explain(
-            f"etcd has not answered for {wait_s:g} s",
-            "--etcd",
-            got=str(error),
-            expected="an answer within --etcd-wait",
-            remedy="Check that it runs, that most of its members do, and that the way to it is open",
-        )
-    )
-
-
-def told_too_early() -> StoreError:
-    """What a newcomer ends with that is told to leave while it waits."""
-    return StoreError("told to leave before the run was joined (signal). Nothing has been started")
 
 
 def _same_name(other: MemberRecord) -> str:

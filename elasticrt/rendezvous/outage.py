@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from elasticrt.errors import StoreError, explain
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.rendezvous.records import Seat
+from elasticrt.rendezvous.requests import Conversation, Pause
 from elasticrt.store.protocol import StoreFull, StoreUnavailable
 
 RETRY_S = 0.5
 LISTEN_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,3 +104,40 @@ class Outage:
     def not_full(self) -> None:
         """Nothing that has to be written is refused any more."""
         self._full_since = None
+
+
+def ride_out(ask: Callable[[], Conversation[T]], wait_s: float, note: Callable[[str], None]) -> Conversation[T]:
+    """Ask etcd again until it answers: a newcomer waits for it as members do.
+
+    Args:
+        ask: begins the conversation; it must bear being repeated when its effect is unknown.
+        wait_s: for so many seconds etcd may not answer.
+        note: takes what an operator may want to know.
+
+    Raises StoreError after `wait_s`, and at once whatever else `ask` raises.
+    """
+    _, since = yield Pause(0.0)
+    said = False
+    while True:
+        try:
+            return (yield from ask())
+        except StoreUnavailable as error:
+            _, now = yield Pause(0.0)
+            if now - since >= wait_s:
+                raise _no_answer(error, wait_s) from error
+            if not said:
+                note(f"etcd does not answer: {error}; waiting for up to {wait_s:g} s")
+                said = True
+        yield Pause(LOOK_AGAIN_S)
+
+
+def _no_answer(error: StoreUnavailable, wait_s: float) -> StoreError:
+    return StoreError(
+        explain(
+            f"etcd has not answered for {wait_s:g} s",
+            "--etcd",
+            got=str(error),
+            expected="an answer within --etcd-wait",
+            remedy="Check that it runs, that most of its members do, and that the way to it is open",
+        )
+    )

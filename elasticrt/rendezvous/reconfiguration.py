@@ -23,7 +23,6 @@ from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, ReleaseHold, Wait, Withdraw
 from elasticrt.rendezvous.leader_context import LeaderContext, candidates, go_on, list_names, publish, re_form
 from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
-from elasticrt.rendezvous.seats import Restarts
 from elasticrt.rendezvous.view import Stored, View
 
 JOIN_COST_FACTOR = 20
@@ -48,9 +47,10 @@ class Reconfiguration:
 def handing_over(me: Me, view: View) -> Decision | None:
     """A member's part: make its workers hold, go or go on, as the record says. None when there is nothing to do."""
     asked = view.handover
-    current = asked is not None and asked.record.generation == view.number == me.running
-    if asked is None or not current:
-        return ReleaseHold("the handover was given up") if me.holding and me.running and asked is None else None
+    if me.running != view.number:
+        return None
+    if asked is None:
+        return ReleaseHold("the handover was given up") if me.holding else None
     if me.holding != asked.create_revision:
         return Hold(asked.create_revision, f"asked to hold: {asked.record.cause}")
     if asked.record.step and me.going != asked.record.step:
@@ -62,8 +62,6 @@ def planned(led: LeaderContext) -> Decision:
     """The leader's part: what to change, and how far its handover is."""
     wish = _wish(led)
     asked = led.view.handover
-    if asked is not None and asked.record.generation != led.generation.number:
-        return Withdraw("a handover of an older generation")
     if isinstance(wish, Wait):
         if asked is not None and not asked.record.step:
             return Withdraw(f"given up: {wish.reason}")
@@ -114,9 +112,7 @@ def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
     leaving = [led.view.members[seat.node] for seat in led.seats if _drains(led, seat)]
     members = [*candidates(led.view), *leaving]
     cause = f"{wish.cause}, after they have saved"
-    return publish(
-        led.view, led.spec, wish.kind, cause, restarts=Restarts.of(led.generation), me=led.me, members=members
-    )
+    return publish(led.view, led.spec, wish.kind, cause, restarts=led.generation.restarts, me=led.me, members=members)
 
 
 def _wish(led: LeaderContext) -> Reconfiguration | Wait:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -69,10 +67,6 @@ class Record(BaseModel):
             raise AssertionError(f"a {type(self).__name__} that nobody could read: {error}") from error
         return value
 
-
-HeadRecord = Commit
-CopyRecord = Copy
-"""What workers know by these names is stored as it is; each checks its own fields."""
 
 R = TypeVar("R", bound=Record | Commit)
 
@@ -176,16 +170,29 @@ class HandoverRecord(Record):
     save: bool = False
 
 
-class Generation(Record):
-    """One agreed membership. Everything in it is decided by the leader that published it.
+class Restarts(BaseModel):
+    """The failures of an attempt so far, and how far the run had come at the last one that was counted.
+
+    `spent` counts failures since there was progress, `total` all of this attempt. `step` is the head's step at the last
+    one; `beats` the most optimizer steps that a generation of a script without a Loop had made by then, `loaded` the
+    time of the newest snapshot that one had gone on from, in microseconds since the epoch; `early` that failure's, if
+    it came before the first step.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    spent: Count = 0
+    total: Count = 0
+    step: Count = 0
+    beats: Count = 0
+    loaded: Count = 0
+    early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+
+
+class Draft(Record):
+    """One agreed membership, as the leader has decided it.
 
     `in_place`: its workers run already: those of the generation before go on, and the others have set up beside it. All
     state comes from the living. Else every worker is started anew.
-
-    `restarts` counts failures since there was progress, `restarts_total` all of this attempt. `restart_step` is the
-    head's step at the last counted failure; `restart_beats` the most optimizer steps that a generation of a script
-    without a Loop had made by then, `restart_loaded` the time of the newest snapshot that one had gone on from; `early`
-    that failure's, if it came before the first step.
 
     `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
     node with rank 0.
@@ -193,7 +200,6 @@ class Generation(Record):
 
     number: Annotated[int, Field(ge=1)]
     attempt: Annotated[int, Field(ge=1)]
-    nonce: Hex16
     nodes: Annotated[int, Field(ge=1)]
     world_size: Annotated[int, Field(ge=1)]
     master_address: Host
@@ -201,14 +207,15 @@ class Generation(Record):
     cause: Annotated[str, words(400)]
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     in_place: bool = False
-    restarts: Count = 0
-    restarts_total: Count = 0
-    restart_step: Count = 0
-    restart_beats: Count = 0
-    restart_loaded: Count = 0
-    early: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
-    resume: HeadRecord | None = None
-    memory: CopyRecord | None = None
+    restarts: Restarts = Restarts()
+    resume: Commit | None = None
+    memory: Copy | None = None
+
+
+class Generation(Draft):
+    """A draft as it is published: with a nonce that no other has, and the roster that it was made with."""
+
+    nonce: Hex16
     chunks: Annotated[int, Field(ge=1)]
     roster_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -217,7 +224,7 @@ class Report(Record):
     """How a node's workers ended in a generation, or how far they are in handing over.
 
     "finishing": a first worker ended well, the others still run; "ok": all ended well; "failed": one did not, and the
-    others of this node have been killed; "left": the node has gone on purpose.
+    others of this node have been killed; "left": the node has gone on purpose, after `failure` if it has one.
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step. `memory` is the newest copy
@@ -233,7 +240,7 @@ class Report(Record):
     failure: Failure | None = None
     handover: Count = 0
     entered: Count = 0
-    memory: CopyRecord | None = None
+    memory: Copy | None = None
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     has_state: bool = False
 
@@ -267,40 +274,34 @@ class Preparation(Record):
     error: Annotated[str, words(4000)] = ""
 
 
-@dataclass(frozen=True)
 class Keys:
-    """The names of all keys of one run. Each is put together once: every change of a key is held against them."""
+    """The names of all keys of one run; what each holds is said at the top.
 
-    run_id: str
+    Args:
+        run_id: the run's.
 
-    @cached_property
-    def prefix(self) -> str:
-        """Everything of this run; it ends with a slash, so that run `a` never reads run `a-b`."""
-        return f"/elasticrt/{self.run_id}/"
+    Attributes:
+        prefix: of everything of this run. It ends with a slash, so that run `a` never reads run `a-b`.
+        spec, generation, checkpoint, handover: single keys.
+        members, rosters, all_reports, preparations, results: prefixes of keys of one kind.
+    """
 
-    @cached_property
-    def spec(self) -> str:
-        """See the module."""
-        return self.prefix + "spec"
-
-    @cached_property
-    def members(self) -> str:
-        """The prefix of all member keys."""
-        return self.prefix + "members/"
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.prefix = prefix = f"/elasticrt/{run_id}/"
+        self.spec = prefix + "spec"
+        self.generation = prefix + "generation"
+        self.checkpoint = prefix + "checkpoint"
+        self.handover = prefix + "control/handover"
+        self.members = prefix + "members/"
+        self.rosters = prefix + "roster/"
+        self.all_reports = prefix + "reports/"
+        self.preparations = prefix + "prepare/"
+        self.results = prefix + "result/"
 
     def member(self, node: str) -> str:
         """One member's key."""
         return self.members + node
-
-    @cached_property
-    def generation(self) -> str:
-        """See the module."""
-        return self.prefix + "generation"
-
-    @cached_property
-    def rosters(self) -> str:
-        """The prefix of all rosters."""
-        return self.prefix + "roster/"
 
     def roster(self, nonce: str) -> str:
         """The prefix of one generation's roster chunks."""
@@ -310,11 +311,6 @@ class Keys:
         """One roster chunk."""
         return f"{self.roster(nonce)}{index:04d}"
 
-    @cached_property
-    def all_reports(self) -> str:
-        """The prefix of all generations' reports."""
-        return self.prefix + "reports/"
-
     def reports(self, generation: int) -> str:
         """The prefix of one generation's reports."""
         return f"{self.all_reports}{generation}/"
@@ -323,33 +319,13 @@ class Keys:
         """One node's report."""
         return self.reports(generation) + node
 
-    @cached_property
-    def checkpoint(self) -> str:
-        """See the module."""
-        return self.prefix + "checkpoint"
-
     def place(self, place: str) -> str:
         """The head of one checkpoint directory."""
         return f"{self.prefix}places/{place}"
 
-    @cached_property
-    def preparations(self) -> str:
-        """The prefix of all preparations."""
-        return self.prefix + "prepare/"
-
-    @cached_property
-    def handover(self) -> str:
-        """See the module."""
-        return self.prefix + "control/handover"
-
     def preparation(self, name: str) -> str:
         """One preparation; any text may be its name, so a digest of it is the key."""
         return self.preparations + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:32]
-
-    @cached_property
-    def results(self) -> str:
-        """The prefix of all attempts' results."""
-        return self.prefix + "result/"
 
     def result(self, attempt: int) -> str:
         """One attempt's result."""
@@ -383,6 +359,9 @@ def roster_digest(chunks: tuple[RosterChunk, ...]) -> str:
     return digest.hexdigest()
 
 
-def fields(record: Record) -> dict[str, Any]:
-    """A record's fields without its version, for events and messages."""
-    return record.model_dump(exclude={"v"}, exclude_none=True)
+def seal(
+    draft: Draft, seats: tuple[Seat, ...], nonce: str, chunk_size: int
+) -> tuple[Generation, tuple[RosterChunk, ...]]:
+    """The generation to publish and its roster, in chunks of `chunk_size` seats on average."""
+    chunks = roster_chunks(seats, chunk_size)
+    return Generation(**dict(draft), nonce=nonce, chunks=len(chunks), roster_digest=roster_digest(chunks)), chunks

@@ -26,7 +26,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Commit:
+class Transact:
     """Carry out a transaction. The answer is a TxnResult."""
 
     txn: Txn
@@ -67,7 +67,7 @@ class Pause:
     seconds: float
 
 
-Request = Read | Commit | Follow | Unfollow | Grant | AskOwner | Pause
+Request = Read | Transact | Follow | Unfollow | Grant | AskOwner | Pause
 Conversation = Generator[Request, tuple[Any, float], T]
 
 

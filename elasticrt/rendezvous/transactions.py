@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
     Generation,
     HandoverRecord,
-    HeadRecord,
     Keys,
     Member,
     Preparation,
@@ -226,7 +226,7 @@ def finish(keys: Keys, guard: Guard, leader: str, result: Result) -> Txn:
     )
 
 
-def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: HeadRecord) -> Txn:
+def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: Commit) -> Txn:
     """Make a checkpoint the head: its generation is current, the head before it is the one its writer knew.
 
     It is the head of its directory as well, of which a run may have several.

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
     Generation,
     HandoverRecord,
-    HeadRecord,
     Keys,
     Member,
     Record,
@@ -36,7 +36,7 @@ from elasticrt.rendezvous.records import (
 )
 from elasticrt.store.protocol import Event, KeyValue, RangeRead
 
-R = TypeVar("R", bound=Record | HeadRecord)
+R = TypeVar("R", bound=Record | Commit)
 V = TypeVar("V")
 
 
@@ -74,6 +74,7 @@ class View:
         seats: seats of the current generation by node: all of them when `roster_complete`, else the observer's chunk.
         roster_nonce: whose roster `seats` is.
         filed: reports by key, of the current generation and of any newer one.
+        asked: the handover that was asked for last, of whichever generation.
         latest: the newest result seen, of whichever attempt.
         vanished: nodes with a seat whose member key has been seen to go, and when.
         verdicts: answers of probes by incarnation.
@@ -94,8 +95,8 @@ class View:
     roster_nonce: str = ""
     roster_complete: bool = False
     filed: Mapping[str, Stored[Report]] = field(default_factory=dict)
-    head: Stored[HeadRecord] | None = None
-    handover: Stored[HandoverRecord] | None = None
+    head: Stored[Commit] | None = None
+    asked: Stored[HandoverRecord] | None = None
     latest: Stored[Result] | None = None
     vanished: Mapping[str, float] = field(default_factory=dict)
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -120,6 +121,11 @@ class View:
         """The current generation's reports by node."""
         mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
         return {entry.record.node: entry for entry in mine}
+
+    @property
+    def handover(self) -> Stored[HandoverRecord] | None:
+        """The current generation's handover, if one is asked for. Its key goes with the generation, unseen at first."""
+        return self.asked if self.asked is not None and self.asked.record.generation == self.number else None
 
     @property
     def result(self) -> Result | None:
@@ -274,7 +280,7 @@ def _known_keys(view: View, keys: Keys) -> list[str]:
     known += list(view.filed)
     singles = ((keys.spec, view.spec), (keys.generation, view.generation), (keys.checkpoint, view.head))
     known += [key for key, entry in singles if entry is not None]
-    known += [keys.handover] if view.handover is not None else []
+    known += [keys.handover] if view.asked is not None else []
     if view.latest is not None:
         known.append(keys.result(view.latest.record.attempt))
     return known + list(view.unreadable)
@@ -302,9 +308,9 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
         if key.startswith(keys.all_reports):
             return _report(view, keys, key, change.value, now)
         if key == keys.checkpoint:
-            return replace(view, head=_entry(HeadRecord, key, change.value, view.head, now))
+            return replace(view, head=_entry(Commit, key, change.value, view.head, now))
         if key == keys.handover:
-            return replace(view, handover=_entry(HandoverRecord, key, change.value, view.handover, now))
+            return replace(view, asked=_entry(HandoverRecord, key, change.value, view.asked, now))
         if key == keys.spec:
             return replace(view, spec=_entry(SpecRecord, key, change.value, view.spec, now))
         if key.startswith(keys.results):

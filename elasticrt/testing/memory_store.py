@@ -68,7 +68,7 @@ class MemoryServer:
     """One etcd server as a value that changes. Several `MemoryStore`s can share it, as agents share an etcd.
 
     `now` returns seconds on any monotonic scale. Beyond what `MemoryStore` offers there is what an operator can do:
-    `compact`, `replace`, and `expire` with `next_expiry` for whoever drives virtual time.
+    `compact`, `replace`, and `expire` for whoever drives virtual time.
     """
 
     def __init__(self, now: Callable[[], float], store_id: str = "memory", *, lease_ttl_s_min: int = 1) -> None:
@@ -158,16 +158,6 @@ class MemoryServer:
             # An entry is stale when the lease was renewed or revoked since it was pushed.
             if state is not None and state.expires_at <= now:
                 self._end_lease(lease_id)
-
-    def next_expiry(self) -> float | None:
-        """The earliest time at which a lease ends unless renewed, on the scale of `now`; None without leases."""
-        while self._expiries:
-            at, lease_id = self._expiries[0]
-            state = self._leases.get(lease_id)
-            if state is not None and state.expires_at == at:
-                return at
-            heapq.heappop(self._expiries)
-        return None
 
     # Watches.
 

@@ -51,7 +51,7 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
         local_rank=local_rank,
         master_addr=of.master_address,
         master_port=of.master_port,
-        restart_count=of.restarts_total,
+        restart_count=of.restarts.total,
         max_restarts=settings.max_restarts,
         run_id=settings.run_id,
         attempt=of.attempt,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.rendezvous.records import HeadRecord, Keys, decode
+from elasticrt.ipc.env import Commit
+from elasticrt.rendezvous.records import Keys, decode
 from elasticrt.store.etcd import EtcdStore
 from tests.cluster import Cluster, gone, kill
 from tests.servers import EtcdServer, wait_until, wheel_binary
@@ -68,7 +69,7 @@ def _head_of_the_dead(server: EtcdServer, run_id: str) -> int:
         wait_until(lambda: not store.read(keys.members).keys, "the keys of the killed are gone")
         record = store.read(keys.checkpoint).get(keys.checkpoint)
         assert record is not None
-        return decode(HeadRecord, keys.checkpoint, record.value).step
+        return decode(Commit, keys.checkpoint, record.value).step
     finally:
         store.close()
 

@@ -113,7 +113,7 @@ def test_a_power_loss_is_found_long_before_the_lease_ends(tmp_path: Path, leads:
         (lost,) = run.events("member_lost")
         assert lost["lost"] == victim
         generation = history.generations[-1][1]
-        assert (generation.kind, generation.restarts_total) == ("lost", 0), "it costs no restart"
+        assert (generation.kind, generation.restarts.total) == ("lost", 0), "it costs no restart"
 
 
 def test_a_power_loss_is_found_in_a_plain_script(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class Conduct:
             ends = [node for node, report in view.reports.items() if report.record.status in ("finishing", "ok")]
             joins = decision.draft.kind in ("join", "drain", "resize") and not agreed
             require(not (joins and ends), "S12", f"{process.name} lets nodes in, and knows that {ends} have ended well")
-            for seat in decision.draft.seats:
+            for seat in decision.seats:
                 report = view.reports.get(seat.node)
                 left = report is not None and report.record.status == "left"
                 same = report is not None and report.record.incarnation == seat.incarnation
@@ -233,8 +233,10 @@ class Conduct:
         return worker.healthy and self.sim.engine.now > worker.at_home_at + 1.0 + self.sim.slack
 
     def _l9_in_place(self, new: Generation, seats: dict[str, Seat]) -> None:
-        """L9: who could go on in place gets a seat; all begin anew only if too few could. S18: no finished step is lost
-        with them."""
+        """L9: who could go on in place gets a seat; all begin anew only if too few could, or none has the state.
+
+        S18: no finished step is lost with them.
+        """
         ready = {}
         for process in self.sim.processes.values():
             me = process.me
@@ -252,8 +254,10 @@ class Conduct:
             ended = [each for each in self.history.reported if each.generation == self.history.number()]
             closing = any(each.status in ("finishing", "ok") for each in ended)
             waited = self.sim.engine.now - self.sim.began > self.history.spec.spec.join_timeout_s
+            # Workers that have set up and have no state yet can go on with somebody who has it, and not by themselves.
+            having = any(each.whole for name in ready for each in self.sim.processes[name].group.workers)
             text = f"generation {new.number} starts all workers anew, and {ready} could go on: {new.cause}"
-            require(closing or waited or len(ready) < least, "S18", text)
+            require(closing or waited or len(ready) < least or not having, "S18", text)
             return
         groups = [self.sim.processes[name].group for name in seats]
         known = [each for group in groups for each in (*group.workers, *group.dead)]

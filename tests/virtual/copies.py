@@ -111,5 +111,6 @@ def check(history: Invariants, new: Generation, first: Seat) -> None:
     require(new.memory.step > step_of(head), "S6", f"{text}, and the head is of step {step_of(head)}")
     require(known, "S6", f"{text}, which generation {before.number} has neither taken nor resumed from")
     base = history.sim.disk[head.nonce] if head is not None else ()
-    descends = copy.trained[: len(base)] == base
+    begins, last = copy.trained[: len(base)][:-1] == base[:-1], copy.trained[: len(base)][-1:]
+    descends = begins and (last == base[-1:] or set(last) <= history.work.redone)
     require(descends, "S6", f"{text}, which does not descend from the head")

@@ -46,7 +46,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
-    "old news take back what a node has written": ((_HANDLER, "Conversations._fold", "apply_written(self.view, self.keys, event", "apply(self.view, self.keys, [event]"),),
+    "a leader hears of its own report as late as of others'": (
+        (_HANDLER, "Conversations.file", "revision and self.keys.all_reports in self._followed", "False"),
+    ),
+    "a node's goodbye takes its failure with it": (
+        (_R + "member", "Member.leave", "told is not None and told.generation == view.number", "False"),
+    ),
     "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
         (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
@@ -76,11 +81,11 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "nobody asks whether enough are left": ((_LED, "re_form", "if short is not None:", "if False:"),),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
-    "failures are not counted": ((_LED, "counting", "before.restarts_total + 1", "before.restarts_total"),),
+    "failures are not counted": ((_LED, "counting", "before.total + 1", "before.total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
     "the budget is one less": ((_DECIDE, "_after_failure", "> spec.max_restarts:", ">= spec.max_restarts:"),),
     "a lost node costs a restart": (
-        (_SEATS, "Restarts.of", "before.restarts_total,", "before.restarts_total + 1,"),
+        (_LED, "re_form", "or led.generation.restarts", 'or led.generation.restarts.model_copy(update={"total": 1 + led.generation.restarts.total})'),
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
     "a failed publish is tried again unread": ((_HANDLER, "Conversations.publish", "yield from self.refresh()", "pass"),),
@@ -91,7 +96,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
     "a node that was left out keeps its workers": ((_A + "agent", "Agent.left_out", "self._kill_workers()", "pass"),),
-    "only workers that run bind a life": ((_DECIDE, "decide", "max(me.running, me.seated)", "me.running"),),
+    "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
         (_COMMIT, "StoreRequests._settle", "record.incarnation != errand.incarnation or ", ""),

@@ -6,8 +6,9 @@ import copy
 import math
 from typing import TYPE_CHECKING, Any
 
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.records import HeadRecord, Keys, Member, SpecRecord, decode
+from elasticrt.rendezvous.records import Keys, Member, SpecRecord, decode
 from elasticrt.store.protocol import Delete, LeaseLost, Put, Txn
 from tests.virtual.engine import require
 from tests.virtual.plan import Fault
@@ -226,6 +227,10 @@ class Faults:
         """A worker dies in the moment in which others have finished a step that it has not."""
         self.sim.torn = process.name
 
+    def alone_ahead(self, process: Process, fault: Fault) -> None:
+        """From now on all ranks but this node's take long to finish a step, and do not if one of these dies."""
+        self.sim.ahead = process.name
+
     def collateral_first(self, process: Process, fault: Fault) -> bool:
         """The report of a consequence comes before that of the cause."""
         living = process.group.living
@@ -356,7 +361,7 @@ class Faults:
         """Somebody puts a checkpoint of another history, of step `other`, in place of the head by hand."""
         step, nonce = int(fault.other), "f" * 16
         self.sim.disk[nonce] = tuple((batch, nonce) for batch in range(1, step + 1))
-        head = HeadRecord(
+        head = Commit(
             step=step, epoch=0, generation=0, nonce=nonce, parent="", directory="/ckpt", file="another",
             digest="d" * 64, size=1,
         )  # fmt: skip

@@ -6,11 +6,6 @@ _FOR_PEOPLE = (
     "harmless because the restart is the same: the leader waits a moment so that the report names the cause (of a "
     "hang: what all nodes were doing) and not its consequence, for people."
 )
-_NOT_READ = (
-    "harmless because a leader's view lacks members or seats only while reading them fails, and who has no answer "
-    "from etcd waits before it comes to this rule. It says so where it is needed."
-)
-
 HARMLESS: dict[str, str] = {
     "a head that another wrote is overwritten": (
         "harmless because only rank 0 of the current generation commits, one commit at a time, and its generation "
@@ -25,8 +20,6 @@ HARMLESS: dict[str, str] = {
         "harmless because it costs one probe: whoever has failed in an older generation is a newcomer in this "
         "one, and asks whether the leader lives. A dead leader may be fenced by anybody."
     ),
-    "_lead without: view.spec is None or not view.complete": _NOT_READ,
-    "_lead without: not view.roster_complete": _NOT_READ,
     "_start without: short is not None": (
         "harmless because the next line asks when the min-nodes-th member was ready, and there is no such member: "
         "nothing can be published. What the rule decides is broken by the mutant of min-nodes, which is caught."
@@ -55,11 +48,11 @@ HARMLESS: dict[str, str] = {
         "harmless because the leader then comes back as the youngest and the other node leads: the same pause, "
         "another survivor. The rule keeps the run where rank 0 and its state are."
     ),
-    "planned without: asked is not None and asked.record.generation != led.generation.number": (
-        "harmless because a handover's key goes in the transaction that ends its generation: an older one is only "
-        "seen until its deletion is heard, and nobody acts upon it meanwhile."
+    "handing_over without: me.running != view.number": (
+        "harmless because an agent without workers of this generation then holds nobody, and its next generation "
+        "begins with nothing held. The rule spares torchrun's plug-in a report on a generation that it has no part in."
     ),
-    "_lead without: view.generation is None or view.generation.record.attempt != attempt": (
+    "_lead without: view.generation is None or view.generation.record.attempt != view.spec.record.at": (
         "harmless because the seats of an attempt that has ended are not read by the next one, and a generation that "
         "seats nobody is followed by one from whoever is there, as this rule says at once."
     ),

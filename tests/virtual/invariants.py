@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrt.errors import EXIT_CHECKPOINT
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
     Generation,
     HandoverRecord,
-    HeadRecord,
     Keys,
     Member,
     Preparation,
@@ -45,7 +45,7 @@ class Invariants:
         self.published_at: dict[int, float] = {}
         self.seats: dict[str, dict[str, Seat]] = {}
         self.chunks: dict[str, bytes] = {}
-        self.heads: list[HeadRecord] = []
+        self.heads: list[Commit] = []
 
         self.head_at: float = 0.0
         self.head_when_published: dict[str, str] = {}
@@ -66,7 +66,7 @@ class Invariants:
         """Begin with what is left in a store that has lost data."""
         for kv in found.keys:
             if kv.key == self.keys.checkpoint:
-                self.heads.append(decode(HeadRecord, kv.key, kv.value))
+                self.heads.append(decode(Commit, kv.key, kv.value))
             elif kv.key == self.keys.spec:
                 self.spec = decode(SpecRecord, kv.key, kv.value)
             elif kv.key.startswith(self.keys.members):
@@ -92,7 +92,7 @@ class Invariants:
             self._generation(decode(Generation, key, data))
         elif key == keys.checkpoint:
             require(value is not None, "S2", "the head was deleted")
-            self._head(decode(HeadRecord, key, data))
+            self._head(decode(Commit, key, data))
         elif key.startswith(keys.results):
             require(value is not None and value.version == 1, "S12", f"{key} was written twice, or deleted")
             self._result(decode(Result, key, data))
@@ -184,7 +184,7 @@ class Invariants:
     def _s13_budget(self, new: Generation) -> None:
         old = self.generations[-1] if self.generations else None
         if old is None or old.attempt != new.attempt:
-            require((new.restarts, new.restarts_total) == (0, 0), "S13", "a new attempt begins with restarts")
+            require((new.restarts.spent, new.restarts.total) == (0, 0), "S13", "a new attempt begins with restarts")
             return
         failed = [report for report in self.reported if report.generation == old.number and report.status == "failed"]
         failures = [(report.node, report.failure) for report in failed if report.failure is not None]
@@ -193,23 +193,25 @@ class Invariants:
         final = [node for node, failure in failures if failure.final_code and node in heard]
         require(not final, "S13", f"generation {new.number} comes after a failure on {final} that no restart can cure")
         if new.kind == "failure":
-            again = [node for node, failure in failures if failure.early and failure.early == old.early]
+            again = [node for node, failure in failures if failure.early and failure.early == old.restarts.early]
             require(not again, "S13", f"generation {new.number} comes after the same failure before a first step")
             require(failed, "S13", f"generation {new.number} counts a failure that nobody reported in {old.number}")
-            require(new.restarts_total == old.restarts_total + 1, "S13", "a failure that does not count once")
+            require(new.restarts.total == old.restarts.total + 1, "S13", "a failure that does not count once")
         elif new.kind in ("join", "lost", "drain", "resize"):
-            kept = new.restarts_total == old.restarts_total and new.restarts == old.restarts
+            kept = new.restarts.total == old.restarts.total and new.restarts.spent == old.restarts.spent
             require(kept or new.cause.startswith("start again"), "S13", f"a {new.kind} changed the count of restarts")
         spec = self.sim.spec
-        spent = new.restarts if spec.restarts_reset else new.restarts_total
+        spent = new.restarts.spent if spec.restarts_reset else new.restarts.total
         require(spent <= spec.max_restarts, "S13", f"{spent} restarts of {spec.max_restarts}")
-        if new.kind == "failure" and new.restarts != old.restarts + 1:
+        if new.kind == "failure" and new.restarts.spent != old.restarts.spent + 1:
             step = self.heads[-1].step if self.heads else 0
             require(
-                spec.restarts_reset and step > old.restart_step and new.restarts == 1, "S13", "the budget came back"
+                spec.restarts_reset and step > old.restarts.step and new.restarts.spent == 1,
+                "S13",
+                "the budget came back",
             )
 
-    def _head(self, new: HeadRecord) -> None:
+    def _head(self, new: Commit) -> None:
         old = self.heads[-1] if self.heads else None
         if self.conduct.writer is None:
             self.heads.append(new)  # By hand.
@@ -225,7 +227,8 @@ class Invariants:
         require(
             new.parent == (old.nonce if old else ""), "S2", f"step {new.step} does not follow the head {step_of(old)}"
         )
-        require(new.step > step_of(old), "S2", f"step {new.step} after {step_of(old)}")
+        least = step_of(old) + ((new.step, self.generations[-1].nonce) not in self.work.redone)
+        require(new.step >= least, "S2", f"step {new.step} after {step_of(old)}")
         trained = tuple(step for step, _ in self.sim.disk[new.nonce])
         require(trained == tuple(range(1, new.step + 1)), "S5", f"step {new.step} was trained on {trained}")
         self.heads.append(new)
@@ -274,8 +277,10 @@ class Invariants:
         last, spec = self.generations[-1], self.sim.spec
         failed = [report for report in self.reported if report.generation == last.number and report.status == "failed"]
         require(failed, "S13", f"the run failed, but nobody reported a failure in generation {last.number}")
-        spent = last.restarts if spec.restarts_reset else last.restarts_total
-        if any(report.failure and report.failure.early and report.failure.early == last.early for report in failed):
+        spent = last.restarts.spent if spec.restarts_reset else last.restarts.total
+        if any(
+            report.failure and report.failure.early and report.failure.early == last.restarts.early for report in failed
+        ):
             return
         require(spent >= spec.max_restarts, "S13", f"the run failed after {spent} of {spec.max_restarts} restarts")
 

@@ -180,7 +180,8 @@ class ProcessGroup:
         self._in_collective.clear()
         for rank, worker in self.members.items():
             self._finishing[rank] = worker
-            worker.later(self.sim.living.uniform(0.0, 0.03), self._finish, worker)
+            behind = self.sim.ahead not in ("", worker.process.name)
+            worker.later(0.25 if behind else self.sim.living.uniform(0.0, 0.03), self._finish, worker)
 
     def _finish(self, worker: Worker) -> None:
         if self._finishing.pop(worker.own.rank if worker.group is self else -1, None) is not None:
@@ -206,7 +207,8 @@ class ProcessGroup:
         self.over = True
         self._silent = worker.process.silent_death
         for other_rank in list(self._finishing):
-            if self.sim.living.random() < 0.5:  # Its part of the collective was not done yet.
+            if self.sim.living.random() < 0.5 or self.sim.ahead == worker.process.name:
+                # Its part of the collective was not done yet.
                 del self._finishing[other_rank]
                 self._in_collective.add(other_rank)
         for other_rank in sorted((self._meeting | self._in_collective) - {rank}):

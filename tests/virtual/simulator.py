@@ -78,6 +78,7 @@ class Simulator:
         self.living = random.Random(f"living {plan.seed}")
         self.fired: Counter[str] = Counter()
         self.torn = ""  # The node of which a worker dies when another has just finished a step, and it has not.
+        self.ahead = ""  # The node whose workers finish their steps long before all others do.
         self.calm = False
         self.spec = plan.spec
         self.again = False

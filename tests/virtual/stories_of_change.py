@@ -296,6 +296,16 @@ CHANGES: list[Plan] = [
     story("nodes start together", 4, arrivals=(0.0, 0.1, 0.2, 0.3), generations_max=1, safety_s=10.0),
     story("a failure that no restart can cure", 2, Fault(5.0, "worker_failure", "n1", other="5"), generations_max=1),
     story(
+        "a failure that no restart can cure, on a node that leaves before the leader has heard of it",
+        3,
+        Fault(4.0, "deaf_to", "n0", 5.0, "reports/"),
+        Fault(4.0, "deaf_to", "n0", 5.0, "members/"),
+        Fault(5.0, "worker_failure", "n1", other="5"),
+        Fault(5.5, "leave", "n1"),
+        hangs=1.0,
+        generations_max=1,
+    ),
+    story(
         "the same failure before the first step, twice",
         2,
         Fault(5.0, "worker_failure", "n1", other="early"),

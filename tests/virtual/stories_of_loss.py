@@ -60,6 +60,12 @@ LOSSES: list[Plan] = [
         rates=Rates(late=1.0, late_s=8.0),
     ),
     story(
+        "old news come late again",
+        2,
+        *(Fault(at, "worker_failure", "n1") for at in (2.0, 4.0, 6.0)),
+        rates=Rates(late=1.0, late_s=8.0),
+    ),
+    story(
         "a key is made anew unseen",
         2,
         Fault(5.0, "missed", "n1", 3.0),

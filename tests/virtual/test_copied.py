@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elasticrt.ipc.env import Commit, Copy
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.records import CopyRecord, HeadRecord
 from elasticrt.store.protocol import Put, Txn
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
 
-def _copy(step: int, digest: str = "c") -> CopyRecord:
-    return CopyRecord(step=step, epoch=0, size=1, digest=digest * 64, world_size=2)
+def _copy(step: int, digest: str = "c") -> Copy:
+    return Copy(step=step, epoch=0, size=1, digest=digest * 64, world_size=2)
 
 
-def _fail(member: VirtualMember, copy: CopyRecord | None) -> None:
+def _fail(member: VirtualMember, copy: Copy | None) -> None:
     failure = Failure(rank=0, code=1, collateral=False, summary=f"rank 0 on {member.name}")
     member.report("failed", failure, memory=copy)
 
@@ -22,7 +22,7 @@ def _fail(member: VirtualMember, copy: CopyRecord | None) -> None:
 def _commit(world: World, step: int) -> None:
     """A checkpoint of the present generation becomes the head."""
     member = world.members["n0"]
-    head = HeadRecord(
+    head = Commit(
         step=step,
         epoch=0,
         generation=member.me.running,

@@ -8,7 +8,7 @@ import pytest
 
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous.decide import decide
-from elasticrt.rendezvous.decision import Ask, Wait, Withdraw
+from elasticrt.rendezvous.decision import Ask, File, Wait, Withdraw
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.rendezvous.view import apply_range
 from elasticrt.store.protocol import Delete, Put, RangeRead, StoreUnavailable, Txn, TxnResult
@@ -99,6 +99,16 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
         assert leader.view.handover == mine
     assert leader.view.wrote == {}
     assert leader.run(leader.member.carry_out(Withdraw("a test")))
+
+
+def test_a_leader_knows_what_it_has_reported_itself() -> None:
+    """S18: it decides by its own newest report at once, however late its watch delivers it."""
+    world = running(2)
+    leader = world.members["n0"]
+    leader.fail()
+    assert isinstance(leader.member.decide(world.now), File)
+    assert leader.run(leader.member.carry_out(leader.member.decide(world.now)))
+    assert leader.view.reports["n0"].record == leader.me.report
 
 
 class LateStore(MemoryStore):

@@ -18,7 +18,7 @@ def test_a_worker_failure_restarts_all_and_counts_once() -> None:
     world.settle()
     check_ranks(world, 2, ["n0", "n1", "n2"])
     generation, _ = world.members["n0"].ran[-1]
-    assert (generation.kind, generation.restarts_total, generation.cause) == ("failure", 1, "rank 1 on n1")
+    assert (generation.kind, generation.restarts.total, generation.cause) == ("failure", 1, "rank 1 on n1")
 
 
 def test_the_cause_is_told_from_its_consequences() -> None:
@@ -50,7 +50,7 @@ def test_a_dead_node_is_fenced_without_waiting_for_its_lease() -> None:
     assert world.now == before
     check_ranks(world, 2, ["n0", "n1"])
     assert world.members["n0"].ran[-1][0].kind == "lost"
-    assert world.members["n0"].ran[-1][0].restarts_total == 0
+    assert world.members["n0"].ran[-1][0].restarts.total == 0
 
 
 def test_a_dead_leader_is_fenced_by_the_others() -> None:

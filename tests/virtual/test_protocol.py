@@ -57,7 +57,7 @@ def test_a_join_is_free_and_keeps_the_order() -> None:
     world.pass_time(1.0)
     check_ranks(world, 2, ["n0", "n1", "n2"])
     generation, seat = world.members["n2"].ran[-1]
-    assert (seat.index, generation.kind, generation.restarts_total) == (2, "join", 0)
+    assert (seat.index, generation.kind, generation.restarts.total) == (2, "join", 0)
 
 
 def test_a_burst_of_joins_is_one_generation() -> None:

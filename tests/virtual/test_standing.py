@@ -57,7 +57,7 @@ def test_a_node_without_power_is_fenced_before_its_lease_ends() -> None:
     assert world.now == before, "its lease has not ended"
     check_ranks(world, 2, ["n0", "n1"])
     generation, _ = world.members["n0"].ran[-1]
-    assert (generation.kind, generation.restarts_total) == ("lost", 0)
+    assert (generation.kind, generation.restarts.total) == ("lost", 0)
 
 
 def test_steps_that_stand_among_the_living_cost_one_question_each() -> None:
@@ -197,7 +197,7 @@ def test_a_hang_waits_for_all_stacks() -> None:
     assert world.now == before
     check_ranks(world, 2, ["n0", "n1", "n2"])
     generation, _ = world.members["n0"].ran[-1]
-    assert (generation.kind, generation.restarts_total) == ("failure", 1)
+    assert (generation.kind, generation.restarts.total) == ("failure", 1)
     assert "no progress" in generation.cause
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrt.agent.store_proxy import StoreRequest
+from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Reply, Save
-from elasticrt.rendezvous.records import Generation, HeadRecord
+from elasticrt.rendezvous.records import Generation
 from tests.virtual.engine import require
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Work:
         self.told_step: dict[str, int] = {}
         self.furthest = 0
         self.starts: dict[str, int] = {}  # Where generations began that went back behind their head.
+        self.redone: set[tuple[int, str]] = set()  # Steps of a head that only the dead had finished, done in place.
 
     def gone_back(self, nonce: str, step: int) -> None:
         """The head is lost with its node, and a generation goes back to its parent, of `step`."""
@@ -125,13 +127,20 @@ class Work:
         require(workers[source].whole and workers[source].step == max(whole), "S18", text)
 
     def finished(self, worker: Worker, group: ProcessGroup) -> None:
-        """S5, S10: a rank has finished a step of its generation: the one after the last, in every rank's history."""
+        """S5, S10: a rank has finished a step of its generation: the one after the last, in every rank's history.
+
+        Nobody does again what a rank that lives had finished. Rank 0 may have finished a step, committed it, and died
+        before any other had: those that live on do this one step again, from the state before it.
+        """
         steps = tuple(step for step, _ in worker.trained)
         require(steps == tuple(range(1, worker.step + 1)), "S5", f"{worker.process.name} has trained {steps}")
         generation = next((one for one in self.history.generations if one.nonce == group.nonce), None)
         if generation is None:
             return
-        require(worker.step > self._start(generation), "S10", f"step {worker.step} is done again")
+        start = self._start(generation)
+        if generation.in_place and worker.step == start:
+            self.redone.add((worker.step, group.nonce))
+        require(worker.step > start - generation.in_place, "S10", f"step {worker.step} is done again")
         if self.sim.plan.lossless:
             require(worker.step >= self.furthest, "S10", f"step {worker.step} after {self.furthest}")
         self.furthest = max(self.furthest, worker.step)
@@ -176,6 +185,6 @@ class Work:
         self.told_step[node] = step
 
 
-def step_of(head: HeadRecord | None) -> int:
+def step_of(head: Commit | None) -> int:
     """The step of a head, 0 before the first."""
     return head.step if head is not None else 0

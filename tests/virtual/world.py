@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
+from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decision import (
     Decision,
@@ -31,7 +32,7 @@ from elasticrt.rendezvous.decision import (
     Wait,
 )
 from elasticrt.rendezvous.member import Joining, Member, Probed
-from elasticrt.rendezvous.records import CopyRecord, Generation, Keys, Report, Result, Seat
+from elasticrt.rendezvous.records import Generation, Keys, Report, Result, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import Conversation, Notice
 from elasticrt.rendezvous.view import Verdict, View
@@ -210,7 +211,7 @@ class VirtualMember:
                 self.report("holding", handover=handover, entered=self.entered)
             case Go(step, _, _):
                 self.me = replace(self.me, going=step)
-                copy = CopyRecord(step=step, epoch=0, size=1, digest="d" * 64, world_size=1)
+                copy = Copy(step=step, epoch=0, size=1, digest="d" * 64, world_size=1)
                 self.report("held", handover=self.me.holding, memory=copy)
             case ReleaseHold():
                 self.me = replace(self.me, holding=0, going=0, report=None)

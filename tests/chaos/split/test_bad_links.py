@@ -70,7 +70,7 @@ def test_packets_to_etcd_are_lost(tmp_path: Path) -> None:
         run.together(*NODES)
         history = run.ends_well()
         assert max(history.numbers()) - number <= 4, "left out and back again, twice at most"
-        assert history.generations[-1][1].restarts_total == 0
+        assert history.generations[-1][1].restarts.total == 0
 
 
 class Misnamed(Site):

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elasticrt.rendezvous.records import Generation, HeadRecord, Keys, Member, Result, decode
+from elasticrt.ipc.env import Commit
+from elasticrt.rendezvous.records import Generation, Keys, Member, Result, decode
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, Changes, Event, Put, Txn
 from tests.cluster import AgentProcess, Cluster
@@ -136,7 +137,7 @@ class History:
     """What etcd has seen of a run, revision by revision."""
 
     generations: list[tuple[int, Generation]] = field(default_factory=list)
-    commits: list[tuple[int, HeadRecord]] = field(default_factory=list)
+    commits: list[tuple[int, Commit]] = field(default_factory=list)
     members: list[tuple[int, str, Member | None]] = field(default_factory=list)
     results: list[tuple[int, Result]] = field(default_factory=list)
 
@@ -180,7 +181,7 @@ class History:
             elif event.key == keys.generation:
                 history.generations.append((revision, decode(Generation, event.key, value.value)))
             elif event.key == keys.checkpoint:
-                history.commits.append((revision, decode(HeadRecord, event.key, value.value)))
+                history.commits.append((revision, decode(Commit, event.key, value.value)))
             elif event.key.startswith(keys.results):
                 history.results.append((revision, decode(Result, event.key, value.value)))
         return history
@@ -193,7 +194,7 @@ class History:
         """S1 and S2 over all revisions; with `marks` also that what was committed has been done by all ranks."""
         assert self.numbers() == list(range(1, len(self.generations) + 1)), f"S1: {self.numbers()}"
         done = {(mark.generation, mark.rank, mark.step) for mark in marks}
-        head: HeadRecord | None = None
+        head: Commit | None = None
         for revision, record in sorted([*self.generations, *self.commits], key=lambda entry: entry[0]):
             if isinstance(record, Generation):
                 current = record

@@ -140,7 +140,7 @@ def test_a_worker_dies_during_an_outage(tmp_path: Path, etcd: EtcdServer) -> Non
         history = ends_well(run, etcd)
         assert history.numbers() == [1, 2]
         assert history.generations[1][1].resume.step >= head
-        assert history.generations[1][1].restarts == 1
+        assert history.generations[1][1].restarts.spent == 1
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def _as_if_nothing_was_lost(run: Stepping, etcd: EtcdServer) -> None:
     assert list(history.rank_count().items()) == [(1, 1), (2, 2), (3, 2), (4, 3), (5, 2), (6, 1)]
     kinds = [generation.kind for _, generation in history.generations]
     assert kinds == ["start", "join", "failure", "join", "lost", "drain"]
-    assert history.generations[-1][1].restarts_total == 1
+    assert history.generations[-1][1].restarts.total == 1
     assert [len(history.lives(name)) for name in ("n0", "n1", "n2")] == [1, 1, 1]
     assert [result.status for _, result in history.results] == ["succeeded"]
     # Whoever was told that its checkpoint is committed was told the truth, and the other way round.

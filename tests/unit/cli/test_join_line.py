@@ -61,7 +61,7 @@ def _line(settings: Settings, spec: RunSpec) -> list[str]:
     """The words behind `elasticrt run` of the first line to paste."""
     here = Address("http", "127.0.0.1", 4242)
     served = None if settings.etcd else Served(here, 1, 1, "")
-    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served)
+    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served, "127.0.0.1")
     line = next(line for line in how_to_join(settings, spec, meeting) if line.startswith("join from"))
     words = shlex.split(line.partition(" machine: ")[2])
     assert words[:2] == ["elasticrt", "run"]
@@ -135,7 +135,7 @@ def test_where_it_leads(argv: list[str], env: dict[str, str], words: list[str]) 
 def test_from_where_it_can_be_reached(etcd: str, whence: str) -> None:
     """A socket or a port on loopback brings nodes of this machine only."""
     settings, spec = _agent("--nnodes=1:3", f"--etcd={etcd}", "--insecure-etcd", "train.py")
-    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd, None)
+    meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd, None, "127.0.0.1")
     (line,) = how_to_join(settings, spec, meeting)
     assert line.startswith(f"join from {whence} machine: elasticrt run --etcd ")
 

@@ -8,7 +8,7 @@ from elasticrt.errors import EXIT_STORE, StoreError
 from elasticrt.rendezvous.decision import Halt, Me, Wait
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.requests import Commit, Grant, Pause, Read
+from elasticrt.rendezvous.requests import Grant, Pause, Read, Transact
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import Lease, LeaseLost, RangeRead, StoreFull, StoreUnavailable, TxnResult
@@ -28,7 +28,7 @@ def test_a_newcomer_asks_for_a_lease_looks_around_and_registers() -> None:
     """What it asks for, in order, when nobody is there."""
     coming, asked, now = _member([]).join(HOW), [], 10.0
     request = next(coming)
-    while not isinstance(request, Commit):
+    while not isinstance(request, Transact):
         asked.append(request)
         answer = Lease(7, 5.0) if isinstance(request, Grant) else EMPTY if isinstance(request, Read) else None
         request = coming.send((answer, now))
@@ -43,12 +43,12 @@ def test_a_registration_that_fails_is_tried_again(lost: StoreError) -> None:
     request = next(coming)
     while commits < 2:
         grants += isinstance(request, Grant)
-        commits += isinstance(request, Commit)
-        if isinstance(request, Commit) and commits == 1:
+        commits += isinstance(request, Transact)
+        if isinstance(request, Transact) and commits == 1:
             request = coming.throw(lost)
             continue
         answer = Lease(6 + grants, 5.0) if isinstance(request, Grant) else EMPTY
-        request = coming.send((TxnResult(False, 1) if isinstance(request, Commit) else answer, 10.0))
+        request = coming.send((TxnResult(False, 1) if isinstance(request, Transact) else answer, 10.0))
     assert grants == 1 + isinstance(lost, LeaseLost)
 
 

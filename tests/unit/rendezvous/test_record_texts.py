@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
-from elasticrt.ipc.env import PATH_BYTES_MAX
+from elasticrt.ipc.env import PATH_BYTES_MAX, Commit
 from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.conversations import Conversations
 from elasticrt.rendezvous.records import (
@@ -21,7 +21,6 @@ from elasticrt.rendezvous.records import (
     VALUE_MAX_BYTES,
     Generation,
     HandoverRecord,
-    HeadRecord,
     Keys,
     Member,
     Preparation,
@@ -152,8 +151,8 @@ def test_a_path_arrives_in_the_same_bytes(name):
     """C9: a directory's name may be any bytes; whoever resumes from it gets the same."""
     path = "/" + name.decode(errors="surrogateescape")
     assert unpacked(packed(path)) == path
-    head = HeadRecord(size=1, directory=packed(path), **HEAD)
-    back = decode(HeadRecord, "key", head.to_json().encode())
+    head = Commit(size=1, directory=packed(path), **HEAD)
+    back = decode(Commit, "key", head.to_json().encode())
     assert back == head
     assert os.fsencode(unpacked(back.directory)) == b"/" + name
 
@@ -161,7 +160,7 @@ def test_a_path_arrives_in_the_same_bytes(name):
 def test_a_head_in_the_longest_of_directories():
     """A path of the largest size that there is travels within a generation, in any characters; a longer one not."""
     for character in ("\udce9", "\x01", "x", '"'):
-        head = HeadRecord(size=1, directory=packed("/" + character * (PATH_BYTES_MAX - 1)), **HEAD)
+        head = Commit(size=1, directory=packed("/" + character * (PATH_BYTES_MAX - 1)), **HEAD)
         generation = Generation(
             number=1, attempt=1, nonce="c" * 16, nodes=1, world_size=1, master_address="::1", master_port=1,
             cause="\0" * 400, kind="start", resume=head, chunks=1, roster_digest="d" * 64,
@@ -169,7 +168,7 @@ def test_a_head_in_the_longest_of_directories():
         assert decode(Generation, "key", generation.encode()).resume == head
     for refused in ("/" + "x" * PATH_BYTES_MAX, "x", "", "/a\0b", "/\ud83e", "/\udce9", 5):
         with pytest.raises(ValueError, match=r"directory|NUL"):
-            HeadRecord(size=1, directory=refused, **HEAD)
+            Commit(size=1, directory=refused, **HEAD)
 
 
 @pytest.mark.parametrize("word", [b"caf\xe9", b"a\nb'c\\d", b"\x1b[2J", "漢 字".encode(), b"", b"$x", b"two words\x01"])

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
     SEATS_PER_CHUNK,
     VALUE_MAX_BYTES,
     Generation,
-    HeadRecord,
     Keys,
     Member,
     Report,
@@ -32,7 +32,7 @@ from elasticrt.rendezvous.records import (
 from elasticrt.spec import RunSpec
 
 MEMBER = Member(node="n0", incarnation="0" * 16, address="127.0.0.1", pid=1, workers=2, probe_port=5000, port=5001)
-HEAD = HeadRecord(
+HEAD = Commit(
     step=3,
     epoch=0,
     generation=1,
@@ -64,7 +64,7 @@ RESULT = Result(attempt=1, status="failed", code=1, reason="why", generation=2)
 
 def encoded(record: Any) -> bytes:
     """As it is stored."""
-    value: bytes = record.to_json().encode() if isinstance(record, HeadRecord) else record.encode()
+    value: bytes = record.to_json().encode() if isinstance(record, Commit) else record.encode()
     return value
 
 
@@ -81,7 +81,7 @@ def test_a_record_reads_back_as_itself(record: object) -> None:
 def test_a_head_whose_field_has_another_form_is_refused(field: str, value: object) -> None:
     """What workers know as a commit is stored as it is, and held against the form of each of its fields."""
     with pytest.raises(UnreadableRecord, match=field):
-        decode(HeadRecord, "key", json.dumps({**asdict(HEAD), field: value}).encode())
+        decode(Commit, "key", json.dumps({**asdict(HEAD), field: value}).encode())
 
 
 def _member(**changes: object) -> bytes:
@@ -130,7 +130,7 @@ def test_anything_else_is_refused_by_name(value: bytes, problem: str) -> None:
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_are_refused_and_nothing_else_happens(value: bytes) -> None:
     """E17: no value whatever raises anything but the one error."""
-    for kind in (Member, Generation, HeadRecord, RosterChunk):
+    for kind in (Member, Generation, Commit, RosterChunk):
         with pytest.raises(UnreadableRecord):
             decode(kind, "key", value)
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_a_plain_file_name(file: str) -> None:
     """C9: no record can point out of its directory."""
     value = json.dumps({**asdict(HEAD), "file": file}).encode()
     with pytest.raises(UnreadableRecord, match="file"):
-        decode(HeadRecord, "key", value)
+        decode(Commit, "key", value)
 
 
 def _seats(count: int) -> tuple[Seat, ...]:
