@@ -143,6 +143,10 @@ class RunOptions(EtcdOptions):
         default=f"{STOP_TIMEOUT_S:g}s when the node leaves; workers of a replaced generation are killed at once",
         also=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     )  # fmt: skip
+    health_check: str | None = _workers(
+        "--health-check COMMAND", None, "a command of your own that has to end with 0 before workers start here, and "
+        "again after a GPU of this node has failed; nvidia-smi is asked anyway where there are GPUs",
+    )  # fmt: skip
     hang_timeout_s: float = _workers(
         "--hang-timeout T", 600.0, "no step for so long is a failure; 0: never", parse.seconds
     )

@@ -121,6 +121,8 @@ PURE = (
     "workers/environment.py",
     "workers/group_state.py",
     "workers/failures.py",
+    "workers/gpu_failures.py",
+    "workers/gpu_health.py",
     "agent/health_state.py",
     "checkpoint/newest_offer.py",
     "data/sample_order.py",

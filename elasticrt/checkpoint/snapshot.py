@@ -1,8 +1,9 @@
 """Snapshots of a training state: copied to the host at once, and written in the background for whoever wants them.
 
-The training thread makes the copy, over the one before, and trains on. A thread hands it to all who want it: the memory
-tier (`copies`), the checkpoint directory (`checkpoint`), or both. It is serialised once: the first who wants it in
-memory gets a memory file, and a file on disk is then made from the same bytes.
+The training thread makes the copy, over the one before, and trains on; one from a GPU is only begun (`gpu_copy`). A
+thread hands it to all who want it: the memory tier (`copies`), the checkpoint directory (`checkpoint`), or both. It is
+serialised once: the first who wants it in memory gets a memory file, and a file on disk is then made from the same
+bytes.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Snapshot:
         """Copies `state` to the host. Raises ConfigError when something in it can't be saved."""
         began = time.monotonic()
         self._copied = plain_copy(state, "state", buffers)
+        self._arrival = None if buffers is None else buffers.arrival
         self.stall_s = time.monotonic() - began
         self._file: tuple[int, int, str] | None = None
 
@@ -121,6 +123,8 @@ class Snapshot:
             self._file = None
 
     def _serialise(self, sink: Sink) -> None:
+        if self._arrival is not None:
+            self._arrival.wait()
         torch.save(self._copied, cast("IO[bytes]", sink))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from elasticrt.checkpoint.gpu_copy import Arrival, GpuCopies, host_buffer
 from elasticrt.errors import ConfigError, explain
 
 _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device})
@@ -26,24 +27,33 @@ class Buffers:
 
     Memory that is fresh from the kernel takes several times as long to be written to as memory that was used before,
     and the training waits for the copying. The price is to keep the size of a state on the host between two copies.
+
+    Attributes:
+        arrival: what of the newest copy is still on its way from GPUs.
     """
 
     def __init__(self) -> None:
         self._taken: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self.from_gpus = GpuCopies()
+        self.arrival = Arrival((), ())
 
     @contextmanager
     def reused(self) -> Iterator[None]:
         """For one copy: it is made over the one before, and what it did not need of that is let go."""
+        self.arrival.wait()
         self._free, self._taken = self._taken, {}
-        yield
+        try:
+            yield
+        finally:
+            self.arrival = self.from_gpus.begin()
         self._free = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor on the host with the shape, strides and type of `like`, and any content."""
-        key = (like.shape, like.stride(), like.dtype)
+        key = (like.shape, like.stride(), like.dtype, like.is_cuda)
         free = self._free.get(key)
-        buffer = free.pop() if free else torch.empty_like(like, device="cpu")
+        buffer = free.pop() if free else host_buffer(like)
         self._taken.setdefault(key, []).append(buffer)
         return buffer
 
@@ -179,6 +189,10 @@ class _Copier:
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.nbytes
+        if self._buffers is not None and GpuCopies.fits(tensor):
+            buffer = self._buffers.take(tensor)
+            self._buffers.from_gpus.add(tensor, buffer)
+            return buffer
         if self._buffers is None or size < POOLED_BYTES_MIN or tensor.is_quantized:
             return tensor.clone() if tensor.is_cpu else tensor.to("cpu", copy=True)
         buffer = self._buffers.take(tensor)

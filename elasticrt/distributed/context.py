@@ -27,6 +27,14 @@ from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
 
 _INT64 = 1 << 63
+SURVIVE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Under an agent nobody but `regroup` ends what NCCL does: torch's watchdog would end the process that lost a peer, and
+its monitor one whose watchdog waits for a communicator that is being aborted. Hangs are the agent's to notice."""
+
 _MEETING = datetime.timedelta(days=7)
 
 
@@ -120,6 +128,15 @@ _own_group = False
 def has_own_group() -> bool:
     """Whether `init` has made the process group."""
     return _own_group and _group_pid == os.getpid() and dist.is_initialized()
+
+
+def make_group(backend: str, **options: Any) -> None:
+    """`init_process_group`: nccl is bound to this process's GPU, which makes its connections at once."""
+    if backend == "nccl":
+        if agent_client.worker_env() is not None:
+            os.environ.update(SURVIVE)
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(backend, **options)
 
 
 def timeout_s() -> float:
@@ -246,7 +263,7 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     worker = agent_client.worker_env()
     if worker is not None and worker.beside:
         # A world of one until it is let in: nobody waits for what is done here.
-        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+        make_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
     elif launched and address and world_size > 1 and worker is not None:
         # Its agent ends this process when the others can't come; until then some may be preparing their data.
         store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
@@ -254,12 +271,12 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
         meeting.through()
         meeting.wait()
         store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        make_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     elif launched and address:
-        dist.init_process_group(backend, timeout=timeout)
+        make_group(backend, timeout=timeout)
     else:
         # Alone: no port, no other process can join by accident.
-        dist.init_process_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+        make_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
     global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
     if not _group_pid:
         atexit.register(leave_group)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elasticrt.checkpoint import state_transfer, stateful
-from elasticrt.distributed import agent_client, barrier, context, regroup
+from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
 from elasticrt.distributed.wrapping import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
 from elasticrt.ipc.messages import Left
@@ -55,6 +55,7 @@ class InPlace:
         self._page = agent_client.status_page()
         self._link = agent_client.agent_link()
         self.possible = False
+        self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
 
     @property
     def beside(self) -> bool:
@@ -74,7 +75,7 @@ class InPlace:
         if against:
             _log.info("workers are started anew when the membership changes: %s", against)
             return
-        self._link.follow(regroup.SOCKETS.cut)
+        self._link.follow(regroup.cut)
         self.possible = True
         self._page.in_place = IN_PLACE
 
@@ -87,8 +88,9 @@ class InPlace:
     def _obstacle(self, loader: object) -> str:
         if not context.has_own_group():
             return "the process group is not elasticrt.init()'s"
-        if dist.get_backend() != "gloo":
-            return f"the process group's backend is {dist.get_backend()}"
+        self._backend = dist.get_backend()
+        if self._backend not in ("gloo", "nccl"):
+            return f"the process group's backend is {self._backend}"
         if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
             return "the loader has a sampler of this world size"
         return next((text for layer in self._layers if (text := regroup.obstacle(layer))), "")
@@ -100,13 +102,31 @@ class InPlace:
         assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
         name, text = type(error).__name__, str(error)
         callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if self._link.overtaken and is_of_a_collective(name, text, callstack):
-            return True  # Its group has been cut off. An error of another cause comes again when the step is redone.
+        if self._link.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
+            # Its group has been cut off, and with NCCL the script may have worked with what an aborted kernel left. An
+            # error of another cause comes again when the step is redone.
+            return True
         if not is_collateral(name, text, callstack):
             return False
         if not self._link.overtaken:
             self._link.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
+
+    def check_results(self) -> None:
+        """Raise where this step's collectives may have ended without their results.
+
+        An aborted kernel of NCCL ends like any other. So all that this step has queued is waited for, the last bucket's
+        sum too, and after that it is seen whether anything was aborted until then.
+        """
+        if self._backend == "nccl" and self.possible:
+            torch.cuda.current_stream().synchronize()
+            if self._overtaken():
+                raise dist.DistBackendError("NCCL communicator was aborted, as a peer is gone")
+
+    def settle(self) -> None:
+        """All collectives so far have their results: what is aborted after this was not under way."""
+        if self._backend == "nccl":
+            torch.cuda.synchronize()
 
     def wait_for_seat(self) -> bool:
         """Wait for the seat in the next generation, and take it. False: there is none, and this process is to leave."""
@@ -135,16 +155,16 @@ class InPlace:
             listen_fd=listening.detach(),
         )
         regroup.leave()
-        regroup.meet(alone, "gloo", context.timeout_s(), self._overtaken)
+        regroup.meet(alone, self._backend, context.timeout_s(), self._overtaken, context.make_group)
         regroup.rebuild(self._layers)
-        regroup.warm_up()
+        regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
 
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""
         assert self._link is not None and self._page is not None, "who sets up beside others has an agent"
-        self._link.follow(regroup.SOCKETS.cut)
+        self._link.follow(regroup.cut)
         self.possible = True
         self._page.in_place = READY
         self._link.say(Left(0))
@@ -156,7 +176,7 @@ class InPlace:
         self._page.step_at_ns = 0
         try:
             regroup.leave()
-            regroup.meet(self.worker, "gloo", context.timeout_s(), self._overtaken)
+            regroup.meet(self.worker, self._backend, context.timeout_s(), self._overtaken, context.make_group)
             regroup.rebuild(self._layers)
         except regroup.Overtaken:
             return False

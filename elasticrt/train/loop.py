@@ -431,6 +431,8 @@ class Loop:
         self._in_step = False
         share = self._share
         assert share is not None, "a step has begun"
+        if error is None and share.last and not self._optimizers.stepped:
+            error = self._unconfirmed()
         if error is None:
             self._within_step = not share.last
             if share.last:
@@ -456,6 +458,14 @@ class Loop:
         self._go_on()
         self._undo.note_between(self._state.objects, self.vars)
         return True
+
+    def _unconfirmed(self) -> BaseException | None:
+        """Why what a step has added up without an optimizer's step cannot be trusted; None if it can."""
+        try:
+            self._in_place.check_results()
+        except RuntimeError as error:
+            return error
+        return None
 
     def _go_on(self) -> None:
         """Take the seat in the next generation, and be as far as all the others there."""
@@ -584,6 +594,7 @@ class Loop:
             if not self._in_place.possible:
                 self._saving.hand_over()
                 raise handover.leave(total)
+            self._in_place.settle()
             handover.stay(total)
             self._go_on()
         else:
@@ -600,6 +611,7 @@ class Loop:
         if self._has_blocks and not self._in_step:
             raise ConfigError(validation.outside_of_step())
         watch = self._optimizers
+        self._in_place.check_results()
         if not watch.touched and watch.communicates_late:
             self._undo.note_state(stateful.collect(self._state.objects))
         watch.touched = True

@@ -24,6 +24,7 @@ from elasticrt.ipc.collateral_errors import (
 )
 from elasticrt.ipc.failure import Failure, FinalCode, first_cause
 from elasticrt.text import cut, size
+from elasticrt.workers.gpu_failures import gpu_cause
 
 _NAME_MAX_BYTES = 200
 _MESSAGE_MAX_BYTES = 600
@@ -108,7 +109,8 @@ def failure_of(
         collateral = _aborted_by_peer(code, last_lines)
     unmet = collateral and NEVER_MET.search(message) is not None
     how = _how_it_ended(code, found.exception, message, start_error=start_error, oom=oom)
-    advice = [_how_to_meet(message)] if unmet else []
+    gpu = None if collateral else gpu_cause("\n".join((f"{found.exception}: {message}", *last_lines)), code)
+    advice = [_how_to_meet(message)] if unmet else [f"{gpu.name}. {gpu.remedy}"] if gpu else []
     lines = [
         *advice,
         f"rank {rank} failed first, on {node} (local rank {local_rank}), in generation {generation}"

@@ -1,0 +1,88 @@
+"""What the table runs, as tests: on a GPU, and with gloo and CPU tensors what needs none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu import rows
+from tests.gpu.__main__ import MULTI_RANK, MULTI_RANK_SINCE
+from tests.gpu.rows import Machine
+from tests.gpu.station import ROOT
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    """A machine with a GPU; skipped without one."""
+    found = Machine.look()
+    if not found.gpus:
+        pytest.skip(f"torch {found.torch} sees no GPU here")
+    return found
+
+
+def test_the_table_without_a_gpu() -> None:
+    """Workers are killed, replaced, frozen, saved and restored by gloo on the CPU; each check of the table holds."""
+    found = rows.changes("gloo", "cpu", 2, 12.0)
+    assert [row.what for row in found] == ["kill", "join", "save and hold", "abort", "restore"]
+    assert all(row.ok and all(0 < each < 60 for each in row.seconds.values()) for row in found)
+
+
+def test_without_a_gpu_the_table_says_so() -> None:
+    """One sentence, and the exit code of a success."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was run" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_that_share_a_gpu(machine: Machine, workers: int) -> None:
+    """With gloo and CUDA tensors all of the table's changes keep every step and the state."""
+    assert all(row.ok for row in rows.changes("gloo", "cuda", workers, 100.0))
+
+
+@pytest.mark.gpu
+def test_a_world_of_one_with_nccl(machine: Machine) -> None:
+    """Its communicator is aborted and made anew, five times, and training goes on."""
+    assert machine.nccl is not None
+    assert all(row.ok for row in rows.alone("nccl", "cuda"))
+
+
+@pytest.mark.gpu
+def test_several_ranks_with_nccl(machine: Machine) -> None:
+    """As many ranks as GPUs; on one GPU two, where NCCL takes them."""
+    assert machine.nccl is not None
+    if len(machine.gpus) == 1 and machine.nccl[:2] < MULTI_RANK_SINCE:
+        pytest.skip(f"one GPU, and NCCL {machine.nccl} takes one rank for each")
+    workers = 2 if len(machine.gpus) == 1 else min(8, len(machine.gpus))
+    env = MULTI_RANK if len(machine.gpus) == 1 else {}
+    assert all(row.ok for row in rows.changes("nccl", "cuda", workers, 100.0, env))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("memory", "the GPU is out of memory"), ("assert", "an assertion of a kernel has failed")]
+)
+def test_failures_have_names(machine: Machine, kind: str, expected: str) -> None:
+    """What torch says here, in its version, of a GPU that is full and of a kernel's assertion is understood."""
+    assert rows.failure(kind, expected)
+
+
+@pytest.mark.gpu
+def test_this_machine_is_healthy(machine: Machine) -> None:
+    """What `nvidia-smi` answers here is understood, and nothing is wrong."""
+    assert rows.health()[0].ok
+
+
+@pytest.mark.gpu
+def test_a_snapshot_is_of_its_moment(machine: Machine) -> None:
+    """A gigabyte that changes at once is in the file as it was."""
+    assert rows.stall("cuda", 1000.0)[0].ok
