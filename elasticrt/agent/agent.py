@@ -20,7 +20,6 @@ from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop
 from elasticrt.agent.file_limits import allow_files
-from elasticrt.agent.gpu_gate import Looked
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
 from elasticrt.agent.store_discovery import ride_out
@@ -221,7 +220,7 @@ class Agent:
                 self._send_errand(event)
             case HeadRecord():
                 self.voice.events.write("committed", step=event.step, generation=event.generation)
-            case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded() | Looked():
+            case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
                 self.node.stalled(event)

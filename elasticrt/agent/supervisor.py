@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elasticrt.agent.gpu_gate import GpuGate, Looked
 from elasticrt.agent.joining import READY, JoiningWorkers
+from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
@@ -34,6 +34,7 @@ from elasticrt.settings import Settings
 from elasticrt.workers.environment import beside_env
 from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
+from elasticrt.workers.gpu_failures import suspects_gpu
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
 from elasticrt.workers.group_state import GroupState
 
@@ -82,20 +83,13 @@ class Supervisor:
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed when.
         self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._joining = JoiningWorkers()
-        self._gate = GpuGate(
-            gpus=settings.uses_gpus,
-            command=settings.options.health_check or "",
-            put=put,
-            say=say,
-            clock=edges.clock,
-        )
+        self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.seating = Seating(settings, edges)
         self.progress = Progress(self._pages, events, say, edges.clock)
         self.hangs = HangMonitor(settings, put, events, say, edges.take_stacks)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
-        self._gate.pass_on(self._clock.monotonic())
         self._parent = WorkerParent()
         command, settings = self._settings.command, self._settings
         self._parent.start(
@@ -119,8 +113,8 @@ class Supervisor:
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
         wanted = {
-            # Workers of other GPUs that can go on here do.
-            "warm": bool(self._method) and (self._gate.open or bool(self._able())),
+            # Workers of its other GPUs that can go on in place do.
+            "warm": bool(self._method) and (self._check.is_fit or bool(self._able())),
             "port": self.seating.ports.port,
             "generation": generation,
             "seen": max(me.record.seen, me.known),
@@ -148,9 +142,8 @@ class Supervisor:
     def alarms(self) -> list[float]:
         """When something may be due again."""
         again_at = self._joining.at if self._can_start_beside() else None
-        late = [at for at in (self._late_at, again_at) if at is not None]
-        kill_at = [self._kill_late[1]] if self._kill_late else []
-        return [*late, *kill_at, *self.hangs.wake_at(), *self._gate.wake_at()]
+        late = [at for at in (self._late_at, again_at, self._check.alarm()) if at is not None]
+        return [*late, *([self._kill_late[1]] if self._kill_late else []), *self.hangs.wake_at()]
 
     def are_gone(self) -> bool:
         """Whether no worker is left, seated or setting up."""
@@ -186,7 +179,7 @@ class Supervisor:
         return any(self._word(rank, self._state.number, "restored_at_ns") for rank in self._able())
 
     def _can_start_beside(self) -> bool:
-        return self._wanted is None and bool(self._method) and self._gate.open and not self._state.well
+        return self._wanted is None and bool(self._method) and self._check.is_fit and not self._state.well
 
     def _building(self) -> bool:
         """Whether one of the workers prepares data."""
@@ -220,7 +213,7 @@ class Supervisor:
 
         `elsewhere`: nodes where some workers of the generation have ended.
         """
-        self._gate.pass_on(now)
+        self._check.look(now)
         self._kill_those_late_to_end(now)
         self.progress.look(self._state.number)
         self._end_those_late_to_come(now)
@@ -399,6 +392,7 @@ class Supervisor:
         if self._group is not None:
             self._group.close()
         self.seating.close()
+        self._check.close()
 
     def _end_workers(self) -> None:
         """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
@@ -476,7 +470,7 @@ class Supervisor:
 
     # What happens.
 
-    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded | Looked) -> None:
+    def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
         """Take note of an event, and do what follows from it on this node alone."""
         match event:
             case Warm():
@@ -490,10 +484,7 @@ class Supervisor:
             case WorkerSaid():
                 self._worker_said(event)
             case WorkerEnded():
-                self._gate.ended(event, self._clock.monotonic())
                 self._worker_ended(event)
-            case Looked():
-                self._gate.looked(event, self._clock.monotonic())
             case GroupEnded(generation=generation):
                 if generation and generation == self._state.number and self._state.running:
                     self._state = replace(self._state, running=False, seated=frozenset())
@@ -583,6 +574,8 @@ class Supervisor:
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
+        if event.failure is not None and suspects_gpu(event.failure.summary):
+            self._check.doubt(event.failure.summary)
         if event.generation == 0:
             wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
             if wait_s is not None:

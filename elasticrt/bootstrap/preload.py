@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 
+from elasticrt import torch_versions
 from elasticrt.ipc import own_sockets
 
 _ROOTS = ("torch", "numpy", "elasticrt")
@@ -147,6 +148,7 @@ def _import_torch() -> int:
         *(f"elasticrt.train.{module.name}" for module in ours),
     ):
         _import_if_there(name)
+    torch_versions.find_gloo()
     _train_a_little()
     return threads
 

@@ -1,9 +1,8 @@
-"""Snapshots of a training state: copied to the host at once, and written in the background for whoever wants them.
+"""Snapshots of a training state: copied at once, and written in the background for whoever wants them.
 
-The training thread makes the copy, over the one before, and trains on; one from a GPU is only begun (`gpu_copy`). A
-thread hands it to all who want it: the memory tier (`copies`), the checkpoint directory (`checkpoint`), or both. It is
-serialised once: the first who wants it in memory gets a memory file, and a file on disk is then made from the same
-bytes.
+The training thread makes the copy, over the one before, and trains on. A thread hands it to all who want it: the memory
+tier (`copies`), the checkpoint directory (`checkpoint`), or both. It is serialised once: the first who wants it in
+memory gets a memory file, and a file on disk is then made from the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import IO, Any, cast
 
@@ -85,15 +86,19 @@ def hashed(fd: int, produce: Callable[[Sink], object]) -> tuple[int, str]:
 class Snapshot:
     """A copy of a state as plain values, which nobody changes any more.
 
+    What lies on a GPU is copied there first, and comes to the host when the copy is used, on a stream of its own: the
+    training waits for neither. Where the GPU has no room for that, it waits.
+
     Attributes:
         stall_s: seconds that the training has waited for it.
     """
 
     def __init__(self, state: Mapping[str, Any], buffers: Buffers | None = None) -> None:
-        """Copies `state` to the host. Raises ConfigError when something in it can't be saved."""
+        """Copies `state`. Raises ConfigError when something in it can't be saved."""
         began = time.monotonic()
-        self._copied = plain_copy(state, "state", buffers)
-        self._arrival = None if buffers is None else buffers.arrival
+        self._buffers = buffers
+        self._on_device: dict[torch.device, torch.cuda.Event] = {}
+        self._copied = self._copy(state)
         self.stall_s = time.monotonic() - began
         self._file: tuple[int, int, str] | None = None
 
@@ -122,10 +127,53 @@ class Snapshot:
             os.close(self._file[0])
             self._file = None
 
+    def _copy(self, state: Mapping[str, Any]) -> Any:
+        devices = gpus_with_room(state)
+        if devices:
+            try:
+                copied = plain_copy(state, "state", on_device=True)
+            except torch.OutOfMemoryError:
+                pass  # There is room, but not in one piece.
+            else:
+                self._on_device = {each: torch.cuda.current_stream(each).record_event() for each in devices}
+                return copied
+        return plain_copy(state, "state", self._buffers)
+
+    def _fetch(self) -> None:
+        """Bring to the host what was copied on GPUs."""
+        with ExitStack() as streams:
+            for device, copied in self._on_device.items():
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(copied)
+                streams.enter_context(torch.cuda.stream(stream))
+            if self._on_device:
+                self._copied = plain_copy(self._copied, "state", self._buffers)
+        self._on_device = {}
+
     def _serialise(self, sink: Sink) -> None:
-        if self._arrival is not None:
-            self._arrival.wait()
+        self._fetch()
         torch.save(self._copied, cast("IO[bytes]", sink))
+
+
+def gpus_with_room(state: object) -> list[torch.device]:
+    """The GPUs that tensors of `state` lie on, if each has room for these once more, and as much again; else none."""
+    taken: Counter[torch.device] = Counter()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _count(state, taken)
+    for device, size in taken.items():
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if torch.cuda.mem_get_info(device)[0] + idle < 2 * size:
+            return []
+    return list(taken)
+
+
+def _count(value: object, taken: Counter[torch.device]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            taken[value.device] += value.nbytes
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _count(each, taken)
 
 
 Use = Callable[[Snapshot], object]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from elasticrt.checkpoint.gpu_copy import Arrival, GpuCopies, host_buffer
 from elasticrt.errors import ConfigError, explain
 
 _EXACT = frozenset({type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device})
@@ -27,48 +26,53 @@ class Buffers:
 
     Memory that is fresh from the kernel takes several times as long to be written to as memory that was used before,
     and the training waits for the copying. The price is to keep the size of a state on the host between two copies.
-
-    Attributes:
-        arrival: what of the newest copy is still on its way from GPUs.
+    What comes from a GPU lies in pinned memory, to which the GPU itself can write while others compute.
     """
 
     def __init__(self) -> None:
         self._taken: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
-        self.from_gpus = GpuCopies()
-        self.arrival = Arrival((), ())
 
     @contextmanager
     def reused(self) -> Iterator[None]:
         """For one copy: it is made over the one before, and what it did not need of that is let go."""
-        self.arrival.wait()
         self._free, self._taken = self._taken, {}
-        try:
-            yield
-        finally:
-            self.arrival = self.from_gpus.begin()
+        yield
         self._free = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A tensor on the host with the shape, strides and type of `like`, and any content."""
         key = (like.shape, like.stride(), like.dtype, like.is_cuda)
         free = self._free.get(key)
-        buffer = free.pop() if free else host_buffer(like)
+        buffer = free.pop() if free else _memory_for(like)
         self._taken.setdefault(key, []).append(buffer)
         return buffer
 
 
-def plain_copy(value: object, where: str, buffers: Buffers | None = None) -> Any:
+def _memory_for(like: torch.Tensor) -> torch.Tensor:
+    if like.is_cuda:
+        try:
+            return torch.empty_like(like, device="cpu", pin_memory=True)
+        except RuntimeError:
+            pass  # The system has a limit on pinned memory: the copy takes longer then.
+    return torch.empty_like(like, device="cpu")
+
+
+def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_device: bool = False) -> Any:
     """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else.
 
-    With `buffers` the copy before is overwritten.
+    With `buffers` the copy before is overwritten. With `on_device` tensors stay on their GPU, and nothing waits for it.
     """
+    copier = _Copier(buffers, on_device=on_device)
     try:
         with buffers.reused() if buffers is not None else nullcontext():
-            return _Copier(buffers).copy(value)
+            copied = copier.copy(value)
+        for device in copier.under_way:
+            torch.cuda.current_stream(device).synchronize()
     except _UnfitError as unfit:
         # Looked for only now: to know the place of everything that is copied would take longer than to copy it.
         raise ConfigError(unfit.text(_place(value, unfit.value, where) or where)) from None
+    return copied
 
 
 def bytes_of(value: object) -> int:
@@ -126,8 +130,10 @@ def _place(value: object, culprit: object, where: str) -> str:
 
 
 class _Copier:
-    def __init__(self, buffers: Buffers | None) -> None:
+    def __init__(self, buffers: Buffers | None, *, on_device: bool) -> None:
         self._buffers = buffers
+        self._on_device = on_device
+        self.under_way: set[torch.device] = set()  # GPUs that are still writing to buffers.
         self._copies: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}  # By the address of the original.
 
     def copy(self, value: object) -> Any:
@@ -189,13 +195,14 @@ class _Copier:
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.nbytes
-        if self._buffers is not None and GpuCopies.fits(tensor):
-            buffer = self._buffers.take(tensor)
-            self._buffers.from_gpus.add(tensor, buffer)
-            return buffer
+        if self._on_device and tensor.is_cuda:
+            return tensor.clone()
         if self._buffers is None or size < POOLED_BYTES_MIN or tensor.is_quantized:
             return tensor.clone() if tensor.is_cpu else tensor.to("cpu", copy=True)
         buffer = self._buffers.take(tensor)
+        if tensor.is_cuda:
+            self.under_way.add(tensor.device)
+            return buffer.copy_(tensor, non_blocking=True)
         plain_memory = tensor.is_cpu and tensor.is_contiguous() and buffer.is_contiguous()
         if not plain_memory or tensor.is_conj() or tensor.is_neg():
             return buffer.copy_(tensor)

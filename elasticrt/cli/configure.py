@@ -72,7 +72,6 @@ def configure(
         logs=log_options(options, workers, env),
         notes=(*options.notes, *(f"{word} stands behind the script and is left to it. {ORDER}" for word in misplaced)),
         fresh=options.fresh,
-        uses_gpus=count_gpus(env) > 0,
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
     spec = RunSpec(
@@ -144,7 +143,7 @@ def _host_name() -> str:
 
 
 def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
-    """Workers on this node.
+    """Workers on this node. GPUs are counted without importing torch: by what the driver shows.
 
     Without any GPU, "auto" means one worker for each CPU, as under torchrun, and None one worker.
     """
@@ -153,20 +152,16 @@ def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
     cpus = len(os.sched_getaffinity(0))
     if wanted == "cpu":
         return cpus
-    devices = count_gpus(env)
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = len([item for item in visible.split(",") if item.strip() and item.strip() != "-1"])
+    else:
+        devices = len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
     if wanted == "gpu" and not devices:
         raise ConfigError(
             explain("no GPU is visible", "--nproc-per-node gpu", expected="at least one", remedy="Use auto or a number")
         )
     return devices or (cpus if wanted == "auto" else 1)
-
-
-def count_gpus(env: Mapping[str, str]) -> int:
-    """GPUs that workers see, as far as one can tell without torch: by what the driver shows."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([item for item in visible.split(",") if item.strip() and item.strip() != "-1"])
-    return len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
 
 
 def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from elasticrt.distributed import agent_client, collectives, regroup
 from elasticrt.distributed.barrier import Barrier
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.torch_versions import bound_to
 
 _INT64 = 1 << 63
 SURVIVE = {
@@ -131,12 +133,11 @@ def has_own_group() -> bool:
 
 
 def make_group(backend: str, **options: Any) -> None:
-    """`init_process_group`: nccl is bound to this process's GPU, which makes its connections at once."""
-    if backend == "nccl":
-        if agent_client.worker_env() is not None:
-            os.environ.update(SURVIVE)
-        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(backend, **options)
+    """`init_process_group`, as this process's device and its agent want it."""
+    if backend == "nccl" and agent_client.worker_env() is not None:
+        os.environ.update(SURVIVE)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend.startswith("nccl") else torch.device("cpu")
+    dist.init_process_group(backend, **options, **bound_to(device, backend))
 
 
 def timeout_s() -> float:
@@ -244,7 +245,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
-    timeout = datetime.timedelta(seconds=timeout_s)
+    make = partial(make_group, backend, timeout=datetime.timedelta(seconds=timeout_s))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     address = os.environ.get("MASTER_ADDR", "")
     if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):
@@ -263,20 +264,20 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     worker = agent_client.worker_env()
     if worker is not None and worker.beside:
         # A world of one until it is let in: nobody waits for what is done here.
-        make_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+        make(store=_hash_store(), rank=0, world_size=1)
     elif launched and address and world_size > 1 and worker is not None:
         # Its agent ends this process when the others can't come; until then some may be preparing their data.
         store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
         meeting.through()
         meeting.wait()
-        store.set_timeout(timeout)
-        make_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        make(store=store, rank=rank, world_size=world_size)
     elif launched and address:
-        make_group(backend, timeout=timeout)
+        make()
     else:
         # Alone: no port, no other process can join by accident.
-        make_group(backend, store=_hash_store(), rank=0, world_size=1, timeout=timeout)
+        make(store=_hash_store(), rank=0, world_size=1)
     global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
     if not _group_pid:
         atexit.register(leave_group)

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.torch_versions import reducer_was_renewed
 
 _log = logging.getLogger(__name__)
 
@@ -349,6 +350,7 @@ def _rebuild(layer: Any, world: Any) -> None:
     if static:
         layer._set_static_graph()
     hooks, layer._comm_hooks = layer._comm_hooks, []
+    reducer_was_renewed(layer)
     for hook, state in hooks:
         if getattr(state, "process_group", None) is old:
             state.process_group = world

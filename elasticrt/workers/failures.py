@@ -109,7 +109,9 @@ def failure_of(
         collateral = _aborted_by_peer(code, last_lines)
     unmet = collateral and NEVER_MET.search(message) is not None
     how = _how_it_ended(code, found.exception, message, start_error=start_error, oom=oom)
-    gpu = None if collateral else gpu_cause("\n".join((f"{found.exception}: {message}", *last_lines)), code)
+    # A watchdog of NCCL throws where nobody can catch: what it says of its GPU is in the output alone.
+    said = "\n".join(last_lines) if code == -signals.SIGABRT else f"{found.exception}: {message}"
+    gpu = None if collateral else gpu_cause(said)
     advice = [_how_to_meet(message)] if unmet else [f"{gpu.name}. {gpu.remedy}"] if gpu else []
     lines = [
         *advice,

@@ -121,15 +121,11 @@ _CAUSES: tuple[tuple[re.Pattern[str], GpuCause], ...] = tuple(
 _ANY = re.compile(r"\bCUDA error: (.{1,120})|\bAcceleratorError\b|\bCUBLAS_STATUS_\w+|\bCUDNN_STATUS_\w+")
 
 
-def gpu_cause(text: str, code: int) -> GpuCause | None:
-    """The cause that a worker's last words name; None when they speak of no GPU.
+def gpu_cause(text: str) -> GpuCause | None:
+    """The cause that an exception's type and text name; None when they speak of no GPU.
 
-    Args:
-        text: the exception and the end of the error output, and what else is known of its GPUs.
-        code: its exit code, or minus the signal number; 0 is never a failure.
+    What else was printed does not count: it may be advice, or another failure that was dealt with.
     """
-    if code == 0:
-        return None
     for pattern, cause in _CAUSES:
         if pattern.search(text):
             return cause
@@ -137,3 +133,8 @@ def gpu_cause(text: str, code: int) -> GpuCause | None:
     if found is None:
         return None
     return GpuCause(f"a CUDA error: {(found[1] or found[0]).strip()}", _DEBUG)
+
+
+def suspects_gpu(summary: str) -> bool:
+    """Whether the summary of a failure names a cause for which the GPU itself may be bad."""
+    return any(cause.suspect and cause.name in summary for _, cause in _CAUSES)

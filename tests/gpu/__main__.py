@@ -47,10 +47,10 @@ def tasks(machine: Machine, device: str, workers: int, sizes: Sequence[float]) -
     if device == "cuda":
         yield "failure: memory", "cuda", 0, partial(rows.failure, "memory", "the GPU is out of memory")
         yield "failure: assert", "cuda", 0, partial(rows.failure, "assert", "an assertion of a kernel has failed")
-        yield "health", "nvidia-smi", 0, rows.health
+        yield "node check", "nvidia-smi", 0, rows.health
         yield from _with_nccl(machine, sizes)
     else:
-        for what in ("re-form with nccl", "kill, join, save, restore with nccl", "failures of a GPU", "health"):
+        for what in ("re-form with nccl", "kill, join, save, restore with nccl", "failures of a GPU", "node check"):
             yield Row(what, device, note="needs a GPU", ok=None)
 
 

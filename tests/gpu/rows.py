@@ -276,7 +276,7 @@ def failure(kind: str, expected: str) -> list[Row]:
     try:
         ask("fail", kind)
     except Failed as failed:
-        cause = gpu_cause(str(failed), 1)
+        cause = gpu_cause(str(failed))
         if cause is None or not cause.name.startswith(expected):
             raise Failed(f"{kind}: told as {cause}, said: {failed}") from None
         return [Row(f"failure: {kind}", "cuda", note=cause.name)]
@@ -284,12 +284,13 @@ def failure(kind: str, expected: str) -> list[Row]:
 
 
 def health() -> list[Row]:
-    """`nvidia-smi` says that this machine's GPUs are well, in words that are understood."""
-    from elasticrt.agent.gpu_gate import found_by_smi
+    """`nvidia-smi` says that this machine's GPUs are fit, in words that are understood."""
+    from elasticrt.agent.node_check import NVIDIA_SMI, refusal
 
     began = time.monotonic()
-    problem = found_by_smi(os.environ)
-    return [Row("health", "nvidia-smi", seconds={"asked": time.monotonic() - began}, note=problem, ok=not problem)]
+    done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=120, check=False)
+    problem = refusal(done.returncode, done.stdout + done.stderr, 1)
+    return [Row("node check", "nvidia-smi", seconds={"asked": time.monotonic() - began}, note=problem, ok=not problem)]
 
 
 def attempt(what: str, where: str, size_mb: float, run: Callable[[], list[Row]]) -> list[Row]:

@@ -65,6 +65,22 @@ def test_first_times_import_nothing(warm, tmp_path):
     assert warm.run(FIRST_TIMES, tmp_path).out[0] == "[]\n"
 
 
+FIRST_GROUP = """
+    import importlib.metadata, os
+    asked = []
+    entry_points = importlib.metadata.entry_points
+    importlib.metadata.entry_points = lambda **words: asked.append(words) or entry_points(**words)
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    print(asked)
+    """
+
+
+def test_the_first_group_searches_no_installed_packages(warm, tmp_path):
+    """Which backend gloo is (torch 2.15: an entry point of some package) is known before the fork."""
+    assert warm.run(FIRST_GROUP, tmp_path).out[0] == "[]\n"
+
+
 WATCHED = """
 import os, sys
 

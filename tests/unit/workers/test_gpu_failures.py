@@ -1,11 +1,13 @@
-"""Which failure of a GPU a worker's last words name, and when its node may start workers again."""
+"""Which failure of a GPU a worker's last words name, and whether the GPU itself is in doubt."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from elasticrt.workers.gpu_failures import gpu_cause
-from elasticrt.workers.gpu_health import COOL_DOWN_S, FEW_FIELDS, FORGOTTEN_S, Look, admit, problem_of
+from elasticrt.workers.failures import failure_of
+from elasticrt.workers.gpu_failures import gpu_cause, suspects_gpu
 
 ASYNC = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call,so the stacktrace below might be "
@@ -51,7 +53,7 @@ REMOTE = (
 )  # fmt: skip
 def test_the_words_of_a_gpu_name_the_cause(said: str, name: str, suspect: bool) -> None:
     """Real texts of torch, NCCL and the driver: a cause, what to do, and whether the GPU itself is in doubt."""
-    cause = gpu_cause(said, 1)
+    cause = gpu_cause(said)
     assert cause is not None
     assert name in cause.name
     assert cause.suspect is suspect
@@ -59,69 +61,41 @@ def test_the_words_of_a_gpu_name_the_cause(said: str, name: str, suspect: bool) 
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    "said",
     [
-        ("ValueError: bad batch", 1),
-        ("", -9),
-        (REMOTE, 1),
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory", 1),
-        (OOM, 0),
+        "ValueError: bad batch",
+        "",
+        REMOTE,
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory",
     ],
 )
-def test_other_ends_name_no_gpu(said: str, code: int) -> None:
-    """A script's own error, a bare signal, a peer that is gone, the host's memory, an end that is none."""
-    assert gpu_cause(said, code) is None
-
-
-FINE = "0, NVIDIA H200, [N/A], No, No\n1, NVIDIA H200, [N/A], No, No\n"
+def test_other_ends_name_no_gpu(said: str) -> None:
+    """A script's own error, none at all, a peer that is gone, the host's memory."""
+    assert gpu_cause(said) is None
 
 
 @pytest.mark.parametrize(
-    ("code", "out", "found"),
+    ("code", "message", "output", "named", "suspect"),
     [
-        (0, FINE, ""),
-        (0, "0, NVIDIA A100-SXM4-80GB, No, No, No\n", ""),
-        (0, "0, NVIDIA GeForce RTX 4090, [N/A], [N/A], [N/A]\n", ""),
-        (0, FINE + "2, NVIDIA H200, [N/A], Yes, No\n", "GPU 2 (NVIDIA H200): rows of its memory wait"),
-        (0, "0, Tesla V100, Yes, [N/A], [N/A]\n", "GPU 0 (Tesla V100): pages of its memory wait"),
-        (0, "0, NVIDIA H200, [N/A], No, Yes\n", "is to be replaced"),
-        (0, "", "shows no GPU"),
-        (15, "Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost.  Reboot the system", "is lost"),
-        (0, FINE + "Unable to determine the device handle for GPU1: Unknown Error\n", "Unknown Error"),
-        (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "exit code 9"),
+        (1, "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", "", "ECC", True),
+        (1, OOM, "", "out of memory", False),
+        (1, "ValueError: bad batch", "retried: CUDA out of memory", "", False),
+        (-6, "", WATCHDOG + "CUDA error: unspecified launch failure", "ended in the middle", True),
+        (1, REMOTE, "CUDA error: uncorrectable ECC error encountered", "", False),
     ],
 )
-def test_what_nvidia_smi_says_of_gpus(code: int, out: str, found: str) -> None:
-    """Healthy ones, with and without ECC; those that need a reset or are to be replaced, are lost, have no driver."""
-    assert found in problem_of(code, out) if found else not problem_of(code, out)
-
-
-def test_an_older_driver_is_asked_for_less() -> None:
-    """Where only names are known, GPUs that answer are well."""
-    assert problem_of(0, "0, Tesla K80\n", FEW_FIELDS) == ""
-
-
-ECC = "an uncorrectable ECC error"
-
-
-@pytest.mark.parametrize(
-    ("look", "failures", "now", "admitted", "look_at"),
-    [
-        (None, [], 5.0, False, 5.0),
-        (Look(5.0), [], 6.0, True, None),
-        (Look(5.0, "lost"), [], 6.0, False, 5.0 + COOL_DOWN_S),
-        (Look(5.0, "lost"), [], 500.0, False, 500.0),
-        (Look(5.0), [(100.0, ECC)], 101.0, False, 100.0 + COOL_DOWN_S),
-        (Look(5.0), [(100.0, ECC)], 100.0 + COOL_DOWN_S, False, 100.0 + COOL_DOWN_S),
-        (Look(100.0 + COOL_DOWN_S), [(100.0, ECC)], 200.0, True, None),
-        (Look(100.0 + COOL_DOWN_S, "lost"), [(100.0, ECC)], 162.0, False, 100.0 + 2 * COOL_DOWN_S),
-        (Look(165.0), [(100.0, ECC), (170.0, ECC)], 171.0, False, 170.0 + 2 * COOL_DOWN_S),
-        (Look(300.0), [(100.0, ECC), (170.0, ECC)], 301.0, True, None),
-        (Look(5.0), [(100.0, ECC)], 101.0 + FORGOTTEN_S, True, None),
-    ],
-)
-def test_when_a_node_may_start_workers(look, failures, now, admitted, look_at) -> None:
-    """After a look that finds nothing wrong; after a failure only when it has cooled down, longer each time."""
-    verdict = admit(look, failures, now)
-    assert (verdict.admitted, verdict.look_at) == (admitted, look_at)
-    assert bool(verdict.reason) is not admitted
+def test_a_failure_names_its_gpu(code: int, message: str, output: str, named: str, *, suspect: bool) -> None:
+    """In its summary and at the top of its text, with the remedy: by what was raised, or what an abort has said."""
+    error_file = json.dumps({"message": {"message": message, "extraInfo": {}}}) if message else ""
+    failure = failure_of(
+        rank=1,
+        local_rank=0,
+        node="n",
+        generation=1,
+        code=code,
+        error_file=error_file,
+        last_lines=output.splitlines(),
+    )
+    assert suspects_gpu(failure.summary) is suspect
+    first = failure.text.splitlines()[0]
+    assert named in failure.summary and named in first if named else first.startswith("rank 1 failed first")

@@ -1,0 +1,140 @@
+"""Whether this node's hardware may train: asked of a command, in the background, before workers start here.
+
+A node that is not found fit stays a member, gets no seat, and starts no worker; the others train on without it. It is
+asked at first where there is a command of the user's, and after a failure that blames one of its GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from elasticrt.clock import Clock
+from elasticrt.ipc import leash
+
+COOL_DOWN_S = 10.0
+"""From a failure to the first question: a driver that resets a GPU takes some seconds. Doubled with each refusal."""
+COOL_DOWN_S_MAX = 600.0
+CHECK_S_MAX = 120.0
+LOOK_S, GLANCE_S = 0.2, 0.002
+"""How often the answer is looked for while the command runs, and how long that takes."""
+
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending,remapped_rows.failure",
+    "--format=csv,noheader",
+)
+
+_LOST = re.compile(r"is lost|fallen off the bus|Unknown Error|ERR!", re.IGNORECASE)
+"""What nvidia-smi says of a GPU that does not answer, with an exit code of 0 where others do."""
+
+
+class NodeCheck:
+    """One node's.
+
+    Args:
+        command: the user's own, which ends with 0 on a node that may train. "": nvidia-smi is asked after a failure.
+        say: tells people.
+        clock: the agent's.
+    """
+
+    def __init__(self, command: str, say: Callable[[str], None], clock: Clock) -> None:
+        self._command = tuple(shlex.split(command))
+        self._say = say
+        self._clock = clock
+        self._due: float | None = clock.monotonic() if command else None
+        self._wait_s = COOL_DOWN_S
+        self._asking: subprocess.Popen[str] | None = None
+        self._asked_at = 0.0
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether workers may start here."""
+        return self._due is None
+
+    def alarm(self) -> float | None:
+        """When `look` has something to do; None: never."""
+        return self._clock.monotonic() + LOOK_S if self._asking is not None else self._due
+
+    def doubt(self, reason: str) -> None:
+        """A GPU of this node has failed."""
+        if self.is_fit:
+            self._say(f"no worker starts on this node until its GPUs are found fit: {reason}")
+            self._due = self._clock.monotonic() + self._wait_s
+
+    def look(self, now: float) -> None:
+        """Ask when that is due, and take note of the answer."""
+        found = None
+        if self._asking is not None:
+            found = self._answer(self._asking, now)
+        elif self._due is not None and now >= self._due:
+            found = self._ask(now)
+        if found is None:
+            return
+        self.close()
+        if not found:
+            self._due, self._wait_s = None, COOL_DOWN_S
+            return
+        self._due = now + self._wait_s
+        self._say(f"this node is not fit to train: {found}; asked again in {self._wait_s:g} s")
+        self._wait_s = min(2 * self._wait_s, COOL_DOWN_S_MAX)
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._asking is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._asking.pid, signal.SIGKILL)
+            self._asking.wait()
+            assert self._asking.stdout is not None
+            self._asking.stdout.close()
+        self._asking = None
+
+    def _ask(self, now: float) -> str | None:
+        command = self._command or NVIDIA_SMI
+        if shutil.which(command[0]) is None:
+            if not self._command:
+                self._say("nothing is known of this node's GPUs: there is no nvidia-smi; --node-check names a command")
+                return ""
+            return f"there is no {command[0]} to ask"
+        self._asked_at = now
+        self._asking = subprocess.Popen(
+            leash.command_of(list(command), signal.SIGKILL),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        return None
+
+    def _answer(self, asking: subprocess.Popen[str], now: float) -> str | None:
+        """Why the node is not fit, "" if it is; None while the command runs."""
+        try:
+            output, _ = asking.communicate(timeout=GLANCE_S)
+        except subprocess.TimeoutExpired:
+            return f"no answer in {CHECK_S_MAX:g} s" if now - self._asked_at > CHECK_S_MAX else None
+        gpus = 0 if self._command else sum(each.name[6:].isdigit() for each in Path("/dev").glob("nvidia[0-9]*"))
+        return refusal(asking.returncode, output, gpus)
+
+
+def refusal(code: int, output: str, gpus: int) -> str:
+    """Why a node is not fit by what its check has said, "" if it is. `gpus`: how many lines there should be."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if code:
+        return f"exit code {code}" + (f": {lines[-1][:200]}" if lines else "")
+    lost = next((line for line in lines if gpus and _LOST.search(line)), "")
+    if lost:
+        return lost[:200]
+    if len(lines) < gpus:
+        return f"{len(lines)} of {gpus} GPUs answer"
+    # Of nvidia-smi: the GPU's number, errors since it was last reset, rows that wait to be replaced or cannot be.
+    bad = [line for line in lines if gpus and re.search(r", *([1-9]\d*|Yes) *(,|$)", line)]
+    return f"errors in the memory of GPU {bad[0].partition(',')[0]}, which has to be reset" if bad else ""
