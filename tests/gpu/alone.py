@@ -46,11 +46,11 @@ def snapshot(device: str, size_mb: float) -> dict[str, Any]:
             torch.cuda.synchronize()
         began = time.monotonic()
         taken = Snapshot(state, buffers)
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()  # The training's own, no other.
+        stalls_s.append(time.monotonic() - began)
         for each in state.values():  # What the next step does to it must not be in the copy.
             each.add_(1.0)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        stalls_s.append(time.monotonic() - began)
         with tempfile.TemporaryFile() as file:
             began = time.monotonic()
             size, _ = taken.write_to(file.fileno())
