@@ -108,7 +108,8 @@ class Station:
         self.generation = 0
         self.workers: dict[int, Worker] = {}
         self._frozen: list[Worker] = []
-        (directory / "marks").mkdir(parents=True)
+        for name in ("marks", "entered"):
+            (directory / name).mkdir(parents=True)
 
     def __enter__(self) -> Station:
         return self
@@ -175,6 +176,11 @@ class Station:
         lines = [line for path in (self.directory / "marks").iterdir() for line in path.read_text().splitlines(True)]
         marks = [_mark(line.split()) for line in lines if line.endswith("\n")]
         return sorted(marks, key=lambda each: each.at)
+
+    def entered_s(self) -> float:
+        """How long the Loop of a present worker took to begin, at the most."""
+        pids = [worker.process.pid for worker in self.workers.values()]
+        return max(float((self.directory / "entered" / str(pid)).read_text()) for pid in pids)
 
     def firsts(self) -> dict[int, Mark]:
         """By rank, the first step in the present generation."""

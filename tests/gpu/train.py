@@ -3,12 +3,14 @@
     python -m tests.gpu.train DIRECTORY BACKEND DEVICE STATE_MB
 
 It notes the end of each step in DIRECTORY/marks/PID: time, generation, rank, world size, step, the sum of the weights
-and a sample of the frozen state. Frozen parameters are in every checkpoint and in what a newcomer gets, and cost the
-steps nothing: so what is measured is what the runtime does with a state of that size.
+and a sample of the frozen state; and in DIRECTORY/entered/PID how long its Loop took to begin. Frozen parameters are in
+every checkpoint and in what a newcomer gets, and cost the steps nothing: so what is measured is what the runtime does
+with a state of that size.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -64,7 +66,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(net.trained.parameters(), 1e-3)
     directory = DIRECTORY / "checkpoints"
     loop = elasticrt.Loop(directory, sampler=sampler, every="1000000 steps", memory=0, model=model, optimizer=optimizer)
-    for _ in loop.epochs(1_000_000):
+    epochs = loop.epochs(1_000_000)
+    began = time.monotonic()
+    first = next(epochs)  # It restores; a newcomer waits to be let in.
+    (DIRECTORY / "entered" / str(os.getpid())).write_text(repr(time.monotonic() - began))
+    for _ in itertools.chain([first], epochs):
         for x, y in loop.batches(loader):
             with loop.step():
                 loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
