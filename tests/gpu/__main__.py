@@ -2,7 +2,7 @@
 
     python -m tests.gpu                  # on a machine with a GPU; without one it says so, and ends with 0
     python -m tests.gpu --device cpu     # the same with gloo and CPU tensors: the rows that need no GPU
-    python -m tests.gpu --write DIR      # also writes DIR/<device>.json, .md and, with matplotlib, .png
+    python -m tests.gpu --write DIR      # also writes DIR/<device>.json, .md and .svg
 
 It needs torch and this checkout, no etcd, no grpc and no network: the agents' part is played (`tests.gpu.station`), so
 the times are without what agents agree on, some milliseconds. Each row checks what it measures: weights that are equal
@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.gpu import rows
+from tests.gpu.picture import draw
 from tests.gpu.rows import Failed, Machine, Row
 
 SIZES_MB = (12.0, 400.0, 4000.0)
@@ -101,30 +102,14 @@ def shown(row: Row) -> str:
 HEAD = "| what | where | state of each | median or time | | |\n|---|---|---|---|---|---|"
 
 
-def chart(found: Sequence[Row], path: Path) -> bool:
-    """Draw time against size; False without matplotlib."""
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return False
+def chart(found: Sequence[Row]) -> str:
+    """A picture of time against size."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in found:
         for name in ("recovery", "pause", "save", "restore", "stall"):
-            if row.size_mb and name in row.seconds and not (row.what == "abort" and name == "recovery"):
+            if row.size_mb and name in row.seconds:
                 lines.setdefault(f"{row.what}: {name} ({row.where})", []).append((row.size_mb, row.seconds[name]))
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="state of each worker, MB", ylabel="seconds")
-    axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
+    return draw(lines)
 
 
 def main() -> int:
@@ -174,8 +159,7 @@ def main() -> int:
             json.dumps({"machine": title, "rows": [asdict(row) for row in found]}, indent=1) + "\n"
         )
         name.with_suffix(".md").write_text("\n".join([title, "", HEAD, *map(shown, found), ""]))
-        if not chart(found, name.with_suffix(".png")):
-            print("No picture: matplotlib is not installed here.")
+        name.with_suffix(".svg").write_text(chart(found))
     return int(any(row.ok is False for row in found))
 
 
