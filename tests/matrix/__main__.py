@@ -24,7 +24,7 @@ from tests.matrix.environments import Missing, Pair, environment
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
-SLICE_S = 300.0
+SLICE_S = 600.0
 SHAPE = "| {:6} | {:12} | {:>5} | {:>5} | {:>5} | {:>5} | {:>6} | {:>5} | {} |"
 HEAD = SHAPE.format("Python", "torch", "start", "kill", "join", "leave", "resume", "noise", "")
 
@@ -49,11 +49,16 @@ def measured(python: Path) -> str:
     return SHAPE.format(version, found["torch"], *times, len(found["noise"]), " ".join(found["noise"][:1])[:60])
 
 
+def words(text: str) -> list[str]:
+    """Those between commas; none for an empty text."""
+    return [each for each in text.split(",") if each]
+
+
 def main() -> int:
     """Run every pair; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=lambda text: text.split(","), default=PYTHONS)
-    parser.add_argument("--torch", type=lambda text: text.split(","), default=TORCHES)
+    parser.add_argument("--python", type=words, default=PYTHONS)
+    parser.add_argument("--torch", type=words, default=TORCHES)
     parser.add_argument("--also", nargs="*", type=Path, default=[], metavar="PYTHON")
     parser.add_argument("--cuda", action="store_true", help="take builds for CUDA where there is none for the CPU")
     arguments = parser.parse_args()

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed import agent_client, regroup
 from elasticrt.distributed.regroup import GroupSockets
@@ -234,6 +236,25 @@ def test_without_a_seat_there_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None
         mine.follow(lambda: None)
         agent.close()
         assert mine.wait_for_seat(60) is None
+
+
+@pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "require_manual_backward_finalization"), reason="torch before 2.15"
+)
+def test_a_new_reducer_leaves_finalizing_to_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the script finalizes backward passes itself it still does so after its group was made anew."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = DistributedDataParallel(nn.Linear(2, 1))
+        layer.require_manual_backward_finalization = True
+        for _ in range(2):
+            regroup.rebuild([layer])
+            layer(torch.ones(1, 2)).sum().backward()
+            layer.finalize_backward()
+        assert layer.module.weight.grad.tolist() == [[2, 2]]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_meeting_that_is_overtaken_is_not_begun() -> None:
