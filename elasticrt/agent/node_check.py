@@ -32,6 +32,9 @@ NVIDIA_SMI = (
     "--format=csv,noheader",
 )
 
+_LOST = re.compile(r"is lost|fallen off the bus|Unknown Error|ERR!", re.IGNORECASE)
+"""What nvidia-smi says of a GPU that does not answer, with an exit code of 0 where others do."""
+
 
 class NodeCheck:
     """One node's.
@@ -96,7 +99,10 @@ class NodeCheck:
     def _ask(self, now: float) -> str | None:
         command = self._command or NVIDIA_SMI
         if shutil.which(command[0]) is None:
-            return f"there is no {command[0]} to ask; --node-check names another command"
+            if not self._command:
+                self._say("nothing is known of this node's GPUs: there is no nvidia-smi; --node-check names a command")
+                return ""
+            return f"there is no {command[0]} to ask"
         self._asked_at = now
         self._asking = subprocess.Popen(
             leash.command_of(list(command), signal.SIGKILL),
@@ -124,6 +130,9 @@ def refusal(code: int, output: str, gpus: int) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if code:
         return f"exit code {code}" + (f": {lines[-1][:200]}" if lines else "")
+    lost = next((line for line in lines if gpus and _LOST.search(line)), "")
+    if lost:
+        return lost[:200]
     if len(lines) < gpus:
         return f"{len(lines)} of {gpus} GPUs answer"
     # Of nvidia-smi: the GPU's number, errors since it was last reset, rows that wait to be replaced or cannot be.

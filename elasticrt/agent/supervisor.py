@@ -34,7 +34,7 @@ from elasticrt.settings import Settings
 from elasticrt.workers.environment import beside_env
 from elasticrt.workers.failures import lost_peer
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
-from elasticrt.workers.gpu_failures import blames_hardware
+from elasticrt.workers.gpu_failures import suspects_gpu
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
 from elasticrt.workers.group_state import GroupState
 
@@ -116,7 +116,8 @@ class Supervisor:
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
         wanted = {
-            "warm": bool(self._method) and self._check.is_fit,
+            # Workers of its other GPUs that can go on in place do.
+            "warm": bool(self._method) and (self._check.is_fit or bool(self._able())),
             "port": self.seating.ports.port,
             "generation": generation,
             "seen": max(me.record.seen, me.known),
@@ -526,7 +527,7 @@ class Supervisor:
 
     def _worker_ended(self, event: WorkerEnded) -> None:
         self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
-        if event.failure is not None and blames_hardware(event.failure.summary):
+        if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)
         if event.generation == 0:
             wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())

@@ -44,9 +44,18 @@ class Buffers:
         """A tensor on the host with the shape, strides and type of `like`, and any content."""
         key = (like.shape, like.stride(), like.dtype, like.is_cuda)
         free = self._free.get(key)
-        buffer = free.pop() if free else torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+        buffer = free.pop() if free else _memory_for(like)
         self._taken.setdefault(key, []).append(buffer)
         return buffer
+
+
+def _memory_for(like: torch.Tensor) -> torch.Tensor:
+    if like.is_cuda:
+        try:
+            return torch.empty_like(like, device="cpu", pin_memory=True)
+        except RuntimeError:
+            pass  # The system has a limit on pinned memory: the copy takes longer then.
+    return torch.empty_like(like, device="cpu")
 
 
 def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_device: bool = False) -> Any:

@@ -29,6 +29,14 @@ from elasticrt.ipc.env import WorkerEnv
 from elasticrt.torch_versions import bound_to
 
 _INT64 = 1 << 63
+SURVIVE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""Under an agent nobody but `regroup` ends what NCCL does: torch's watchdog would end the process that lost a peer, and
+its monitor one whose watchdog waits for a communicator that is being aborted. Hangs are the agent's to notice."""
+
 _MEETING = datetime.timedelta(days=7)
 
 
@@ -124,6 +132,14 @@ def has_own_group() -> bool:
     return _own_group and _group_pid == os.getpid() and dist.is_initialized()
 
 
+def make_group(backend: str, **options: Any) -> None:
+    """`init_process_group`, as this process's device and its agent want it."""
+    if backend == "nccl" and agent_client.worker_env() is not None:
+        os.environ.update(SURVIVE)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend.startswith("nccl") else torch.device("cpu")
+    dist.init_process_group(backend, **options, **bound_to(device, backend))
+
+
 def timeout_s() -> float:
     """How long a collective may take, as `init` was told."""
     return _timeout_s
@@ -186,7 +202,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
         with regroup.SOCKETS.noted(world_size):
-            _join(backend or ("nccl" if own_gpu else "gloo"), device, rank, world_size, timeout_s)
+            _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
         _timeout_s, _own_group = timeout_s, True
         regroup.note_subgroups()
     if page is not None:
@@ -228,10 +244,8 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _join(backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float) -> None:
-    make = partial(
-        dist.init_process_group, backend, timeout=datetime.timedelta(seconds=timeout_s), **bound_to(device, backend)
-    )
+def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
+    make = partial(make_group, backend, timeout=datetime.timedelta(seconds=timeout_s))
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     address = os.environ.get("MASTER_ADDR", "")
     if launched and world_size > 1 and not (address and os.environ.get("MASTER_PORT")):

@@ -1,9 +1,10 @@
-"""A process group that is left and made anew while its process lives on: sockets cut, group, DDP's reducer.
+"""A process group that is left and made anew while its process lives on: cut or aborted, group, DDP's reducer.
 
 A rank that waits in a gloo collective for a peer that is gone waits for ever, unless it is that peer's neighbour: no
 call of torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds, and leaves
 nothing behind that a later group could hear. So the sockets of every group are noted while it is made, and `cut` shuts
-down just these. After that the group is only destroyed; the next one meets in a store of its own.
+down just these. After that the group is only destroyed; the next one meets in a store of its own. A group of NCCL is
+aborted: its kernels end then, and what they have written is worth nothing (`train.in_place` looks before it counts).
 
 DDP's reducer keeps buckets in an order that it has learnt from backward passes. Ranks with different orders would add
 up different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 import struct
@@ -33,6 +35,8 @@ from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.torch_versions import reducer_was_renewed
 
+_log = logging.getLogger(__name__)
+
 RETIRED_S = 2.0
 """How long a group that was left is kept at least. Its threads may still be finishing works that failed, and take the
 interpreter's lock for that: whoever destroys the group holds that lock and waits for these threads (torch 2.13)."""
@@ -46,6 +50,12 @@ GROUP_THREAD = "pt_gloo_runloop"
 CUT_AGAIN_S = 0.02
 CUT_S_MAX = 60.0
 """A group that is just being made may connect again after a cut: it is cut again, until it has failed."""
+
+ABORTED = ("nccl",)
+"""Kinds of groups that are freed by aborting them: their kernels wait, not their sockets."""
+
+ABORT_S_MAX = 10.0
+"""How long aborting NCCL's communicators may take: it waits for kernels to end, which takes milliseconds."""
 
 KNOCK_S = 1.0
 """How long a connection to this process itself may take."""
@@ -181,15 +191,52 @@ def note_subgroups() -> None:
     dist.new_group = new_group
 
 
+def cut() -> None:
+    """Free whoever waits in a group for a peer that is gone. May be called from any thread."""
+    _abort()
+    SOCKETS.cut()
+
+
+def _abort() -> None:
+    """Abort all communicators of NCCL at a time: one by one each could wait for a kernel that waits for the next."""
+    world: Any = dist.distributed_c10d._world
+    groups = [each for each in list(world.pg_names) if dist.get_backend(each) in ABORTED]
+    threads = [threading.Thread(target=_abort_one, args=(each,), daemon=True) for each in groups]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + ABORT_S_MAX
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _abort_one(group: Any) -> None:
+    try:
+        group.abort()
+    except Exception as error:  # noqa: BLE001  In a thread; where the GPU is gone the worker's next call says so.
+        _log.info("a process group could not be aborted: %s", error)
+
+
 def leave() -> None:
     """Leave the default group and all others. Their sockets have been cut, or nobody waits in them."""
-    SOCKETS.cut()
+    cut()
     while _served:
         _served.pop().close()
     if dist.is_initialized():
         _retired.append((time.monotonic(), [dist.group.WORLD, *_subgroups]))
-        dist.destroy_process_group()
+        _end_group()
     _subgroups.clear()
+
+
+def _end_group() -> None:
+    """Torch forgets the default group and all others. One of NCCL is aborted for that: to end it means to finish it."""
+    if dist.get_backend() not in ABORTED:
+        dist.destroy_process_group()
+        return
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except RuntimeError as error:  # Aborted already, which not all kinds of NCCL's groups take twice.
+        _log.info("a process group was aborted before: %s", error)
+        dist.destroy_process_group()
 
 
 def tidy() -> None:
@@ -262,11 +309,18 @@ class Meeting:
         return [each.decode() for each in self.store.get_all([f"{name}/{rank}" for rank in range(self.world_size)])]
 
 
-def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], bool]) -> Meeting:
+def meet(
+    worker: WorkerEnv,
+    backend: str,
+    timeout_s: float,
+    over: Callable[[], bool],
+    make_group: Callable[..., None] = dist.init_process_group,
+) -> Meeting:
     """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
 
     `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
-    no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`.
+    no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`. `make_group`: what
+    makes it of a backend, as `init_process_group` does.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -280,9 +334,7 @@ def meet(worker: WorkerEnv, backend: str, timeout_s: float, over: Callable[[], b
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
             _store_in_use = _store(worker, timeout_s, over)  # Torch calls it, and does not keep it.
             store = PrefixStore(prefix, _store_in_use)
-            dist.init_process_group(
-                backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout
-            )
+            make_group(backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
     finally:
         sys.excepthook = hook  # Each init wraps it once more.
     return Meeting(_store_in_use, worker.rank, worker.world_size, worker.nonce, over)
@@ -350,11 +402,11 @@ def _rebuild(layer: Any, world: Any) -> None:
         layer.register_comm_hook(world if state is old else state, hook)
 
 
-def warm_up() -> None:
+def warm_up(place: torch.device) -> None:
     """A step of a tiny model in the present group: the first of all would take ten times as long as the next."""
     with torch.random.fork_rng(devices=[]):
-        layer = DistributedDataParallel(torch.nn.Linear(1, 1))
-    layer(torch.zeros(1, 1)).sum().backward()
+        layer = DistributedDataParallel(torch.nn.Linear(1, 1).to(place))
+    layer(torch.zeros(1, 1, device=place)).sum().backward()
     _retired.append((time.monotonic(), [layer]))
 
 

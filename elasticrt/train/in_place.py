@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.checkpoint.state_transfer import Standing
-from elasticrt.distributed import agent_client, barrier, context, regroup
+from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
 from elasticrt.distributed.wrapping import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
 from elasticrt.ipc.error_file import write_error_file
@@ -69,6 +69,7 @@ class InPlace:
         self.possible = False
         self._give_up = give_up
         self._meeting: regroup.Meeting | None = None
+        self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
 
     @property
     def beside(self) -> bool:
@@ -101,8 +102,9 @@ class InPlace:
     def _obstacle(self, loader: object) -> str:
         if not context.has_own_group():
             return "the process group is not elasticrt.init()'s"
-        if dist.get_backend() != "gloo":
-            return f"the process group's backend is {dist.get_backend()}"
+        self._backend = dist.get_backend()
+        if self._backend not in ("gloo", "nccl"):
+            return f"the process group's backend is {self._backend}"
         if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
             return "the loader has a sampler of this world size"
         return next((text for layer in self._layers if (text := regroup.obstacle(layer))), "")
@@ -114,13 +116,31 @@ class InPlace:
         assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
         name, text = type(error).__name__, str(error)
         callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        if self._link.overtaken and is_of_a_collective(name, text, callstack):
-            return True  # Its group has been cut off. An error of another cause comes again when the step is redone.
+        if self._link.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
+            # Its group has been cut off, and with NCCL the script may have worked with what an aborted kernel left. An
+            # error of another cause comes again when the step is redone.
+            return True
         if not is_collateral(name, text, callstack):
             return False
         if not self._link.overtaken:
             self._link.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
+
+    def check_results(self) -> None:
+        """Raise where this step's collectives may have ended without their results.
+
+        An aborted kernel of NCCL ends like any other. So all that this step has queued is waited for, the last bucket's
+        sum too, and after that it is seen whether anything was aborted until then.
+        """
+        if self._backend == "nccl" and self.possible:
+            torch.cuda.current_stream().synchronize()
+            if self._overtaken():
+                raise dist.DistBackendError("NCCL communicator was aborted, as a peer is gone")
+
+    def settle(self) -> None:
+        """All collectives so far have their results: what is aborted after this was not under way."""
+        if self._backend == "nccl":
+            torch.cuda.synchronize()
 
     def wait_for_seat(self) -> bool:
         """Wait for the seat in the next generation, and take it. False: there is none, and this process is to leave."""
@@ -134,7 +154,7 @@ class InPlace:
 
     def _cut(self) -> None:
         """A seat has come, says the thread that listens to the agent: the main thread may be waiting in its group."""
-        regroup.SOCKETS.cut()
+        regroup.cut()
         look = threading.Timer(STUCK_S, self._end_if_stuck)
         look.daemon = True
         look.start()
@@ -171,9 +191,9 @@ class InPlace:
             listen_fd=listening.detach(),
         )
         regroup.leave()
-        regroup.meet(alone, "gloo", context.timeout_s(), self._overtaken)
+        regroup.meet(alone, self._backend, context.timeout_s(), self._overtaken, context.make_group)
         regroup.rebuild(self._layers)
-        regroup.warm_up()
+        regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
 
@@ -192,7 +212,9 @@ class InPlace:
         self._page.step_at_ns = 0
         try:
             regroup.leave()
-            self._meeting = regroup.meet(self.worker, "gloo", context.timeout_s(), self._overtaken)
+            self._meeting = regroup.meet(
+                self.worker, self._backend, context.timeout_s(), self._overtaken, context.make_group
+            )
             regroup.rebuild(self._layers)
         except regroup.Overtaken:
             return False

@@ -395,6 +395,8 @@ class Loop:
         self._undo.in_step = False
         share = self._share
         assert share is not None, "a step has begun"
+        if error is None and share.last and not self._optimizers.stepped:
+            error = self._unconfirmed()
         if error is None:
             self._within_step = not share.last
             if share.last:
@@ -418,6 +420,14 @@ class Loop:
         self._world.go_on()
         self._undo.note_between(self._state.objects, self.vars)
         return True
+
+    def _unconfirmed(self) -> BaseException | None:
+        """Why what a step has added up without an optimizer's step cannot be trusted; None if it can."""
+        try:
+            self._world.in_place.check_results()
+        except RuntimeError as error:
+            return error
+        return None
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
@@ -486,6 +496,7 @@ class Loop:
                 if self._world.in_place.worker is not None and self._world.in_place.worker.local_rank == 0:
                     self._saving.hand_over()
                 raise handover.leave(total)
+            self._world.in_place.settle()
             handover.stay(total)
             self._world.go_on()
         else:
@@ -502,6 +513,7 @@ class Loop:
         if self._has_blocks and not self._undo.in_step:
             raise ConfigError(validation.outside_of_step())
         watch = self._optimizers
+        self._world.in_place.check_results()
         if not watch.touched and watch.communicates_late:
             self._undo.note_state(stateful.collect(self._state.objects))
         watch.touched = True

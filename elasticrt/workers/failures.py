@@ -24,7 +24,7 @@ from elasticrt.ipc.collateral_errors import (
 )
 from elasticrt.ipc.failure import Failure, FinalCode, first_cause
 from elasticrt.text import cut, size
-from elasticrt.workers.gpu_failures import trouble_of
+from elasticrt.workers.gpu_failures import gpu_cause
 
 _NAME_MAX_BYTES = 200
 _MESSAGE_MAX_BYTES = 600
@@ -110,8 +110,10 @@ def failure_of(
         collateral = _aborted_by_peer(code, last_lines)
     unmet = collateral and NEVER_MET.search(message) is not None
     how = _how_it_ended(code, found.exception, message, start_error=start_error, oom=oom)
-    trouble = trouble_of(found.exception, found.message)
-    advice = [_how_to_meet(message)] if unmet else [trouble.text] if trouble else []
+    # A watchdog of NCCL throws where nobody can catch: what it says of its GPU is in the output alone.
+    said = "\n".join(last_lines) if code == -signals.SIGABRT else f"{found.exception}: {message}"
+    gpu = None if collateral else gpu_cause(said)
+    advice = [_how_to_meet(message)] if unmet else [f"{gpu.name}. {gpu.remedy}"] if gpu else []
     lines = [
         *advice,
         f"rank {rank} failed first, on {node} (local rank {local_rank}), in generation {generation}"

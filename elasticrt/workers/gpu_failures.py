@@ -1,4 +1,8 @@
-"""What a worker's end says of its GPU: which well-known trouble it is, and whether the hardware is to blame. Pure."""
+"""Which failure of a GPU ended a worker: from its last words to a cause with a remedy. Pure.
+
+CUDA reports an error at whichever call comes next, and keeps it for the rest of the process: the traceback often points
+at innocent code. The words themselves are exact, so they are what is looked at.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +11,130 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class GpuTrouble:
-    """One kind. `text`: in words; `of_hardware`: another process on this GPU may well meet it again."""
+class GpuCause:
+    """What happened.
 
-    text: str
-    of_hardware: bool
-    said: re.Pattern[str]
-
-
-def _trouble(text: str, said: str, *, of_hardware: bool = False) -> GpuTrouble:
-    return GpuTrouble(text, of_hardware, re.compile(said, re.IGNORECASE))
-
-
-TROUBLES = (
-    _trouble(
-        "the GPU's memory has an error that cannot be corrected (ECC)",
-        r"uncorrectable ECC|cudaErrorECCUncorrectable|row remapp",
-        of_hardware=True,
-    ),
-    _trouble(
-        "the GPU has fallen off the bus",
-        r"GPU is lost|fallen off the bus|No CUDA GPUs are available|no CUDA-capable device is detected|"
-        r"CUDA-capable device\(s\) is/are busy or unavailable|invalid device ordinal|cudaErrorNoDevice|"
-        r"cudaErrorDevicesUnavailable|CUDA unknown error",
-        of_hardware=True,
-    ),
-    _trouble(
-        "a link between GPUs has failed (NVLink)",
-        r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable|unknown error on.*nvlink",
-        of_hardware=True,
-    ),
-    _trouble(
-        "out of GPU memory",
-        r"CUDA out of memory|torch\.OutOfMemoryError|cuda error: out of memory|'out of memory'|"
-        r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED",
-    ),
-    _trouble(
-        "a CUDA error that stays until the process ends",
-        r"an illegal memory access was encountered|device-side assert triggered|unspecified launch failure|"
-        r"an illegal instruction was encountered|misaligned address|the launch timed out and was terminated|"
-        r"hardware stack error|invalid program counter|operation not supported on global/shared address space",
-    ),
-)
-"""In this order: what is said of the hardware goes before what follows from it."""
-
-
-def trouble_of(exception: str, message: str) -> GpuTrouble | None:
-    """What an exception says of the GPU; None: nothing.
-
-    `exception`: the name of its type, `message`: its text. What else was printed does not count: it may be advice.
+    Attributes:
+        name: a few words.
+        remedy: what to do about it.
+        suspect: whether the GPU itself may be bad: this node starts no worker before it has been found healthy.
     """
-    said = f"{exception}: {message}"
-    return next((each for each in TROUBLES if each.said.search(said)), None)
+
+    name: str
+    remedy: str
+    suspect: bool = False
 
 
-def blames_hardware(summary: str) -> bool:
-    """Whether the summary of a failure names a trouble of the GPU itself."""
-    return any(each.of_hardware and each.text in summary for each in TROUBLES)
+_RESET = "Drain the node and reset the GPU (`nvidia-smi --gpu-reset`) or reboot; if it comes again, have it replaced"
+_DEBUG = "CUDA_LAUNCH_BLOCKING=1 shows the line, compute-sanitizer the access"
+
+_CAUSES: tuple[tuple[re.Pattern[str], GpuCause], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), GpuCause(name, remedy, suspect))
+    for pattern, name, remedy, suspect in (
+        (
+            r"fallen off the bus|GPU is lost|Xid\b.*?: 79\b",
+            "the GPU has fallen off the bus",
+            "Reboot the node; check its power and PCIe seating (`dmesg | grep -i xid`)",
+            True,
+        ),
+        (
+            r"uncorrectable (ECC|memory) error|ECC uncorrectable|Xid\b.*?: (48|63|64|94|95)\b",
+            "an uncorrectable ECC error of the GPU's memory",
+            _RESET,
+            True,
+        ),
+        (
+            r"uncorrectable NVLink error|Xid\b.*?: 74\b",
+            "an uncorrectable NVLink error",
+            "Look at `nvidia-smi nvlink --errorcounters`. " + _RESET,
+            True,
+        ),
+        (r"Xid\b.*?: (61|62|119|120)\b|GSP RPC timeout", "the GPU's own firmware has stopped", _RESET, True),
+        (
+            r"hardware stack error|CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device is "
+            r"detected|CUDA devices are busy or unavailable|cudaErrorDevicesUnavailable",
+            "the GPU cannot be used",
+            "See `nvidia-smi`: another process may hold it in exclusive mode, or it needs a reset",
+            True,
+        ),
+        (
+            r"system not yet initialized|system driver mismatch|driver version is insufficient|driver shutting down|"
+            r"Driver/library version mismatch",
+            "the NVIDIA driver of this node is not ready",
+            "Check the driver, and nvidia-fabricmanager on machines with NVSwitch",
+            True,
+        ),
+        (
+            r"CUDA out of memory|OutOfMemoryError: CUDA|CUDA error: out of memory|cudaErrorMemoryAllocation|"
+            r"CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.{0,20}out of memory|unhandled cuda error: out of memory",
+            "the GPU is out of memory",
+            "Use smaller batches, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; `nvidia-smi` shows who uses it",
+            False,
+        ),
+        (
+            r"device-side assert triggered",
+            "an assertion of a kernel has failed, most often an index out of range",
+            _DEBUG,
+            False,
+        ),
+        (
+            r"illegal memory access|misaligned address|invalid program counter|illegal instruction was encountered|"
+            r"illegal address|Xid\b.*?: (13|31)\b",
+            "a kernel has accessed memory that is not its own",
+            f"{_DEBUG}. If only one node shows it, suspect its GPU",
+            False,
+        ),
+        (
+            r"unspecified launch failure|launch timed out and was terminated|Xid\b.*?: (43|45|8)\b",
+            "a kernel was ended in the middle",
+            f"{_DEBUG}; `dmesg | grep -i xid` says what the driver saw",
+            True,
+        ),
+        (
+            r"no kernel image is available",
+            "torch has been built without this GPU's architecture",
+            "Install the torch build for this CUDA version and GPU",
+            False,
+        ),
+        (
+            r"multiple ranks are using the same GPU|Duplicate GPU detected",
+            "several ranks use one GPU with nccl",
+            'Give each its own GPU, or init(backend="gloo"); NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1',
+            False,
+        ),
+        (
+            r"unhandled system error",
+            "NCCL could not make a connection, or map shared memory",
+            "NCCL_DEBUG=INFO says which; check NCCL_SOCKET_IFNAME, and the size of /dev/shm in containers",
+            False,
+        ),
+        (
+            r"unhandled cuda error|NCCL error.{0,80}ncclInternalError",
+            "a CUDA call of NCCL has failed",
+            "NCCL_DEBUG=INFO says which; `nvidia-smi` and `dmesg | grep -i xid` say whether the GPU is well",
+            True,
+        ),
+    )
+)
+"""The first that fits: a GPU that is lost says several of these."""
+
+_ANY = re.compile(r"\bCUDA error: (.{1,120})|\bAcceleratorError\b|\bCUBLAS_STATUS_\w+|\bCUDNN_STATUS_\w+")
+
+
+def gpu_cause(text: str) -> GpuCause | None:
+    """The cause that an exception's type and text name; None when they speak of no GPU.
+
+    What else was printed does not count: it may be advice, or another failure that was dealt with.
+    """
+    for pattern, cause in _CAUSES:
+        if pattern.search(text):
+            return cause
+    found = _ANY.search(text)
+    if found is None:
+        return None
+    return GpuCause(f"a CUDA error: {(found[1] or found[0]).strip()}", _DEBUG)
+
+
+def suspects_gpu(summary: str) -> bool:
+    """Whether the summary of a failure names a cause for which the GPU itself may be bad."""
+    return any(cause.suspect and cause.name in summary for _, cause in _CAUSES)

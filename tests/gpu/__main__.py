@@ -1,101 +1,167 @@
-"""Everything that needs a GPU, from a plain checkout: `python -m tests.gpu`, which takes less than 9 minutes.
+"""Everything that needs a GPU, in one table: `python -m tests.gpu`.
 
-Runs the tests of this folder, then prints one table: what a snapshot makes the training wait for, by the size of the
-state, beside a blocking copy; and seconds from a kill to the next step, with gloo. Nothing is fetched: what is missing
-on this machine is said. `ELASTICRT_CPU_AS_GPU=1` runs what can be run on the CPU.
+    python -m tests.gpu                  # on a machine with a GPU; without one it says so, and ends with 0
+    python -m tests.gpu --device cpu     # the same with gloo and CPU tensors: the rows that need no GPU
+    python -m tests.gpu --write DIR      # also writes DIR/<device>.json, .md and .svg
+
+It needs torch and this checkout, no etcd, no grpc and no network: the agents' part is played (`tests.gpu.station`), so
+the times are without what agents agree on, some milliseconds. Each row checks what it measures: weights that are equal
+on all ranks, no step missing or done otherwise, a state that is what it was. Exit code 1: a row has failed.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import argparse
+import json
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-import torch
+from tests.gpu import rows
+from tests.gpu.picture import draw
+from tests.gpu.rows import Failed, Machine, Row
 
-from elasticrt.checkpoint.snapshot import Snapshots
-from tests.cluster import REPOSITORY, kill
-from tests.gpu.runs import Run, agents_lack, missing
+SIZES_MB = (12.0, 400.0, 4000.0)
+STALLS_MB = (100.0, 1000.0, 7000.0)
+BUDGET_S = 500.0
+"""No further row is begun after so long: the whole is to end within nine minutes."""
 
-STATES_GB = (0.1, 1.0, 7.0)
-STATES_MB = (12.0, 400.0, 4000.0)
-TESTS_S = 300.0
-TENSOR_BYTES = 1 << 26
+MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+MULTI_RANK_SINCE = (2, 30)
+"""From this version on NCCL takes several ranks on one GPU, if it is told so."""
 
-
-def stalls(device: str) -> Iterator[str]:
-    """What a snapshot makes the training wait for, and how long until it is on the host."""
-    for size_gb in STATES_GB:
-        count = max(1, round(size_gb * 1e9 / TENSOR_BYTES))
-        state = {str(n): torch.ones(TENSOR_BYTES // 4, device=device) for n in range(count)}
-        taken, waits, wholes = Snapshots(), [], []
-        for _ in range(4):
-            synchronize(device)
-            began = time.monotonic()
-            taken.take(state, [lambda snapshot: snapshot._fetch()])
-            state["0"].add_(1)
-            synchronize(device)
-            waits.append(time.monotonic() - began)
-            taken.wait(120)
-            wholes.append(time.monotonic() - began)
-        began = time.monotonic()
-        plain = [each.to("cpu", copy=True) for each in state.values()]
-        blocking = time.monotonic() - began
-        del plain, taken
-        # The first copy takes memory that the others use again.
-        yield (
-            f"| snapshot of {size_gb:g} GB | stall {min(waits[1:]):.4f} s (first {waits[0]:.3f}), on the host after "
-            f"{min(wholes[1:]):.2f} s; a blocking copy {blocking:.2f} s |"
-        )
+Task = tuple[str, str, float, Callable[[], list[Row]]]
 
 
-def synchronize(device: str) -> None:
-    """Wait for all that the GPU has been given."""
+def tasks(machine: Machine, device: str, workers: int, sizes: Sequence[float]) -> Iterator[Task | Row]:
+    """What is to be run, and the rows that cannot be."""
+    for size_mb in sizes:
+        yield _sized(machine, "gloo", device, workers, size_mb)
+    for size_mb in STALLS_MB:
+        missing = _lacks(device, 1, size_mb, machine)
+        run = partial(rows.stall, device, size_mb)
+        yield Row("snapshot", device, size_mb, note=missing, ok=None) if missing else ("snapshot", device, size_mb, run)
+    yield "re-form", f"gloo, {device}, 1 worker", 0, partial(rows.alone, "gloo", device)
     if device == "cuda":
-        torch.cuda.synchronize()
+        yield "failure: memory", "cuda", 0, partial(rows.failure, "memory", "the GPU is out of memory")
+        yield "failure: assert", "cuda", 0, partial(rows.failure, "assert", "an assertion of a kernel has failed")
+        yield "node check", "nvidia-smi", 0, rows.health
+        yield from _with_nccl(machine, sizes)
+    else:
+        for what in ("re-form with nccl", "kill, join, save, restore with nccl", "failures of a GPU", "node check"):
+            yield Row(what, device, note="needs a GPU", ok=None)
 
 
-def recoveries() -> Iterator[str]:
-    """Seconds from a worker's kill to the next step of its survivor, by the size of the state."""
-    for state_mb in STATES_MB if torch.cuda.is_available() else STATES_MB[:1]:
-        with tempfile.TemporaryDirectory(prefix="ertg-") as name, Run(Path(name), "gloo", state_mb) as run:
-            began = time.monotonic()
-            run.start("a")
-            run.start("b")
-            run.first_step(2, began)
-            (victim,) = run.agents["b"].worker_pids().values()
-            killed = time.monotonic()
-            kill(victim)
-            alone = run.first_step(1, killed, more=1)
-            back = run.first_step(2, alone, more=1)
-            yield (
-                f"| kill, gloo, {state_mb:g} MB | next step after {alone - killed:.2f} s, replacement in after "
-                f"{back - killed:.1f} s |"
-            )
+def _with_nccl(machine: Machine, sizes: Sequence[float]) -> Iterator[Task | Row]:
+    """A world of one, and as many ranks as this machine allows."""
+    if machine.nccl is None:
+        yield Row("nccl", "cuda", note="this torch has no nccl", ok=None)
+        return
+    yield "re-form", "nccl, cuda, 1 worker", 0, partial(rows.alone, "nccl", "cuda")
+    ranks = min(len(machine.gpus), 8)
+    if ranks == 1 and machine.nccl[:2] < MULTI_RANK_SINCE:
+        note = f"one GPU, and NCCL {'.'.join(map(str, machine.nccl))} takes one rank for each; 2.30 takes several"
+        yield Row("kill, join, save, restore", "nccl, cuda", note=note, ok=None)
+        return
+    for size_mb in sizes:
+        yield _sized(machine, "nccl", "cuda", max(2, ranks), size_mb, env=MULTI_RANK if ranks == 1 else None)
+
+
+def _sized(
+    machine: Machine, backend: str, device: str, workers: int, size_mb: float, *, env: dict[str, str] | None = None
+) -> Task | Row:
+    what, where = "kill, join, save, restore", f"{backend}, {device}, {workers} workers"
+    if missing := _lacks(device, workers, size_mb, machine):
+        return Row(what, where, size_mb, note=missing, ok=None)
+    return what, where, size_mb, partial(rows.changes, backend, device, workers, size_mb, env)
+
+
+def _lacks(device: str, workers: int, size_mb: float, machine: Machine) -> str:
+    """Why a size is left out, "" if it is not."""
+    needed, free = rows.needs_bytes(device, workers, size_mb), rows.free_bytes() - rows.SPARE_BYTES
+    if needed > free:
+        return f"left out: needs {needed / 1e9:.0f} GB of memory, {max(free, 0) / 1e9:.0f} GB can be had"
+    on_gpu = (workers + 1) * size_mb * 1e6
+    if device == "cuda" and on_gpu > machine.gpu_bytes:
+        return f"left out: needs {on_gpu / 1e9:.0f} GB on the GPU, {machine.gpu_bytes / 1e9:.0f} GB are free"
+    return ""
+
+
+def shown(row: Row) -> str:
+    """One row of the table."""
+    size = f"{row.size_mb:,.0f} MB" if row.size_mb else ""
+    numbers = ", ".join(f"{name} {1000 * each:,.0f} ms" for name, each in row.seconds.items())
+    state = {True: "ok", False: "FAILED", None: "not run"}[row.ok]
+    note = row.note.replace("\n", " ").replace("|", "/")
+    return f"| {row.what} | {row.where} | {size} | {numbers} | {state} | {note} |"
+
+
+HEAD = "| what | where | state of each | median or time | | |\n|---|---|---|---|---|---|"
+
+
+def chart(found: Sequence[Row]) -> str:
+    """A picture of time against size."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in found:
+        for name in ("recovery", "pause", "save", "restore", "stall"):
+            if row.size_mb and name in row.seconds:
+                lines.setdefault(f"{row.what}: {name} ({row.where})", []).append((row.size_mb, row.seconds[name]))
+    return draw(lines)
 
 
 def main() -> int:
-    """Run the tests and measure; the exit code."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else "-"
-    print(f"torch {torch.__version__}, {where}, NCCL {nccl}; agents: {agents_lack() or 'can run'}", flush=True)
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu"]
-    code = subprocess.run(command, cwd=REPOSITORY, timeout=TESTS_S, check=False).returncode
-    if missing(real=False):
-        print(missing(real=False))
-        return code
-    print("| what | figure |\n|---|---|")
-    for rows in (stalls(device), recoveries() if not agents_lack() else iter(())):
-        for row in rows:
-            print(row, flush=True)
-    return code
+    """Run, print, write; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="What runs on a GPU, in one table.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--workers", type=int, default=2, help="workers that share the GPU, or the CPU, with gloo")
+    parser.add_argument("--sizes", default=",".join(f"{each:g}" for each in SIZES_MB), help="of the state, in MB")
+    parser.add_argument("--only", default="", help="rows whose first or second column has this word")
+    parser.add_argument("--write", type=Path, help="a directory for the results")
+    arguments = parser.parse_args()
+    try:
+        machine = Machine.look()
+    except Failed as failed:
+        print(f"Nothing can be run here: {str(failed).splitlines()[-1]}")
+        return 1
+    if arguments.device == "cuda" and not machine.gpus:
+        print(
+            f"Nothing was run: torch {machine.torch} sees no GPU on this machine. `python -m tests.gpu --device cpu` "
+            "runs what needs none."
+        )
+        return 0
+    devices = ", ".join(machine.gpus) if arguments.device == "cuda" else "CPU"
+    nccl = f", NCCL {'.'.join(map(str, machine.nccl))}" if machine.nccl else ""
+    title = f"torch {machine.torch}{nccl}, {devices}, {machine.free_bytes / 1e9:.0f} GB of memory free"
+    print(f"{title}\n\n{HEAD}", flush=True)
+    began, found = time.monotonic(), []
+    for task in tasks(
+        machine, arguments.device, arguments.workers, [float(each) for each in arguments.sizes.split(",")]
+    ):
+        what, where = (task.what, task.where) if isinstance(task, Row) else task[:2]
+        if arguments.only and arguments.only not in what and arguments.only not in where:
+            continue
+        if isinstance(task, Row):
+            done = [task]
+        elif time.monotonic() - began > BUDGET_S:
+            done = [Row(what, where, task[2], note=f"not begun after {BUDGET_S:g} s", ok=None)]
+        else:
+            done = rows.attempt(*task)
+        found += done
+        print("\n".join(map(shown, done)), flush=True)
+    print(f"\n{time.monotonic() - began:.0f} s in all; {sum(row.ok is None for row in found)} rows were not run.")
+    if arguments.write is not None:
+        arguments.write.mkdir(parents=True, exist_ok=True)
+        name = arguments.write / arguments.device
+        name.with_suffix(".json").write_text(
+            json.dumps({"machine": title, "rows": [asdict(row) for row in found]}, indent=1) + "\n"
+        )
+        name.with_suffix(".md").write_text("\n".join([title, "", HEAD, *map(shown, found), ""]))
+        name.with_suffix(".svg").write_text(chart(found))
+    return int(any(row.ok is False for row in found))
 
 
 if __name__ == "__main__":
-    os.chdir(REPOSITORY)
     sys.exit(main())

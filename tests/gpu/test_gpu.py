@@ -1,133 +1,88 @@
-"""On a GPU: copies beside the training, groups on nccl and gloo, a worker that is lost, one that its GPU has failed."""
+"""What the table runs, as tests: on a GPU, and with gloo and CPU tensors what needs none."""
 
 from __future__ import annotations
 
-import io
-import signal
-import time
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from elasticrt.checkpoint.snapshot import Snapshots
-from elasticrt.torch_versions import bound_to
-from tests.cluster import kill
-from tests.gpu.runs import Run, agents_lack, missing
+from tests.gpu import rows
+from tests.gpu.__main__ import MULTI_RANK, MULTI_RANK_SINCE
+from tests.gpu.rows import Machine
+from tests.gpu.station import ROOT
 
-GPU = pytest.mark.skipif(bool(missing(real=True)), reason=missing(real=True))
-WORKERS = pytest.mark.skipif(
-    bool(missing(real=False) or agents_lack()), reason=missing(real=False) or agents_lack() or "runs"
-)
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.timeout(400)
 
 
-def shared_nccl() -> str:
-    """Why several ranks of nccl cannot share this GPU, "" if they can."""
-    if missing(real=True) or not dist.is_nccl_available():
-        return missing(real=True) or "NOT RUN: torch without nccl"
-    version = torch.cuda.nccl.version()
-    alone = torch.cuda.device_count() < 2
-    return f"NOT RUN: one GPU, and NCCL {version} has no ranks that share it" if alone and version < (2, 30) else ""
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    """A machine with a GPU; skipped without one."""
+    found = Machine.look()
+    if not found.gpus:
+        pytest.skip(f"torch {found.torch} sees no GPU here")
+    return found
 
 
-@GPU
-def test_a_copy_is_of_the_step_that_it_was_taken_after() -> None:
-    """Training that goes on at once changes nothing of it; memory on the host is pinned, and used again."""
-    state = {"w": torch.arange(1 << 22, device="cuda", dtype=torch.float32), "n": torch.ones(3, device="cuda")}
-    taken, found, places = Snapshots(), [], set()
-    for number in range(3):
-        expected = state["w"].cpu()
-        buffer = io.BytesIO()
-
-        def keep(snapshot: object, buffer: io.BytesIO = buffer) -> None:
-            snapshot._fetch()
-            assert snapshot._copied["w"].is_pinned()
-            places.add(snapshot._copied["w"].data_ptr())
-            torch.save(snapshot._copied, buffer)
-
-        taken.take(state, [keep])
-        for _ in range(50):
-            state["w"].mul_(-1.5)  # At once, on the stream of the training.
-        assert taken.wait(30)
-        found.append(torch.equal(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)["w"], expected))
-        assert number or found == [True]
-    assert found == [True] * 3
-    assert len(places) == 1
+def test_the_table_without_a_gpu() -> None:
+    """Workers are killed, replaced, frozen, saved and restored by gloo on the CPU; each check of the table holds."""
+    found = rows.changes("gloo", "cpu", 2, 12.0)
+    assert [row.what for row in found] == ["kill", "join", "save and hold", "abort", "restore"]
+    assert all(row.ok and all(0 < each < 60 for each in row.seconds.values()) for row in found)
 
 
-@GPU
-def test_a_world_of_one_on_nccl() -> None:
-    """Its communicator is made on the GPU that the process was told of."""
-    device = torch.device("cuda", 0)
-    bound = bound_to(device, "nccl")
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, **bound)
-    try:
-        value = torch.ones(8, device=device)
-        dist.all_reduce(value)
-        assert value.sum().item() == 8
-    finally:
-        dist.destroy_process_group()
+def test_without_a_gpu_the_table_says_so() -> None:
+    """One sentence, and the exit code of a success."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was run" in done.stdout
 
 
-@WORKERS
-@pytest.mark.timeout(300)
-def test_a_worker_is_lost_one_joins_one_leaves(tmp_path: Path) -> None:
-    """Workers of gloo share a GPU: survivors go on in place, and no loss of a finished step is told twice."""
-    with Run(tmp_path, "gloo", 12) as run:
-        began = time.monotonic()
-        run.start("a")
-        run.start("b")
-        run.first_step(2, began)
-        (victim,) = run.agents["b"].worker_pids().values()
-        (survivor,) = run.agents["a"].worker_pids().values()
-        killed = time.monotonic()
-        kill(victim)
-        run.first_step(2, run.first_step(1, killed, more=1))
-        joined = time.monotonic()
-        run.start("c")
-        run.first_step(3, joined)
-        left = time.monotonic()
-        run.agents["b"].process.send_signal(signal.SIGTERM)
-        run.first_step(2, left)
-        assert run.agents["a"].worker_pids() == {0: survivor}
-        losses: dict[int, set[float]] = {}
-        for _, _, _, step, loss in run.steps():
-            losses.setdefault(step, set()).add(round(loss, 4))
-        assert {step: each for step, each in losses.items() if len(each) > 1} == {}
-        assert sorted(losses) == list(range(1, max(losses) + 1))
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_that_share_a_gpu(machine: Machine, workers: int) -> None:
+    """With gloo and CUDA tensors all of the table's changes keep every step and the state."""
+    assert all(row.ok for row in rows.changes("gloo", "cuda", workers, 100.0))
 
 
-@pytest.mark.skipif(bool(shared_nccl() or agents_lack()), reason=shared_nccl() or agents_lack() or "runs")
-@pytest.mark.timeout(300)
-def test_a_worker_of_nccl_is_lost(tmp_path: Path) -> None:
-    """All workers start anew, from the newest copy, and train on."""
-    with Run(tmp_path, "nccl", 12, nodes="2") as run:
-        began = time.monotonic()
-        run.start("a")
-        run.start("b")
-        run.first_step(2, began)
-        (victim,) = run.agents["b"].worker_pids().values()
-        kill(victim)
-        run.first_step(2, time.monotonic())
+@pytest.mark.gpu
+def test_a_world_of_one_with_nccl(machine: Machine) -> None:
+    """Its communicator is aborted and made anew, five times, and training goes on."""
+    assert machine.nccl is not None
+    assert all(row.ok for row in rows.alone("nccl", "cuda"))
 
 
-@GPU
-@pytest.mark.skipif(bool(agents_lack()), reason=agents_lack() or "runs")
-@pytest.mark.timeout(300)
+@pytest.mark.gpu
+def test_several_ranks_with_nccl(machine: Machine) -> None:
+    """As many ranks as GPUs; on one GPU two, where NCCL takes them."""
+    assert machine.nccl is not None
+    if len(machine.gpus) == 1 and machine.nccl[:2] < MULTI_RANK_SINCE:
+        pytest.skip(f"one GPU, and NCCL {machine.nccl} takes one rank for each")
+    workers = 2 if len(machine.gpus) == 1 else min(8, len(machine.gpus))
+    env = MULTI_RANK if len(machine.gpus) == 1 else {}
+    assert all(row.ok for row in rows.changes("nccl", "cuda", workers, 100.0, env))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("trouble", "said"),
-    [("kernel", "a CUDA error that stays until the process ends"), ("memory", "out of GPU memory")],
+    ("kind", "expected"), [("memory", "the GPU is out of memory"), ("assert", "an assertion of a kernel has failed")]
 )
-def test_the_end_of_a_worker_names_its_trouble(tmp_path: Path, trouble: str, said: str) -> None:
-    """A kernel's assertion, and more memory than there is; the others go on, and the worker is replaced."""
-    with Run(tmp_path, "gloo", 12, trouble) as run:
-        began = time.monotonic()
-        run.start("a")
-        run.start("b")
-        run.wait(
-            "a generation that names the trouble",
-            lambda: any(said in event["cause"] for event in run.events("generation")),
-        )
-        run.first_step(2, began + 1)
+def test_failures_have_names(machine: Machine, kind: str, expected: str) -> None:
+    """What torch says here, in its version, of a GPU that is full and of a kernel's assertion is understood."""
+    assert rows.failure(kind, expected)
+
+
+@pytest.mark.gpu
+def test_this_machine_is_healthy(machine: Machine) -> None:
+    """What `nvidia-smi` answers here is understood, and nothing is wrong."""
+    assert rows.health()[0].ok
+
+
+@pytest.mark.gpu
+def test_a_snapshot_is_of_its_moment(machine: Machine) -> None:
+    """A gigabyte that changes at once is in the file as it was."""
+    assert rows.stall("cuda", 1000.0)[0].ok

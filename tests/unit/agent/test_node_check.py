@@ -75,6 +75,17 @@ def test_without_a_command_a_node_is_fit_until_a_gpu_fails() -> None:
     assert len(said) == 1
 
 
+def test_without_nvidia_smi_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many containers have GPUs without it: workers start again after the time to recover, and that is said."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said, clock = [], Turned()
+    check = NodeCheck("", said.append, clock)
+    check.doubt("rank 1 on n: the GPU has fallen off the bus")
+    check.look(clock.now + COOL_DOWN_S)
+    assert check.is_fit
+    assert "there is no nvidia-smi" in said[-1]
+
+
 def test_a_check_that_hangs_is_a_refusal() -> None:
     """It is ended, and nothing of it is left."""
     said, clock = [], Turned()
@@ -99,6 +110,7 @@ def test_a_check_that_hangs_is_a_refusal() -> None:
         (15, "Unable to determine the device handle: GPU is lost\n", 1, "exit code 15: Unable to determine the device"),
         (0, "tested 4 disks, 2, Yes\n", 0, ""),
         (3, "", 0, "exit code 3"),
+        (0, "0, 0, No, No\nUnable to determine the device handle for GPU1: Unknown Error\n", 2, "Unable to determine"),
     ],
 )
 def test_refusals(code: int, output: str, gpus: int, found: str) -> None:

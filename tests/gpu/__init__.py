@@ -1,0 +1,1 @@
+"""What runs on a GPU, measured and checked: `python -m tests.gpu`."""
