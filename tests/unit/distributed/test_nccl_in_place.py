@@ -114,7 +114,7 @@ def test_an_optimizer_does_not_step_with_what_an_aborted_kernel_left(
     with under(agent, monkeypatch):
         link = agent_client.agent_link()
         assert link is not None
-        here = InPlace([])
+        here = InPlace([], lambda: None)
         here._backend, here.possible = backend, True
 
         def synchronize() -> None:

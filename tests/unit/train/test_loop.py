@@ -611,7 +611,7 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
         steps = agent.of(Step)
         assert len(agent.of(Save)) == 1
     assert entered == [(1, 0), (2, 1), (3, 2), (4, 3)]
-    assert (page.step, page.entered, page.epoch) == (4, 5, 0)
+    assert (page.step, page.entered) == (4, 5)
     assert (steps[0].step, steps[0].first, steps[0].resumed_from) == (1, True, 0)
     assert steps[0].scalars == {"loss": 0.25, "rate": 3.0}
     assert len(steps) < 4
