@@ -236,6 +236,8 @@ class Supervisor:
 
     def attend(self, generation: Generation, index: int) -> None:
         """Workers go on in place in `generation`, where this node has `index`: what it lacks sets up beside them."""
+        if self._state.hung and self._state.running and generation.number > self._state.number:
+            self._end_workers()
         self._joining.attend(generation, index)
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:

@@ -33,7 +33,8 @@ class WorkerPages:
 
     def able(self, state: GroupState) -> list[int]:
         """Local ranks that take part and can go on in another generation without ending."""
-        return [rank for rank in sorted(state.seated) if state.running and self._word(rank, state.number, "in_place")]
+        seated = sorted(state.seated) if state.running and not state.hung else []
+        return [rank for rank in seated if self._word(rank, state.number, "in_place")]
 
     def ready_beside(self, local_ranks: Iterable[int]) -> list[int]:
         """Those of `local_ranks`, which set up beside the training, that have done so."""

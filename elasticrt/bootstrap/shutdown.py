@@ -25,7 +25,7 @@ from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, Prepa
 from elasticrt.ipc import error_file, own_sockets
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.collateral_errors import is_collateral
-from elasticrt.ipc.error_file import text_of
+from elasticrt.ipc.error_file import described
 from elasticrt.ipc.messages import Done, Release
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
@@ -41,23 +41,22 @@ def in_short(error: BaseException) -> str:
     """What to print in place of the traceback, which is in the error file; "" where the traceback is to be printed.
 
     That is for errors that only say that another worker is gone, and for our own of a wrong call or a bad checkpoint:
-    they say what is wrong, and the traceback would be mostly ours. A script that has set `sys.excepthook` itself keeps
-    its own way of printing.
+    they say what is wrong, and the traceback would be mostly ours. Of a traceback that is very long an excerpt is
+    printed. A script that has set `sys.excepthook` itself keeps its own way of printing.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     hook = sys.excepthook
     if hook is not sys.__excepthook__ and not (type(hook) is FunctionType and hook.__module__.startswith("torch.")):
         return ""
+    found = described(error)
     if not os.path.exists(path):  # noqa: PTH110  One call.
-        return ""
-    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return "" if found.whole else found.callstack.rstrip("\n")
     rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
     if isinstance(error, (ConfigError, CheckpointError, DuplicateError)):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
-    said = text_of(error)
-    if not is_collateral(type(error).__name__, said, callstack):
-        return ""
-    said = re.sub(r"^\[[^]]*\] ", "", said).split(". ")[0]  # Without the place in torch's C++ sources.
+    if not is_collateral(found.name, found.message, found.callstack):
+        return "" if found.whole else found.callstack.rstrip("\n")
+    said = re.sub(r"^\[[^]]*\] ", "", found.message).split(". ")[0]  # Without the place in torch's C++ sources.
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 from elasticrt.ipc.file_modes import make_directory, write_text
 from elasticrt.text import cut
@@ -15,6 +16,29 @@ from elasticrt.text import cut
 MESSAGE_BYTES_MAX = 16 * 1024
 CALLSTACK_BYTES_MAX = 48 * 1024
 """An agent reads a quarter of a MiB; what is cut in the middle of its JSON says nothing. The end is in the log."""
+
+_CUT = "\n[... a long text is cut here ...]\n"
+
+
+class Described(NamedTuple):
+    """An exception of the script's in words, in excerpts: peers wait while a worker looks at what it has raised.
+
+    `message` is the beginning, `callstack` beginning and end of the whole traceback; `whole`: nothing of that is left
+    out.
+    """
+
+    name: str
+    message: str
+    callstack: str
+    whole: bool
+
+
+def described(error: BaseException) -> Described:
+    """What `error` says, at most some ten thousand characters, whatever its own methods do."""
+    callstack, part = "".join(traceback.format_exception(error)), CALLSTACK_BYTES_MAX // 2
+    whole = len(callstack) <= CALLSTACK_BYTES_MAX
+    shown = callstack if whole else f"{callstack[: part - len(_CUT)]}{_CUT}{callstack[-part:]}"
+    return Described(type(error).__name__, text_of(error)[:MESSAGE_BYTES_MAX], shown, whole)
 
 
 def write_error_file(error: BaseException, hint: int = 0) -> None:
@@ -25,10 +49,11 @@ def write_error_file(error: BaseException, hint: int = 0) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    said = described(error)
     message = {
-        "message": cut(f"{type(error).__name__}: {text_of(error)}", MESSAGE_BYTES_MAX),
+        "message": cut(f"{said.name}: {said.message}", MESSAGE_BYTES_MAX),
         "extraInfo": {
-            "py_callstack": cut("".join(traceback.format_exception(error)), CALLSTACK_BYTES_MAX),
+            "py_callstack": cut(said.callstack, CALLSTACK_BYTES_MAX),
             "timestamp": str(int(time.time())),
         },
     }

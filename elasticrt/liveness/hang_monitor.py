@@ -1,10 +1,12 @@
 """Looks at the pages of this node's workers a few times a second, and says when they do not get on.
 
-Without a message or a system call on the workers' side, and nothing is looked at while there are no workers. Three
+Without a message or a system call on the workers' side, and nothing is looked at while there are no workers. Four
 things can be wrong, and each is answered with the stacks of the workers, for people:
 
 * "stalled": no step comes, for much longer than steps have taken. For too long, it is a failure.
 * "late": workers have not taken their new seats.
+* "paused": for as long as a hang may last no step has been expected: they are in `loop.pause`, save, or are between two
+  epochs. That may be right, so it is said, and is no failure.
 * "waited_for": workers run on after others of their generation have ended. A script may well save or evaluate on one
   rank alone: it is a failure when they, and all they have started, use next to no processor time for as long as a hang
   may last.
@@ -64,6 +66,8 @@ class HangMonitor:
         self._pace = StallDetector(self._limits)
         self._asked = (0, 0.0)  # After which step stacks were asked for, and at which part of the time.
         self._looped = False
+        self._paused_since: float | None = None  # No step has been expected since; `_told_pause`: people know.
+        self._told_pause = False
         self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
@@ -82,6 +86,10 @@ class HangMonitor:
             return
         self._look_at, self._idle_until = None, now + LOOK_IDLE_S if pages else None
         in_loop = bool(pages) and all(page.entered for page in pages)
+        if in_loop and not held and not all(page.stepping for page in pages):
+            self._paused_since = self._paused_since or now
+        else:
+            self._paused_since, self._told_pause = None, False
         if not in_loop and not (pages and all(page.beats for page in pages)):
             return
         if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
@@ -98,7 +106,15 @@ class HangMonitor:
         return self._pace.standing_since(now)
 
     def ask_if_stalled(self, now: float, group: WorkerGroup, generation: int) -> None:
-        """When nothing has moved for too long at `now`, or for half of that, ask a generation for its stacks."""
+        """When nothing has moved for too long at `now`, or for half of that, ask for stacks, once each.
+
+        Once as well in a pause that lasts for as long as a hang may.
+        """
+        paused_s = now - self._paused_since if self._paused_since is not None else 0.0
+        if 0 < self._limits.hang_s <= paused_s and not self._told_pause:
+            self._told_pause = True
+            self.ask(group, Stacks("paused", generation, self._pace.step, paused_s, False))
+            return
         for part in (1.0, WARN_PART):
             age_s = self._pace.stalled_s(now, part=part) if self._looped else None
             if age_s is not None and self._asked < (self._pace.step, part):
@@ -158,6 +174,9 @@ class HangMonitor:
             if stacks.why == "stalled" and not stacks.final:
                 logs = f"{directory}/logs/generation-{stacks.generation}"
                 self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
+            for rank, each in lines.items() if stacks.why == "paused" else ():
+                at = where(each)
+                self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {at}")
         if not stacks.final:
             return None
         return stalled(node=node, generation=stacks.generation, message=message, stacks=lines)

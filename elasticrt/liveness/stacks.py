@@ -37,7 +37,7 @@ class Stacks:
         ended: who has ended, in words, where these workers are waited for.
     """
 
-    why: Literal["stalled", "late", "waited_for"]
+    why: Literal["stalled", "late", "paused", "waited_for"]
     generation: int
     step: int
     age_s: float

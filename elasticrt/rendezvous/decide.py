@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Literal
 
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
+from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import (
     Adopt,
@@ -61,7 +62,7 @@ from elasticrt.rendezvous.leader_context import (
     unavailable,
 )
 from elasticrt.rendezvous.reconfiguration import handing_over, planned
-from elasticrt.rendezvous.records import Member, Report, Restarts, Seat
+from elasticrt.rendezvous.records import Generation, Member, Report, Restarts, Seat
 from elasticrt.rendezvous.seats import seats_for
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec, difference, resized
@@ -328,7 +329,17 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         )
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
-    return re_form(led, "failure", first.summary, restarts)
+    return re_form(led, "failure", _named(first, led.generation), restarts)
+
+
+_THEN = "; then "
+
+
+def _named(first: Failure, before: Generation) -> str:
+    """What the next generation comes of: before a failure that only follows from what ended another, of that."""
+    if first.collateral and before.in_place and before.kind in ("failure", "lost"):
+        return before.cause.partition(_THEN)[0] + _THEN + first.summary
+    return first.summary
 
 
 def _suspected(led: LeaderContext, seat: Seat) -> bool:

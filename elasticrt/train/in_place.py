@@ -16,7 +16,6 @@ import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,7 @@ from elasticrt.checkpoint.state_transfer import Standing
 from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
 from elasticrt.distributed.wrapping import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
-from elasticrt.ipc.error_file import write_error_file
+from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.messages import Left
 from elasticrt.train.undo import LARGE
 
@@ -111,20 +110,25 @@ class InPlace:
 
     def lost(self, error: BaseException, step: int) -> bool:
         """Whether `error` only says that this generation has lost somebody; then the agent is told."""
-        if not self.possible or not isinstance(error, Exception):
+        if not self.is_of_peer(error):
             return False
         assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
-        name, text = type(error).__name__, str(error)
-        callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if not self._link.overtaken:
+            name, text, *_ = described(error)
+            self._link.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
+        return True
+
+    def is_of_peer(self, error: BaseException) -> bool:
+        """Whether `error` only says that this generation has lost somebody, and this process could go on in place."""
+        if not self.possible or not isinstance(error, Exception):
+            return False
+        assert self._link is not None, "who can go on in place has an agent"
+        name, text, callstack, _ = described(error)
         if self._link.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
             # Its group has been cut off, and with NCCL the script may have worked with what an aborted kernel left. An
             # error of another cause comes again when the step is redone.
             return True
-        if not is_collateral(name, text, callstack):
-            return False
-        if not self._link.overtaken:
-            self._link.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
-        return True
+        return is_collateral(name, text, callstack)
 
     def check_results(self) -> None:
         """Raise where this step's collectives may have ended without their results.

@@ -436,6 +436,10 @@ class Loop:
         Args:
             why: what is done meanwhile, in a word or two.
 
+        Nothing in it is taken for a hang: after --hang-timeout the agent says where each rank stands, and waits on.
+        When a collective in it loses a peer, the error leaves the block, and this process hands over its newest step
+        before it ends.
+
         Raises TypeError when `why` is no text, ConfigError outside of `epochs`.
         """
         if not isinstance(why, str):
@@ -445,6 +449,9 @@ class Loop:
         self._reporter.expect_steps(expected=False)
         try:
             yield
+        except Exception as error:
+            self._world.leave_state(error)
+            raise
         finally:
             if self._share is not None:
                 self._weighting.begin(self._share)

@@ -164,6 +164,11 @@ class World:
         if self._state.whole:
             self._saving.hand_over()
 
+    def leave_state(self, error: Exception) -> None:
+        """`error` ends this process outside of a step: where it says that a peer is gone, the agent gets the state."""
+        if self._state.whole and not self._undo.in_step and self.in_place.is_of_peer(error):
+            self._saving.hand_over()
+
     def _tell_change(self) -> None:
         worker = self.in_place.worker
         change = Change(0 if worker is None else worker.generation, self.size, self._told)

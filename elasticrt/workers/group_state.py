@@ -75,6 +75,11 @@ class GroupState:
         """Another generation has come: what was asked of this one is over."""
         return replace(self, failed_at=None, holding=0, entered=0, going=0)
 
+    @property
+    def hung(self) -> bool:
+        """Whether these workers are known to do nothing: they take no other seat, and are not asked to."""
+        return any(failure.stalled for failure in self.failures)
+
     def is_of(self, incarnation: str) -> bool:
         """Whether this is the group of the node's life `incarnation`."""
         return self.seat is not None and self.seat.incarnation == incarnation

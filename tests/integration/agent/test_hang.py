@@ -16,7 +16,7 @@ from tests.cluster import Cluster, kill
 from tests.integration.trouble.stepping import Stepping
 
 SCRIPT = """
-import ctypes, os, signal, sys, time
+import contextlib, ctypes, os, signal, sys, time
 import torch, torch.distributed as dist, torch.nn.functional as F, elasticrt
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,9 +45,19 @@ ours = {"sampler": sampler, "model": model, "optimizer": optimizer}
 loop = elasticrt.Loop(os.path.join(directory, "ckpt"), every="10 steps", **ours)
 for epoch in loop.epochs(2):
     for x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step(); optimizer.zero_grad()
-        time.sleep(0.02)
+        with loop.step() if way.startswith("in-place") else contextlib.nullcontext():
+            F.mse_loss(model(x), y).backward()
+            optimizer.step(); optimizer.zero_grad()
+            time.sleep(0.02)
+            if way == "in-place-all" and loop.steps_done == 25 and ctx.generation == 1:
+                stuck_here()
+        if way == "in-place-pause" and loop.steps_done == 25:
+            with loop.pause("evaluate"):
+                if ctx.rank == 1 and always == "kill" and ctx.generation == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if always == "slow":
+                    time.sleep(5)
+                ctx.sum(1)
         if loop.steps_done == 25 and ctx.rank == 1 and way in WAYS and (ctx.generation == 1 or always == "always"):
             WAYS[way]()
     if way == "pauses":
@@ -120,6 +130,46 @@ def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
         assert "stuck_here" in failure["text"], failure["text"]
         assert {"rank 0 on n", "rank 1 on n"} <= set(re.findall(r"rank [01] on n", failure["text"])), failure["text"]
         assert run.events("result")[-1]["reason"].count("no progress") == 1
+
+
+def test_workers_known_to_hang_are_not_asked_to_go_on(tmp_path: Path) -> None:
+    """L5: where all hang in a step that could be undone, they are ended at once: one hang is one generation."""
+    with _run(tmp_path, "in-place-all") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        causes = {event["number"]: event["cause"] for event in run.events("generation")}
+        assert sorted(causes) == [1, 2], run.story()
+        assert "no progress" in causes[2]
+
+
+def test_a_long_pause_is_told_with_the_places_of_its_workers(tmp_path: Path) -> None:
+    """L5: nothing in a pause is a hang; after the time of one a line says where each rank is."""
+    with _run(tmp_path, "in-place-pause", always="slow") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        told = {event["node"]: event for event in run.events("paused")}
+        assert set(told) == {"n0", "n1"}, run.story()
+        for event in told.values():
+            assert (event["step"], event["final"]) == (25, False)
+            assert all("stuck.py" in "\n".join(lines) for lines in event["stacks"].values())
+        assert {event["number"] for event in run.events("generation")} == {1}
+
+
+def test_a_worker_that_dies_in_a_pause_costs_no_step(tmp_path: Path) -> None:
+    """L5: the others' evaluation fails with it; they leave their newest step behind, and the next generation has it."""
+    with _run(tmp_path, "in-place-pause", always="kill") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        begun = {event["number"]: event["resume_step"] for event in run.events("generation")}
+        assert begun.pop(1) == 0
+        assert begun, run.story()
+        assert max(begun.values()) == 25, run.story()
+        assert all("SIGKILL" in event["cause"] for event in run.events("generation") if event["number"] > 1), (
+            run.story()
+        )
 
 
 @pytest.mark.slow
