@@ -192,7 +192,7 @@ class StoreRequests:
             try:
                 other = holding.take()
             except OSError as error:
-                return Reply(request.request, False, f"the record {NAME} in it can't be written: {error}")
+                return Reply(request.request, False, f"unwritable: its record {NAME}: {error}")
             if other is not None:
                 return Reply(request.request, False, f"taken: {other}")
             if request.directory in self._holdings:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import logging
 import os
 import pickle
 import socket
@@ -30,6 +31,8 @@ from elasticrt.data.durable_files import Directory, Unfit, open_plain, put, sha2
 from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.ipc.directory_owner import Holding, Owner
 from elasticrt.ipc.env import Commit
+
+_log = logging.getLogger(__name__)
 
 _locks: dict[str, Holding] = {}
 """Directories this process saves to without an agent; held until it ends."""
@@ -105,8 +108,12 @@ class CheckpointDirectory:
     def claim(self, take: Callable[[], Owner | None]) -> None:
         """Before saving: create it, and refuse one that another live run saves to. `take` says who that is.
 
-        Raises DuplicateError, CheckpointError.
+        One that was deleted meanwhile is made again. Raises DuplicateError, CheckpointError.
         """
+        if self._directory is not None and self._directory.is_removed:
+            _log.warning("the checkpoint directory %s was deleted; it is made again", self.path)
+            self._directory.close()
+            self._directory = self._before = None
         if self._before is not None:
             return
         self.open(create=True)

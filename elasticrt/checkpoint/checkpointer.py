@@ -206,6 +206,8 @@ class Checkpointer:
 
     def _missed(self, kind: type[Exception], step: int, generation: int, why: str) -> None:
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
+        if self.lacks_head:
+            goes_on = "from the newest checkpoint that is left"
         error = kind(
             explain(
                 f"the last checkpoint, of step {step:,}, could not be saved",

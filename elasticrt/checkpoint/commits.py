@@ -18,7 +18,7 @@ from pathlib import Path
 
 from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
 from elasticrt.distributed import agent_client
-from elasticrt.errors import explain
+from elasticrt.errors import CheckpointError, explain
 from elasticrt.ipc.directory_owner import Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import Own, Reply, Save
@@ -29,8 +29,8 @@ COMMIT_TIMEOUT_S = 1200.0
 """Longer than an agent lives without etcd: one that has not answered by then never will."""
 
 OWN_TIMEOUT_S = 90.0
-TAKEN = "taken: "
-"""How an agent's refusal begins where another live run saves to the directory."""
+TAKEN, UNWRITABLE = "taken: ", "unwritable: "
+"""How an agent's refusal begins where another live run saves to the directory, and where it can't be written to."""
 
 
 def place_of(directory: str, node: str) -> str:
@@ -170,4 +170,7 @@ class DirectoryHead:
             return reply
         if reason.startswith(TAKEN):
             raise duplicate(self._path, reason.removeprefix(TAKEN))
+        if reason.startswith(UNWRITABLE):
+            got = reason.removeprefix(UNWRITABLE)
+            raise CheckpointError(explain("the checkpoint directory can't be used", self._shown, got=got))
         raise RuntimeError(explain("the agent cannot say who saves here", self._shown, got=reason))

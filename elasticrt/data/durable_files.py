@@ -57,11 +57,16 @@ class Directory:
         mode = os.fstat(self.fd).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             os.close(self.fd)
-            raise Unfit(f"it is writable by everybody (mode {stat.S_IMODE(mode):o})")
+            raise Unfit(f"it is writable by everybody (mode {stat.S_IMODE(mode):o}): chmod o-w")
 
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self.fd)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has deleted it, and nothing is there now. One that is unmounted is not: it may come back."""
+        return os.fstat(self.fd).st_nlink == 0 and not os.path.lexists(self.path)
 
     def names(self) -> list[str]:
         """The names in it, sorted."""

@@ -161,6 +161,9 @@ class Holding:
             os.write(fd, json.dumps(asdict(self._owner)).encode())
             os.utime(fd)
             return os.fstat(fd).st_mtime_ns
+        except OSError:  # No room: an empty file would be left.
+            self._draft.unlink()
+            raise
         finally:
             os.close(fd)
 

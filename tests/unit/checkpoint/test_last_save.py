@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,29 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path, every: str) -> None:
         pytest.raises(CheckpointError, match=r"of step 3, could not be saved .*goes on from the beginning"),
     ):
         train(tmp_path / "ckpt", every)
+
+
+def test_a_directory_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    """Somebody deletes the checkpoint directory: it is made again, and the next start goes on from the end."""
+    loop = Loop(tmp_path / "ckpt", every="1 steps")
+    loop.vars["w"] = torch.zeros(500)
+    for _ in loop.epochs(1):
+        for number in loop.batches([1, 2, 3]):
+            if number == 2:
+                loop._saving.checkpointer.wait()
+                shutil.rmtree(tmp_path / "ckpt")
+    again = Loop(tmp_path / "ckpt")
+    again.vars["w"] = torch.zeros(500)
+    assert [list(again.batches([1, 2, 3])) for _ in again.epochs(1)] == []
+    assert again.steps_done == 3
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F01: an agent that can't write its record is a directory that can't be used, not a failure to be tried again."""
+    agent = Agent()
+    agent.taken = "unwritable: its record .owner: [Errno 28] No space left on device"
+    with under(agent, monkeypatch), pytest.raises(CheckpointError, match=r"can't be used .*No space left"):
+        train(tmp_path / "ckpt")
 
 
 def test_a_commit_that_is_refused_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
