@@ -89,7 +89,7 @@ WORKER = WorkerEnv(
 @contextmanager
 def under(agent: Agent, monkeypatch: Any, *, resume: Commit | None = None, **fields: Any) -> Iterator[WorkerEnv]:
     """This process is a worker of `agent` in here."""
-    worker = replace(WORKER, resume=resume, channel_fd=agent.worker_fd, nonce=f"n{next(_NUMBERS)}")
+    worker = replace(WORKER, resume=resume, channel_fd=agent.worker_fd, nonce=f"under-{next(_NUMBERS)}")
     worker = replace(worker, **fields)
     agent_client.forget()
     with monkeypatch.context() as patch:

@@ -172,6 +172,7 @@ def test_the_node_with_the_newest_checkpoint_is_lost(tmp_path: Path) -> None:
         (tmp_path / "go-20").touch()
         codes = cluster.ended()
         assert (codes["b"], codes["c"]) == (0, 0), cluster.story()
-        assert commits(cluster) == [15, 17, 29]
+        # Where c is heard of later than b it is rank 0 in between, and afterwards: it saves at once as well.
+        assert commits(cluster) in ([15, 17, 29], [15, 17, 18, 29])
         assert _resumed_from(cluster) == {(0, 1), (16, 17), (17, 18)}
     assert (_newest(tmp_path, "a"), max(_newest(tmp_path, name) for name in "bc")) == (15, 29)
