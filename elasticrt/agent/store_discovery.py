@@ -155,7 +155,7 @@ def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str
     etcd = shell(("elasticrt", "etcd", "--listen", f"{outward.host}:{outward.port}", "--insecure-etcd"))
     return [
         f"join from this machine: {_line(*run)}",
-        f"for other machines too, start it anew with an etcd that they can reach: {etcd}, then {_line(*_etcd((outward,)), *run)}",
+        f"with other machines: start anew at an etcd that they reach: {etcd}, then {_line(*_etcd((outward,)), *run)}",
     ]
 
 
