@@ -66,7 +66,12 @@ class Directory:
     @property
     def is_removed(self) -> bool:
         """Whether somebody has deleted it, and nothing is there now. One that is unmounted is not: it may come back."""
-        return os.fstat(self.fd).st_nlink == 0 and not os.path.lexists(self.path)
+        if os.path.lexists(self.path):
+            return False
+        try:
+            return os.fstat(self.fd).st_nlink == 0
+        except OSError:  # NFS does not tell any more: whoever writes there is told why not.
+            return False
 
     def names(self) -> list[str]:
         """The names in it, sorted."""
