@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -150,6 +151,14 @@ def start_method(text: str) -> str:
 def comma_separated(text: str) -> tuple[str, ...]:
     """Words with commas; empty ones are left out."""
     return tuple(filter(None, text.split(",")))
+
+
+def command(text: str) -> tuple[str, ...]:
+    """A command with its arguments, quoted as in a shell; nothing for no words."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"a command, quoted as in a shell ({error})") from None
 
 
 def ranks(text: str) -> frozenset[int]:

@@ -139,9 +139,10 @@ class RunOptions(EtcdOptions):
     virtual_local_rank: bool = _workers(
         "--virtual-local-rank", False, "LOCAL_RANK is 0 and one GPU is visible, for each worker"
     )
-    node_check: str = _workers(
-        "--node-check COMMAND", "", "a command that ends with 0 on a node that may train. It is run before workers "
-        "start, and after a failure of a GPU, until it does", default="nvidia-smi, after a failure of a GPU", own=True,
+    node_check: tuple[str, ...] = _workers(
+        "--node-check COMMAND", (), "a command that ends with 0 on a node that may train. It is run before workers "
+        "start, and after a failure of a GPU, until it does", parse.command,
+        default="nvidia-smi, after a failure of a GPU", own=True,
     )  # fmt: skip
     stop_timeout_s: float | None = _workers(
         "--stop-timeout, --shutdown-timeout T", None, "from SIGTERM to SIGKILL, also on restarts", parse.seconds,

@@ -86,9 +86,10 @@ class Console:
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt:  # Of the attempt before this one: nobody stands by there.
             return
-        alive = {each.record.incarnation for each in view.members.values()}
-        if seat is None and view.complete and alive.isdisjoint(each.incarnation for each in view.seats.values()):
-            return  # It ended before this node came; the next one is on its way.
+        if seat is None and view.complete:
+            alive = {each.record.incarnation for each in view.members.values()}
+            if alive.isdisjoint(each.incarnation for each in view.seats.values()):
+                return  # It ended before this node came; the next one is on its way.
         here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
         size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
         self.say(f"generation {new.number} with {size}: {new.cause}")

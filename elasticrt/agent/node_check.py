@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -40,13 +39,13 @@ class NodeCheck:
     """One node's.
 
     Args:
-        command: the user's own, which ends with 0 on a node that may train. "": nvidia-smi is asked after a failure.
+        command: the user's own, which ends with 0 on a node that may train. Empty: nvidia-smi is asked after a failure.
         say: tells people.
         clock: the agent's.
     """
 
-    def __init__(self, command: str, say: Callable[[str], None], clock: Clock) -> None:
-        self._command = tuple(shlex.split(command))
+    def __init__(self, command: tuple[str, ...], say: Callable[[str], None], clock: Clock) -> None:
+        self._command = command
         self._say = say
         self._clock = clock
         self._due: float | None = clock.monotonic() if command else None
@@ -98,11 +97,9 @@ class NodeCheck:
 
     def _ask(self, now: float) -> str | None:
         command = self._command or NVIDIA_SMI
-        if shutil.which(command[0]) is None:
-            if not self._command:
-                self._say("nothing is known of this node's GPUs: there is no nvidia-smi; --node-check names a command")
-                return ""
-            return f"there is no {command[0]} to ask"
+        if not self._command and shutil.which(command[0]) is None:
+            self._say("nothing is known of this node's GPUs: there is no nvidia-smi; --node-check names a command")
+            return ""
         self._asked_at = now
         self._asking = subprocess.Popen(
             leash.command_of(list(command), signal.SIGKILL),

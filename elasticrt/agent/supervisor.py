@@ -117,7 +117,7 @@ class Supervisor:
         generation = state.number if state.generation is not None and state.running else 0
         wanted = {
             # Workers of its other GPUs that can go on in place do.
-            "warm": bool(self._method) and (self._check.is_fit or bool(self._able())),
+            "warm": bool(self._method) and (self._check.is_fit or bool(able)),
             "port": self.seating.ports.port,
             "generation": generation,
             "seen": max(me.record.seen, me.known),

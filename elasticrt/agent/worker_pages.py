@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.status_page import READY, StatusPage
 from elasticrt.ipc.time_bounds import STANDING_IN_PLACE_S
 from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.group_state import GroupState
-
-READY = 2
-"""What the page of a worker says that has set up beside the training, and waits to be let in (`in_place`)."""
 
 
 class WorkerPages:

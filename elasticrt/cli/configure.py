@@ -59,6 +59,8 @@ def configure(
     least, most = options.nnodes
     misplaced = [word for word in arguments if word.partition("=")[0].replace("_", "-") in BEFORE_THE_SCRIPT]
     command = command_of(options, script, arguments)
+    if options.node_check:
+        _check_program(options.node_check[0], f"--node-check {options.node_check[0]}")
     slurm = Slurm.from_env(env)
     options = placed(options, slurm)
     etcd, serve = where_etcd_is(options)
@@ -124,14 +126,18 @@ def command_of(options: RunOptions, script: str | None, arguments: list[str]) ->
         _check_module(script)
         return Command(argv=argv, kind="module")
     if options.no_python:
-        if shutil.which(script) is None:
-            there = Path(script).is_file()
-            got = "a file without execute permission" if there else "nothing of that name"
-            remedy = f"chmod +x {script}" if there else "Check the path"
-            raise ConfigError(explain("not a program", script, got=got, expected="one that can be run", remedy=remedy))
+        _check_program(script, script)
         return Command(argv=argv, kind="program")
     _check_script(Path(script))
     return Command(argv=argv, kind="script")
+
+
+def _check_program(name: str, where: str) -> None:
+    if shutil.which(name) is None:
+        there = Path(name).is_file()
+        got = "a file without execute permission" if there else "nothing of that name"
+        remedy = f"chmod +x {name}" if there else "Check the path"
+        raise ConfigError(explain("not a program", where, got=got, expected="one that can be run", remedy=remedy))
 
 
 def _check_module(name: str) -> None:

@@ -108,7 +108,7 @@ class GroupStoreServer:
             connection.sendall(_line(None))
         elif op == "get":
             client.waits_for = list(question["keys"])
-            self._tell()
+            self._tell(connection, client)
         elif op == "check":
             connection.sendall(_line(all(each in values for each in question["keys"])))
         elif op == "delete":
@@ -116,22 +116,26 @@ class GroupStoreServer:
         elif op == "set":
             values[question["key"]] = question["value"]
             connection.sendall(_line(None))
-            self._tell()
+            self._tell_all()
         elif op == "add":
             values[question["key"]] = str(int(values.get(question["key"], 0)) + question["amount"])
             connection.sendall(_line(values[question["key"]]))
-            self._tell()
+            self._tell_all()
         else:
             raise ValueError(f"no such question: {op}")
 
-    def _tell(self) -> None:
-        """Answer those who wait for keys that are all there."""
+    def _tell_all(self) -> None:
+        """A key is there, or another value is: answer those who waited for it."""
         for connection, client in self._clients.items():
-            keys = client.waits_for
-            if keys is not None and all(key in self._values for key in keys):
-                client.waits_for = None
-                with contextlib.suppress(OSError):  # It is gone, as reading from it will show.
-                    connection.sendall(_line([self._values[key] for key in keys]))
+            self._tell(connection, client)
+
+    def _tell(self, connection: socket.socket, client: _Client) -> None:
+        """Answer one who waits for keys, if they are all there."""
+        keys = client.waits_for
+        if keys is not None and all(key in self._values for key in keys):
+            client.waits_for = None
+            with contextlib.suppress(OSError):  # It is gone, as reading from it will show.
+                connection.sendall(_line([self._values[key] for key in keys]))
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers it without declaring it.

@@ -15,6 +15,9 @@ import signal
 PAGE_BYTES = 4096
 TEXT_BYTES = 1 << 17
 
+IN_PLACE, READY = 1, 2
+"""What `in_place` can say besides 0."""
+
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
 """A worker that gets it writes the stacks of its threads behind the words. One that no program is known to use."""
 
@@ -48,8 +51,8 @@ class StatusPage:
             `bootstrap.optimizer_heartbeat`.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
-        in_place: 1 while it can go on in another generation without ending; 2 when it has set up beside the training
-            and waits to be let in; 0 when only a new process could take its place.
+        in_place: IN_PLACE while it can go on in another generation without ending; READY when it has set up beside the
+            training and waits to be let in; 0 when only a new process could take its place.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.

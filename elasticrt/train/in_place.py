@@ -32,11 +32,10 @@ from elasticrt.distributed.wrapping import wrappers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
 from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.messages import Left
+from elasticrt.ipc.status_page import IN_PLACE, READY
 from elasticrt.train.undo import LARGE
 
 _log = logging.getLogger(__name__)
-
-IN_PLACE, READY = 1, 2
 
 STUCK_S, STUCK_AGAIN_S = 1.0, 0.2
 """A work that still waits for a peer so long after its group was cut, and at another look so long after the first, will

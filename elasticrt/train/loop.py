@@ -297,9 +297,8 @@ class Loop:
                 self._undo.forget_between(self._state.objects, self.vars)
                 continue
             self._settle(passed=True)
-            if (
-                share.last and moves == self._world.moves
-            ):  # Between two parts of a step the state is that of neither side.
+            # Between two parts of a step the state is that of neither side.
+            if share.last and moves == self._world.moves:
                 self._boundary()
         self._reporter.expect_steps(expected=False)
 

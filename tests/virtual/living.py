@@ -24,6 +24,7 @@ from elasticrt.ipc.messages import (
     Save,
     Step,
 )
+from elasticrt.ipc.status_page import IN_PLACE, READY
 from elasticrt.workers.failures import failure_of
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual import disks
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
     from tests.virtual.workers import VirtualGroup
 
-IN_PLACE, READY = 1, 2
 MEET_S_MAX = 60.0
 
 

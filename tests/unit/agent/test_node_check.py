@@ -44,7 +44,7 @@ def test_a_node_is_let_in_when_its_check_passes(tmp_path: Path) -> None:
     """Before the first worker starts, and again after longer and longer times, until the command ends with 0."""
     fit, said, clock = tmp_path / "fit", [], Turned()
     code = f"import pathlib, sys; sys.exit(0 if pathlib.Path({str(fit)!r}).exists() else 'a fan stands still')"
-    check = NodeCheck(f'{sys.executable} -c "{code}"', said.append, clock)
+    check = NodeCheck((sys.executable, "-c", code), said.append, clock)
     assert not check.is_fit
     for wait_s in (COOL_DOWN_S, 2 * COOL_DOWN_S):
         answered(check, clock.now)
@@ -65,7 +65,7 @@ def test_a_node_is_let_in_when_its_check_passes(tmp_path: Path) -> None:
 def test_without_a_command_a_node_is_fit_until_a_gpu_fails() -> None:
     """Then nvidia-smi is asked, after a time to recover; where there is none, that is said."""
     said, clock = [], Turned()
-    check = NodeCheck("", said.append, clock)
+    check = NodeCheck((), said.append, clock)
     assert check.is_fit
     assert check.alarm() is None
     check.doubt("rank 1 on n: the GPU has fallen off the bus")
@@ -79,7 +79,7 @@ def test_without_nvidia_smi_nothing_is_known(tmp_path: Path, monkeypatch: pytest
     """Many containers have GPUs without it: workers start again after the time to recover, and that is said."""
     monkeypatch.setenv("PATH", str(tmp_path))
     said, clock = [], Turned()
-    check = NodeCheck("", said.append, clock)
+    check = NodeCheck((), said.append, clock)
     check.doubt("rank 1 on n: the GPU has fallen off the bus")
     check.look(clock.now + COOL_DOWN_S)
     assert check.is_fit
@@ -89,7 +89,7 @@ def test_without_nvidia_smi_nothing_is_known(tmp_path: Path, monkeypatch: pytest
 def test_a_check_that_hangs_is_a_refusal() -> None:
     """It is ended, and nothing of it is left."""
     said, clock = [], Turned()
-    check = NodeCheck("sleep 1000", said.append, clock)
+    check = NodeCheck(("sleep", "1000"), said.append, clock)
     check.look(clock.now)
     check.look(clock.now + CHECK_S_MAX)
     assert check._asking is not None

@@ -163,6 +163,8 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
         *((["--rdzv-endpoint", f"{host}:1", "train.py"], "--etcd") for host in NO_ADDRESSES_OF_OURS[2:]),
         (["--etcd-ca-file", "missing.pem", "train.py"], "missing.pem"),
         (["--rdzv-backend", "etcd-v2", "train.py"], "--rdzv-backend"),
+        (["--node-check", "foo'", "train.py"], "--node-check"),
+        (["--node-check", "missing-program --fast", "train.py"], "not a program (--node-check missing-program)"),
         (["--join", "later", "train.py"], "--join"),
         ([], "script"),
         ([""], "script"),
