@@ -102,6 +102,7 @@ PURE = (
     "run_options.py",
     "spec.py",
     "text.py",
+    "cli/doctor_findings.py",
     "cli/torchrun_flags.py",
     "cli/slurm.py",
     "ipc/env.py",
@@ -309,7 +310,7 @@ def test_every_test_says_what_it_checks(path):
 
 TORCH = {"torch"}
 STORE_CLIENT = {"grpc", "google.protobuf", "etcd3"}
-COMMANDS = ("cli/main.py", "cli/run.py", "cli/playground.py", "cli/serve_etcd.py")
+COMMANDS = ("cli/main.py", "cli/run.py", "cli/doctor.py", "cli/playground.py", "cli/serve_etcd.py")
 LOADS = [
     ("import elasticrt", TORCH | STORE_CLIENT | {"pydantic", "tenacity", "numpy"}, ()),
     ("from elasticrt.cli.main import main; main(['--help'])", TORCH, COMMANDS),

@@ -23,6 +23,7 @@ from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
+from elasticrt.agent.network_interfaces import check_loopback
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
@@ -90,6 +91,7 @@ class Agent(Side):
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
+        check_loopback()
         for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
