@@ -56,6 +56,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "liveness": {"clock", "workers", "settings", "event_log", "events", "rendezvous", "ipc", "errors", "text"},
     "agent": {
+        "story",
         "clock",
         "liveness",
         "workers",

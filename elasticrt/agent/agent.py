@@ -191,6 +191,7 @@ class Agent(Side):
         member, step = self.member, self.node.progress.step()
         since = {"away_since": member.outage.since, "alone_since": member.outage.alone_since}
         now = self.clock.monotonic()
+        since["answer_s"] = self.loop.session.answer_s
         self.health.noted = health_state.member(self.settings.run_id, member.me, member.view, now, step=step, **since)
 
     def alarms(self, now: float) -> Iterable[float]:
@@ -241,7 +242,8 @@ class Agent(Side):
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
         self.health = HealthServer(*self.settings.options.health, noted)
-        self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
+        self.voice.events.follow(self.health.tell)
+        self.voice.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
