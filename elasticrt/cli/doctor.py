@@ -63,7 +63,9 @@ class DoctorOptions(EtcdOptions):
     local_addr: str | None = option("--local-addr ADDRESS", None, "this node's address, as for `run`")
     checkpoint: Path | None = option("--checkpoint DIR", None, "look at this checkpoint directory as well", Path)
     listen: bool = option("--listen", False, "let other machines try to reach this one, for ten minutes")
-    peer: tuple[str, int] | None = option("--peer HOST:PORT", None, "try with the one that listens", host_and_port)
+    peer: tuple[str, int] | None = option(
+        "--peer HOST:PORT", None, "try with the one that listens", host_and_port("--peer")
+    )
     json: bool = option("--json", False, "a JSON object in each line")
 
 

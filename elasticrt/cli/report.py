@@ -63,10 +63,15 @@ def _command(
         parser.add_argument(
             "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
         )
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    directory_option(parser)
     parser.set_defaults(func=act)
     return parser
+
+
+def directory_option(parser: argparse.ArgumentParser) -> None:
+    """Add --log-dir to a command that reads runs."""
+    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
@@ -117,7 +122,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
 def show_events(arguments: argparse.Namespace) -> int:
     """Print the lines of all nodes in the order of time; with `follow` those that come, until interrupted."""
     directory, clocks = directory_of(arguments), Clocks()
-    for batch in _looks(lambda: files(directory), follow=arguments.follow):
+    for batch in looks(lambda: files(directory), follow=arguments.follow):
         lines = [line for text in batch.values() for line in text.splitlines()]
         known = [(clocks.when(record), line) for line in lines if (record := events.decode(line)) is not None]
         write(sys.stdout, "".join(f"{line}\n" for _, line in sorted(known, key=lambda each: each[0])))
@@ -140,7 +145,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         got = "no such rank" if rank is not None else "nothing was printed, or it was not kept"
         raise ConfigError(explain("no logs", str(directory / "logs"), got=got, expected="files rank-R.NODE.out, .err"))
     before = None
-    for batch in _looks(logs, follow=arguments.follow):
+    for batch in looks(logs, follow=arguments.follow):
         for path, text in batch.items():
             if path != before:
                 write(sys.stdout, f"==> {path.relative_to(directory)} <==\n")
@@ -149,7 +154,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
+def looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
     """What the files have more than at the look before: whole lines while somebody may write the rest."""
     offsets: dict[Path, int] = {}
     while True:
