@@ -139,14 +139,15 @@ def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
     from elasticrt.store.etcd import EtcdStore
 
     check_listening((endpoint,))
-    store = EtcdStore((endpoint,), read_credentials(options))
+    store, read_s, write_s = EtcdStore((endpoint,), read_credentials(options)), 0.0, 0.0
     key = f"/elasticrt/{options.run_id or 'doctor'}/doctor/{uuid4().hex}"
     try:
         server = store.status()
-        read_s = _median_s(lambda: store.read(key))
-        lease = store.grant(10.0).lease_id
-        write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
-        store.revoke(lease)
+        if not server.troubles:
+            read_s = _median_s(lambda: store.read(key))
+            lease = store.grant(10.0).lease_id
+            write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
+            store.revoke(lease)
     finally:
         store.close()
     open_to_all = endpoint.scheme == "http" and not is_loopback(endpoint) and options.etcd_user is None

@@ -46,9 +46,9 @@ def peer(**changes: Any) -> Finding:
 
 
 CASES: list[tuple[Finding, str, str]] = [
-    (etcd(HEALTHY), "ok", "etcd 3.5.21 at https://e:2379: reads in 1.0 ms, writes in 2.0 ms, 40 MiB of 2.0 GiB used"),
+    (etcd(HEALTHY), "ok", "3.5.21 at https://e:2379: reads in 1.0 ms, writes in 2.0 ms, 40 MiB of 2.0 GiB used"),
     (etcd(HEALTHY, own=True), "ok", "starts here, for agents of this machine alone"),
-    (etcd(ServerStatus("3.5.1", 0, 0, ()), own=True), "ok", "etcd 3.5.1"),
+    (etcd(ServerStatus("3.5.1", 0, 0, ()), own=True), "ok", "3.5.1 starts here"),
     (etcd(ServerStatus("3.5.1", 0, 0, ())), "warn", "can lose its last writes"),
     (etcd(ServerStatus("3.3.27", 0, 0, ())), "fail", "too old"),
     (etcd(ServerStatus("3.6.4", 7 * GIB, 8 * GIB, ())), "warn", "7.0 GiB of 8.0 GiB used; nearly full"),
