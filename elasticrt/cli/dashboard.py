@@ -5,7 +5,6 @@ It takes no orders. Only this machine's own users reach it, unless another addre
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 import socket
@@ -22,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from elasticrt import events
 from elasticrt.agent.health_server import is_foreign
-from elasticrt.cli.report import directory_option, looks
+from elasticrt.cli.report import looks
 from elasticrt.errors import EXIT_OK, ConfigError, explain
 from elasticrt.event_log import files
 from elasticrt.ipc.std_streams import write
@@ -48,26 +47,13 @@ HEADERS = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "dashboard",
-        help="show the runs of this machine on a page of a browser",
-        description="Serve a page that shows the runs below the log directory, until interrupted.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
-    directory_option(parser)
-    parser.set_defaults(func=main)
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Serve. Raises ConfigError where the address cannot be had."""
+def serve(listen: str, log_dir: str) -> int:
+    """Show the runs below `log_dir` at [HOST:]PORT. Raises ConfigError where that cannot be had."""
     try:
-        host, port = host_and_port("--listen", "127.0.0.1")(arguments.listen)
-        server = Server(host, port, arguments.log_dir)
+        host, port = host_and_port("--listen", "127.0.0.1")(listen)
+        server = Server(host, port, log_dir)
     except (OSError, ValueError) as error:
-        got, remedy = f"{arguments.listen}: {getattr(error, 'strerror', None) or error}", "Choose another one"
+        got, remedy = f"{listen}: {getattr(error, 'strerror', None) or error}", "Choose another one"
         raise ConfigError(explain("the page cannot be served", "--listen", got=got, remedy=remedy)) from None
     with server:
         write(sys.stdout, f"{server.url}\n")

@@ -6,14 +6,13 @@ Sizes are in bytes, times in seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from elasticrt.store.protocol import ServerStatus
 
 Level = Literal["ok", "warn", "fail"]
-LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 MIB, GIB = 1 << 20, 1 << 30
 
 QUOTA_BYTES = 2 * GIB
@@ -31,11 +30,6 @@ class Finding:
     level: Level
     what: str
     remedy: str = ""
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """The gravest level of them."""
-    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
 def line(name: str, finding: Finding) -> str:

@@ -39,6 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
     runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", "", run=False)
     runs.set_defaults(run=None)
+    text = "show the runs of this machine on a page of a browser, until interrupted"
+    shown = _command(subparsers, "dashboard", show_dashboard, text, "", run=False)
+    shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
     listed = _command(
         subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", ""
     )
@@ -63,15 +66,10 @@ def _command(
         parser.add_argument(
             "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
         )
-    directory_option(parser)
-    parser.set_defaults(func=act)
-    return parser
-
-
-def directory_option(parser: argparse.ArgumentParser) -> None:
-    """Add --log-dir to a command that reads runs."""
     log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
     parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    parser.set_defaults(func=act)
+    return parser
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
@@ -117,6 +115,13 @@ def show_runs(arguments: argparse.Namespace) -> int:
         lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")
     write(sys.stdout, plain("\n".join(lines)) + "\n")
     return EXIT_OK
+
+
+def show_dashboard(arguments: argparse.Namespace) -> int:
+    """Serve the page. Raises ConfigError where the address cannot be had."""
+    from elasticrt.cli.dashboard import serve
+
+    return serve(arguments.listen, arguments.log_dir)
 
 
 def show_events(arguments: argparse.Namespace) -> int:

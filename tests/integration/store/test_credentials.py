@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrt.cli import doctor
-from elasticrt.cli.doctor import DoctorOptions, looked
+from elasticrt.cli import doctor_looks
+from elasticrt.cli.doctor import DoctorOptions
+from elasticrt.cli.doctor_looks import looked
 from elasticrt.errors import ConfigError
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, Credentials, Put, StoreFull, StoreRefused, StoreUnavailable, Txn
@@ -113,7 +114,9 @@ def test_what_doctor_says_of_a_login(guarded: EtcdServer, tmp_path: Path) -> Non
         ("other", job, True, "permission denied"),
         ("mine", job, False, "writes in"),
     ):
-        ((_, finding),) = looked("etcd", doctor._etcd, DoctorOptions(etcd=(guarded.address,), run_id=run_id, **user))
+        ((_, finding),) = looked(
+            "etcd", doctor_looks.etcd, DoctorOptions(etcd=(guarded.address,), run_id=run_id, **user)
+        )
         assert (finding.level == "fail", words in finding.what) == (fails, True), finding
 
 
@@ -125,7 +128,7 @@ def test_what_doctor_says_of_a_full_etcd() -> None:
             for number in range(100):
                 store.commit(Txn((), (Put(f"/a{number}", bytes(16384)),)))
         store.close()
-        ((_, finding),) = looked("etcd", doctor._etcd, DoctorOptions(etcd=(server.address,)))
+        ((_, finding),) = looked("etcd", doctor_looks.etcd, DoctorOptions(etcd=(server.address,)))
     assert (finding.level, "NOSPACE" in finding.what, "defragment" in finding.remedy) == ("fail", True, True)
 
 
