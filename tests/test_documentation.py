@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import options_page
+from tests import events_page, options_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
@@ -69,6 +69,12 @@ def test_the_tables_of_options_are_made_from_the_options():
     """docs/commands.md says what `--help` says: `python -m tests.options_page` renews it."""
     page = options_page.PAGE.read_text()
     assert options_page.renewed(page) == page
+
+
+def test_the_page_on_events_is_current():
+    """docs/events.md says what the schema says: `python -m tests.events_page` renews it."""
+    page = events_page.PAGE.read_text()
+    assert events_page.renewed(page) == page
 
 
 def named_options() -> Iterator[tuple[str, str]]:

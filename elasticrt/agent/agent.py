@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
@@ -107,8 +108,7 @@ class Agent(Side):
             self.node.close()
             if self.health is not None:
                 self.health.close()
-            self.voice.events.write("agent_stopped", code=code)
-            self.voice.events.close()
+            self.voice.stopped(code)
             self.loop.unwatch_threads()
             # Python takes its handlers back before its process ends, and the alarm's own way is to kill.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -223,7 +223,7 @@ class Agent(Side):
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
             case Commit():
-                self.voice.events.write("committed", step=event.step, generation=event.generation)
+                self.voice.event(events.Committed(step=event.step, generation=event.generation))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
@@ -279,7 +279,7 @@ class Agent(Side):
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
         self.voice.joined(self.member.me, self.membership.meeting)
         if self.health is not None:
-            self.voice.event("health", url=self.health.url)
+            self.voice.event(events.Health(url=self.health.url))
         if settings.alone:
             self.alone_at = self.clock.monotonic() + ALONE_S
         return True
