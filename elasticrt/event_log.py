@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -65,14 +65,22 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = -1
         self._opened = False
+        self._told: Callable[[events.Record], object] | None = None
 
     def rename(self, node: str) -> None:
         """The node's name is known for good. Call it before the first event."""
         self._node = node
 
+    def follow(self, told: Callable[[events.Record], object]) -> None:
+        """From now on `told` gets each event as well, on the thread that writes it: it must only hand it over."""
+        self._told = told
+
     def write(self, event: events.Event) -> None:
         """Record that it happens now. One system call for each place that it goes to; nothing is synced."""
-        line = events.encode(event, self._node, time.monotonic(), datetime.now(timezone.utc)) + b"\n"
+        at, now = time.monotonic(), datetime.now(timezone.utc)
+        line = events.encode(event, self._node, at, now) + b"\n"
+        if self._told is not None:
+            self._told(events.Record(event, self._node, at, now.timestamp()))
         with self._lock:
             self._open()
             self._file = self._put(self._file, line)
