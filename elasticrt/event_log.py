@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -65,6 +65,11 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = -1
         self._opened = False
+        self._heard: Callable[[events.Record], object] | None = None
+
+    def follow(self, heard: Callable[[events.Record], object]) -> None:
+        """Have `heard` called with each event that is written, by the thread that writes it. It must not wait."""
+        self._heard = heard
 
     def rename(self, node: str) -> None:
         """The node's name is known for good. Call it before the first event."""
@@ -72,8 +77,10 @@ class EventLog:
 
     def write(self, event: events.Event) -> None:
         """Record that it happens now. One system call for each place that it goes to; nothing is synced."""
-        line = events.encode(event, self._node, time.monotonic(), datetime.now(timezone.utc)) + b"\n"
+        at, now = time.monotonic(), datetime.now(timezone.utc)
+        line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
+            self._tell(events.Record(event, self._node, at, now.timestamp()))
             self._open()
             self._file = self._put(self._file, line)
             self._fd = self._put(self._fd, line)
@@ -84,6 +91,15 @@ class EventLog:
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
+
+    def _tell(self, record: events.Record) -> None:
+        if self._heard is None:
+            return
+        try:
+            self._heard(record)
+        except Exception:
+            self._heard = None  # What is told of a run does not end it.
+            log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
 
     def _open(self) -> None:
         if self._opened or self._directory is None:

@@ -57,6 +57,7 @@ LAYERS: dict[str, set[str]] = {
     "liveness": {"clock", "workers", "settings", "event_log", "events", "rendezvous", "ipc", "errors", "text"},
     "agent": {
         "clock",
+        "story",
         "liveness",
         "workers",
         "settings",
