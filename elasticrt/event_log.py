@@ -65,11 +65,11 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = -1
         self._opened = False
-        self._heard: Callable[[events.Record], object] | None = None
+        self._listeners: list[Callable[[events.Record], object]] = []
 
     def follow(self, heard: Callable[[events.Record], object]) -> None:
-        """Have `heard` called with each event that is written, by the thread that writes it. It must not wait."""
-        self._heard = heard
+        """From now on `heard` gets each event as well, on the thread that writes it. It must not wait."""
+        self._listeners.append(heard)
 
     def rename(self, node: str) -> None:
         """The node's name is known for good. Call it before the first event."""
@@ -80,10 +80,10 @@ class EventLog:
         at, now = time.monotonic(), datetime.now(timezone.utc)
         line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
-            self._tell(events.Record(event, self._node, at, now.timestamp()))
             self._open()
             self._file = self._put(self._file, line)
             self._fd = self._put(self._fd, line)
+            self._tell(events.Record(event, self._node, at, now.timestamp()))
 
     def close(self) -> None:
         """Close the file. The inherited descriptor stays open until the process ends."""
@@ -93,13 +93,12 @@ class EventLog:
             self._file = -1
 
     def _tell(self, record: events.Record) -> None:
-        if self._heard is None:
-            return
-        try:
-            self._heard(record)
-        except Exception:
-            self._heard = None  # What is told of a run does not end it.
-            log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
+        for heard in tuple(self._listeners):
+            try:
+                heard(record)
+            except Exception:
+                self._listeners.remove(heard)  # What is told of a run does not end it.
+                log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
 
     def _open(self) -> None:
         if self._opened or self._directory is None:

@@ -56,8 +56,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "liveness": {"clock", "workers", "settings", "event_log", "events", "rendezvous", "ipc", "errors", "text"},
     "agent": {
-        "clock",
         "story",
+        "clock",
         "liveness",
         "workers",
         "settings",
@@ -111,6 +111,7 @@ PURE = (
     "events.py",
     "spec.py",
     "text.py",
+    "cli/doctor_findings.py",
     "cli/torchrun_flags.py",
     "cli/slurm.py",
     "ipc/env.py",
@@ -324,7 +325,7 @@ def test_every_test_says_what_it_checks(path):
 
 TORCH = {"torch"}
 STORE_CLIENT = {"grpc", "google.protobuf", "etcd3"}
-COMMANDS = ("cli/main.py", "cli/run.py", "cli/playground.py", "cli/serve_etcd.py")
+COMMANDS = ("cli/main.py", "cli/run.py", "cli/doctor.py", "cli/playground.py", "cli/serve_etcd.py")
 LOADS = [
     ("import elasticrt", TORCH | STORE_CLIENT | {"pydantic", "tenacity", "numpy"}, ()),
     ("from elasticrt.cli.main import main; main(['--help'])", TORCH, COMMANDS),

@@ -24,6 +24,7 @@ from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
+from elasticrt.agent.network_interfaces import check_loopback
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
@@ -91,6 +92,7 @@ class Agent(Side):
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
+        check_loopback()
         for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
@@ -189,6 +191,7 @@ class Agent(Side):
         member, step = self.member, self.node.progress.step()
         since = {"away_since": member.outage.since, "alone_since": member.outage.alone_since}
         now = self.clock.monotonic()
+        since["answer_s"] = self.loop.session.answer_s
         self.health.noted = health_state.member(self.settings.run_id, member.me, member.view, now, step=step, **since)
 
     def alarms(self, now: float) -> Iterable[float]:
@@ -239,7 +242,8 @@ class Agent(Side):
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
         self.health = HealthServer(*self.settings.options.health, noted)
-        self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
+        self.voice.events.follow(self.health.tell)
+        self.voice.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""

@@ -24,6 +24,7 @@ from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
+from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
 from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
@@ -33,7 +34,7 @@ from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 from elasticrt.workers.environment import beside_env
-from elasticrt.workers.failures import lost_peer
+from elasticrt.workers.failures import lost_peer, stopped
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.gpu_failures import suspects_gpu
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
@@ -88,7 +89,7 @@ class Supervisor:
         self.seating = Seating(settings, edges)
         self.pages = WorkerPages(lambda: self._workers)
         self.progress = Progress(lambda: self.pages.of(self._state), event_log, say, edges.clock)
-        self.hangs = HangMonitor(settings, put, event_log, say, edges.take_stacks)
+        self.hangs = HangMonitor(settings, put, event_log, say, take=edges.take_stacks, state_of=edges.state_of)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -178,6 +179,7 @@ class Supervisor:
         self._end_those_late_to_come(now)
         self._start_missing(now)
         self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
+        self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
             self.hangs.ask_if_stalled(now, self._workers, self._state.number)
         self.look_for_laggards(now, elsewhere)
@@ -208,10 +210,30 @@ class Supervisor:
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
             self._say(f"{text}: they are ended")
-            self._workers.kill(state.number, late)
-            self._joining.ending |= set(late)
-            self._state = state.lost(frozenset(late))  # What is being ended is of no generation any more.
+            self._give_up(late)
             self._fail_in_place(state.seat, text)
+
+    def _end_stopped(self, now: float) -> None:
+        """End those that a signal has stopped while others wait for them."""
+        state = self._state
+        if not state.running or state.seat is None or state.hung:
+            return
+        pids = {rank: pid for rank, pid in self._workers.pids(state.number).items() if rank in state.seated}
+        found = self.hangs.stopped(now, pids, lambda rank: self.pages.is_awaited(state, rank))
+        if not found:
+            return
+        self.progress.remember()
+        ranks = [state.ranks[rank] for rank in found]
+        failure = stopped(ranks, node=state.seat.node, generation=state.number, step=self.progress.step())
+        self._say(f"{failure.summary}: ended")
+        self._give_up(found)
+        self._failed(failure)
+
+    def _give_up(self, local_ranks: Sequence[int]) -> None:
+        """End workers that live and are of no use. What is being ended is of no generation any more."""
+        self._workers.kill(self._state.number, local_ranks)
+        self._joining.ending |= set(local_ranks)
+        self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:
         """Start beside the training what this node has no worker for."""
@@ -559,14 +581,20 @@ class Supervisor:
                 self._state = replace(self._state, well=(*self._state.well, event.rank))
             return
         first, failure = self._state.failed_at is None, event.failure
+        if first:
+            self._state = replace(self._state, unmet=self._state.unmet + 1 if failure.unmet and not stepped else 0)
+        self._failed(failure)
+
+    def _failed(self, failure: Failure) -> None:
+        """A worker of the present generation has failed; the first failure ends it."""
+        first = self._state.failed_at is None
         # The end of a generation that has been replaced, and was let finish a build, is no news.
         self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
-        if first:
-            unmet = self._state.unmet + 1 if failure.unmet and not stepped else 0
-            self._state = replace(self._state, unmet=unmet)
-            self.progress.disturbed()
-            self.progress.remember()
-            if not self._able():
-                self._end_workers()  # The others of this node can only fail as well, or hang.
-            elif self._state.generation is not None and self._state.seat is not None:
-                self.attend(self._state.generation, self._state.seat.index)
+        if not first:
+            return
+        self.progress.disturbed()
+        self.progress.remember()
+        if not self._able():
+            self._end_workers()  # The others of this node can only fail as well, or hang.
+        elif self._state.generation is not None and self._state.seat is not None:
+            self.attend(self._state.generation, self._state.seat.index)

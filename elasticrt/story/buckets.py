@@ -142,6 +142,11 @@ class LifeSpans:
         known._finish(end)
         return tuple(known._spans)
 
+    def painted(self) -> dict[str, float]:
+        """Seconds by bucket of what is known for good, which is then forgotten: for who wants sums that only grow."""
+        found, self._spans = totals(self._spans), []
+        return found
+
     # What happens.
 
     def _seated(self, event: events.Generation, at: float) -> None:

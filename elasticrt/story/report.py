@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
 
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
@@ -53,7 +55,8 @@ def state(story: Story) -> str:
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
     if story.alive():
-        return "alive, as far as its events tell"
+        last = datetime.fromtimestamp(story.last, timezone.utc)
+        return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
     codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
     return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
 
@@ -110,6 +113,30 @@ def seconds(value_s: float) -> str:
         return f"{value_s:.1f} s"
     minutes = round(value_s / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
+    """The report for programs: values that JSON has, seconds and steps."""
+    result = None if story.result is None else vars(story.result)
+    chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.chapters]
+    return {
+        "run_id": story.run_id,
+        "run_dir": story.run_dir,
+        "state": state(story),
+        "result": result,
+        "begin": story.begin,
+        "last": story.last,
+        "nodes_alive": list(story.alive()),
+        "step": story.step,
+        "epoch": story.epoch,
+        "scalars": dict(story.scalars),
+        "checkpoint": story.checkpoint,
+        "goodput": story.goodput(now),
+        "seconds": totals(story.spans(now)),
+        "seconds_by_node": story.by_node(now),
+        "generations": chapters,
+        "failures": [vars(trouble) for trouble in story.troubles],
+    }
 
 
 # Tables.

@@ -57,6 +57,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         event_log=functools.partial(VirtualEvents, sim),
         supervisor=supervisor,
         take_stacks=lambda *_: None,
+        state_of=process.state_of,
         close_file=lambda _: None,
         seats_per_chunk=sim.plan.seats_per_chunk,
     )

@@ -22,6 +22,7 @@ from elasticrt import events
 from elasticrt.ipc.leash import command_of
 
 STEP_S = 0.005
+LEFT = 143
 
 
 class Agent:
@@ -65,8 +66,18 @@ class Agent:
         return found
 
     def run(self) -> int:
-        """Live until the steps are done."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.behaviour == "stubborn" else self.leave)
+        """Live until the steps are done, or SIGTERM comes: that raises, because it may come in the middle of a wait."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.behaviour == "stubborn" else lambda *_: sys.exit(LEFT))
+        try:
+            return self.take_part()
+        except SystemExit:
+            self.alive.unlink(missing_ok=True)
+            raise
+        finally:
+            self.stop_worker()
+
+    def take_part(self) -> int:
+        """The run, from the first event to the last."""
         self.alive.write_text(str(os.getpid()))
         self.say(events.AgentStarted(os.getpid(), self.run_id, "files", str(self.directory), "this machine"))
         print(f"hello from {self.node}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}", flush=True)
@@ -103,7 +114,6 @@ class Agent:
 
     def end(self) -> int:
         """The run is over."""
-        self.stop_worker()
         if self.behaviour == "fails":
             self.say(events.Failure("rank 0 failed\n  ValueError: no"))
             self.say(events.Result("failed", 1, "budget spent"))
@@ -111,12 +121,6 @@ class Agent:
         self.say(events.Result("succeeded", 0, ""))
         sys.stderr.write("an unfinished last line")
         return 7 if self.behaviour == "bad-end" and self.node == "node-0" else 0
-
-    def leave(self, *_: object) -> None:
-        """SIGTERM: leave the run."""
-        self.alive.unlink()
-        self.stop_worker()
-        sys.exit(143)
 
     def stop_worker(self) -> None:
         """End this generation's worker."""
