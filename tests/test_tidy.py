@@ -83,6 +83,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         "story",
         "event_log",
+        "events",
         "audit",
         "playground",
         "agent",
@@ -140,6 +141,8 @@ PURE = (
     "playground/narration.py",
     "story/buckets.py",
     "story/fold.py",
+    "story/page.py",
+    "story/report.py",
     "story/sentences.py",
     "store/protocol.py",
     "store/address.py",
