@@ -51,6 +51,7 @@ class StatusPage:
             `bootstrap.optimizer_heartbeat`.
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
+        begun: how many collectives of the default group it had begun when its agent last asked (`messages.Look`), or 0.
         in_place: IN_PLACE while it can go on in another generation without ending; READY when it has set up beside the
             training and waits to be let in; 0 when only a new process could take its place.
 
@@ -79,6 +80,7 @@ class StatusPage:
     begun_at_ns = _Word(15)
     in_place = _Word(16)
     loaded = _Word(17)
+    begun = _Word(18)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)
