@@ -257,7 +257,7 @@ class Supervisor:
     def blame(self, generation: int, others: Mapping[str, object]) -> None:
         """The other nodes have said where their workers are in `generation`."""
         if self._state.running and generation == self._state.number:
-            self.hangs.blame(self._settings.node, generation, others)
+            self.hangs.blame(generation, self._names, others)
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""

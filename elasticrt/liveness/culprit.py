@@ -92,11 +92,13 @@ class Culprit:
         ranks: global ranks; none where no rank is to blame.
         nodes: theirs, without repetitions.
         reason: in words, with what the others wait for.
+        resting: no step is expected of these ranks: they may be right, and the others wait for no mistake.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
     reason: str
+    resting: bool = False
 
     @property
     def key(self) -> str:
@@ -120,8 +122,11 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
     return ("loader" if any(_LOADER.search(file) for file in files[own:]) else "code"), place
 
 
-def find(by_node: Mapping[str, Sequence[Position]]) -> Culprit | None:
-    """Whom the others wait for, from where each node's ranks are; None while nobody waits, or too many are late."""
+def find(by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = ()) -> Culprit | None:
+    """Whom the others wait for, from where each node's ranks are; None while nobody waits, or too many are late.
+
+    `silent`: nodes that have not answered. One without positions has answered that its steps do not stand so far.
+    """
     all_ranks = [(position, node) for node, positions in by_node.items() for position in positions]
     most = max((position.begun for position, _ in all_ranks), default=0)
     halted = [(each, node) for each, node in all_ranks if each.state in ("T", "t", "Z")]
@@ -131,9 +136,18 @@ def find(by_node: Mapping[str, Sequence[Position]]) -> Culprit | None:
     busy = [(each, node) for each, node in all_ranks if not _waits(each, most)]
     if not waiting:
         return None
-    if busy:
-        return _culprit(busy, all_ranks, most)
-    return _odd_one_out(all_ranks, most)
+    awaited = [(each, node) for each, node in busy if not _rests(each)]
+    if awaited or busy:
+        return _culprit(awaited or busy, all_ranks, most)
+    if silent:
+        verb = "does" if len(silent) == 1 else "do"
+        return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
+    return _odd_one_out(all_ranks) if all(by_node.values()) else None
+
+
+def _rests(position: Position) -> bool:
+    """Whether a rank may be right to make no step: in `loop.pause`, or between two epochs."""
+    return not position.stepping and position.doing in ("code", "")
 
 
 def _waits(position: Position, most: int) -> bool:
@@ -147,19 +161,12 @@ def _culprit(blamed: list[tuple[Position, str]], all_ranks: list[tuple[Position,
     if len(blamed) > max(RANKS_MAX, len(all_ranks) // 2) or not blamed:
         return None
     blamed = sorted(blamed, key=lambda each: each[0].rank)
-    others = [position for position, _ in all_ranks if position.rank not in {each.rank for each, _ in blamed}]
-    said = [f"rank {each.rank} on {node} {_what(each)}" for each, node in blamed[:RANKS_MAX]]
-    waiting = [each for each in others if _waits(each, most)]
-    tail = ""
-    if waiting:
-        place = f" at {waiting[0].place}" if waiting[0].place else ""
-        tail = f"; {_counted(waiting)} in a collective{place}"
-    return Culprit(
-        tuple(each.rank for each, _ in blamed), tuple(dict.fromkeys(node for _, node in blamed)), "; ".join(said) + tail
-    )
+    waiting = [each for each in all_ranks if each not in blamed and _waits(each[0], most)]
+    said = [*_names(blamed), *([_waiting(waiting, " for it")] if waiting else [])]
+    return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each, _ in blamed))
 
 
-def _odd_one_out(all_ranks: list[tuple[Position, str]], most: int) -> Culprit:
+def _odd_one_out(all_ranks: list[tuple[Position, str]]) -> Culprit:
     """All wait: those in another collective than most are to blame; of two, the one that has begun fewer."""
     groups: dict[tuple[str, str, int], list[tuple[Position, str]]] = {}
     for each, node in all_ranks:
@@ -172,9 +179,23 @@ def _odd_one_out(all_ranks: list[tuple[Position, str]], most: int) -> Culprit:
         groups.values(), key=lambda group: (len(group), group[0][0].doing != "collective", group[0][0].begun)
     )
     odd, usual = ordered[0], ordered[-1][0][0]
-    said = [f"rank {each.rank} on {node} {_what(each)}" for each, node in sorted(odd, key=lambda each: each[0].rank)]
-    reason = f"{'; '.join(said[:RANKS_MAX])}, others in another one at {usual.place or 'an unknown place'}"
-    return Culprit(tuple(each.rank for each, _ in odd), tuple(dict.fromkeys(node for _, node in odd)), reason)
+    return _named(odd, f"{'; '.join(_names(odd))}, others in another one at {usual.place or 'an unknown place'}")
+
+
+def _named(blamed: list[tuple[Position, str]], reason: str, *, resting: bool = False) -> Culprit:
+    nodes = tuple(dict.fromkeys(node for _, node in blamed))
+    return Culprit(tuple(each.rank for each, _ in blamed), nodes, reason, resting)
+
+
+def _names(blamed: list[tuple[Position, str]]) -> list[str]:
+    return [f"rank {each.rank} on {node} {_what(each)}" for each, node in blamed[:RANKS_MAX]]
+
+
+def _waiting(waiting: list[tuple[Position, str]], what: str) -> str:
+    """Who waits `what`, and where."""
+    first = waiting[0][0]
+    who = f"rank {first.rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
+    return f"{who}{what} in a collective{f' at {first.place}' if first.place else ''}"
 
 
 def _what(position: Position) -> str:
@@ -183,7 +204,7 @@ def _what(position: Position) -> str:
         return STATES[position.state]
     at = f": {position.place}" if position.place else ""
     age = f"for {position.age_s:.0f} s"
-    if not position.stepping and position.doing in ("code", ""):
+    if _rests(position):
         return f"is in no step {age} (loop.pause, or between epochs){at}"
     words = {
         "collective": "waits in a collective",
@@ -194,9 +215,3 @@ def _what(position: Position) -> str:
         "": "does not say what it does",
     }
     return f"{words.get(position.doing, position.doing)} {age}{at}"
-
-
-def _counted(waiting: Sequence[Position]) -> str:
-    if len(waiting) == 1:
-        return f"rank {waiting[0].rank} waits for it"
-    return f"{len(waiting)} ranks wait for it"

@@ -87,6 +87,7 @@ class HangMonitor:
         self._stand = Stand()
         self.positions: tuple[Position, ...] = ()
         self._blamed: dict[str, float] = {}  # Whom people know of, and since when.
+        self._blamed_step = 0, ""  # Who was to blame last, and after which step.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
@@ -189,15 +190,20 @@ class HangMonitor:
         self._stand = replace(self._stand, ask_at=None)
         return bool(self.positions)
 
-    def blame(self, node: str, generation: int, others: Mapping[str, object]) -> None:
-        """Tell whom the others wait for, from where workers are: those here, on `node`, and the `others`' by node.
+    def blame(self, generation: int, nodes: Sequence[str], others: Mapping[str, object]) -> None:
+        """Tell whom the others wait for, from where workers are: those here, and the `others`' by node.
 
-        Not when the steps have moved on; and people are told the same again only after a while.
+        Not when the steps have moved on, nor soon of who is in a pause; people are told the same again only after a
+        while. `nodes`: all of the generation.
         """
-        culprit = find({node: self.positions, **dict(_positions(others))}) if self.positions else None
-        if culprit is None:
+        if not self.positions:
             return
+        by_node = {self._settings.node: self.positions, **dict(_positions(others))}
+        culprit = find(by_node, [node for node in nodes if node not in by_node])
         step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
+        if culprit is None or (culprit.resting and not 0 < self._limits.hang_s <= age_s):
+            return
+        self._blamed_step = step, culprit.reason
         self._events.write(
             "culprit",
             generation=generation,
@@ -273,6 +279,8 @@ class HangMonitor:
             message = f"rank {min(lines)} did not end, and did nothing for {age_s:.0f} s, after {stacks.ended} had"
         else:
             message = f"no progress for {age_s:.0f} s after step {stacks.step:,}"
+            if self._blamed_step[0] == stacks.step and self._blamed_step[1]:
+                message += f": {self._blamed_step[1]}"
             keep(stacks, lines, node, directory)
             self._events.write(
                 stacks.why,

@@ -1,7 +1,7 @@
-"""Is the right rank named, and how soon? `python -m tests.bench.culprit [--count N] [--loader-workers N]`.
+"""Is the right rank named, and how soon? `python -m tests.bench.culprit [--count N] [--nodes N] [--workers N]`.
 
-Two nodes with two workers each train; one after the other, ranks get stuck, stop, fail or die in one of many ways. It
-prints a table: what was done, whether rank and node were named, and the seconds until then.
+Nodes train; one after the other, ranks get stuck, stop, fail or die in one of many ways. It prints a table: what was
+done, how often rank and node were named, and the seconds until then.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster import TOGETHER, Cluster
+from tests.cluster import TOGETHER, AgentProcess, Cluster
 
 JOB = Path(__file__).with_name("culprit_job.py")
 KINDS = {
@@ -34,8 +35,8 @@ KINDS = {
     "raises": "raises an error",
     "runs_out_of_memory": "runs out of memory",
     "dies": "is killed (SIGKILL)",
+    "node": "stands still with its agent, as when its machine is cut off",
 }
-NODES, WORKERS = 2, 2
 LIMIT_S = 10.0
 GIVE_UP_S = 25.0
 
@@ -52,19 +53,22 @@ class Found:
     said: str
 
 
-def faults(count: int) -> Iterator[tuple[str, int]]:
-    """Kinds and victims: every kind at every rank before one comes again."""
+def faults(count: int, world_size: int) -> Iterator[tuple[str, int]]:
+    """Kinds and victims: every kind, then every kind again with other victims."""
     kinds = list(KINDS)
     for number in range(count):
-        yield kinds[number % len(kinds)], (number + 2 * (number // len(kinds))) % (NODES * WORKERS)
+        yield kinds[number % len(kinds)], (number + number // len(kinds)) % world_size
 
 
 class Injecting(Cluster):
-    """A run whose ranks commit faults when they are told."""
+    """A run of so many `ranks` that commit faults when they are told."""
 
-    def begin(self) -> None:
+    ranks = 0
+
+    def begin(self, nodes: int, workers: int) -> None:
         """Start the nodes, and see them train."""
-        for number in range(NODES):
+        self.ranks = nodes * workers
+        for number in range(nodes):
             self.start(f"n{number}")
         self.whole()
 
@@ -73,22 +77,33 @@ class Injecting(Cluster):
 
         def full() -> bool:
             made = self.events("generation")
-            return bool(made) and made[-1]["world_size"] == NODES * WORKERS
+            return bool(made) and made[-1]["world_size"] == self.ranks
 
         self.wait("all workers are in", full, timeout_s=90)
         self.wait_for_step_after(self.last_step() + 15)
         if not full():
             self.whole()
 
+    def freeze(self, rank: int, number: int = signal.SIGSTOP, agent: AgentProcess | None = None) -> AgentProcess:
+        """Stop a rank's agent and all its workers, or continue them; the agent."""
+        agent = agent or next(each for each in self.agents.values() if rank in each.worker_pids())
+        for pid in (agent.pid, *agent.worker_pids().values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return agent
+
     def inject(self, number: int, kind: str, rank: int) -> Found:
         """Have `rank` commit the fault, and see who is named."""
+        frozen = self.freeze(rank) if kind == "node" else None
+        did = self.directory / f"did-{number}"
+        if frozen is not None:
+            did.write_text(f"{time.monotonic()} 0 {frozen.name} {rank} .")
         written = self.directory / "inject.new"
         written.write_text(f"{number} {kind} {rank}")
-        did = self.directory / f"did-{number}"
         written.rename(self.directory / "inject")
         self.wait(f"fault {number} happens", lambda: did.exists() and did.read_text().endswith("."))
         at_s, pid, node, of_rank = did.read_text().split()[:4]
-        victim, name = int(of_rank), f"rank {of_rank} on {node}"
+        victim, name = int(of_rank), f"rank {of_rank} on {node}" if frozen is None else f"{node} lost"
 
         def said() -> list[tuple[float, str, bool]]:
             blamed = [(each["at"], each["reason"], each["ranks"] == [victim]) for each in self.events("culprit")]
@@ -101,6 +116,8 @@ class Injecting(Cluster):
         known = said()
         right = next((each for each in known if each[2]), None)
         (self.directory / f"end-{number}").touch()
+        if frozen is not None:
+            self.freeze(rank, signal.SIGCONT, frozen)
         if kind in ("barrier", "all_reduce"):
             with contextlib.suppress(ProcessLookupError):  # Gloo may have ended it meanwhile.
                 os.kill(int(pid), signal.SIGKILL)
@@ -111,13 +128,14 @@ class Injecting(Cluster):
         return Found(kind, right[0] - float(at_s), right[1])
 
 
-def injected(directory: Path, count: int, loader_workers: int) -> Iterator[Found]:
+def injected(directory: Path, given: argparse.Namespace) -> Iterator[Found]:
     """All faults of one run."""
-    options = ["--nnodes", str(NODES), "--nproc-per-node", str(WORKERS), "--max-restarts", "1000", "--join", "now"]
-    script = [str(JOB), str(directory), str(loader_workers)]
-    with Injecting(directory, f"culprit-{secrets.token_hex(4)}", [*options, *TOGETHER], script) as run:
-        run.begin()
-        for number, (kind, rank) in enumerate(faults(count)):
+    size = ["--nnodes", f"1:{given.nodes}", "--nproc-per-node", str(given.workers)]
+    options = [*size, "--max-restarts", "1000", "--join", "now", *TOGETHER]
+    script = [str(JOB), str(directory), str(given.loader_workers)]
+    with Injecting(directory, f"culprit-{secrets.token_hex(4)}", options, script) as run:
+        run.begin(given.nodes, given.workers)
+        for number, (kind, rank) in enumerate(faults(given.count, run.ranks)):
             yield run.inject(number, kind, rank)
 
 
@@ -139,12 +157,14 @@ def table(found: list[Found]) -> str:
 def main() -> None:
     """As above."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=66)
+    parser.add_argument("--count", type=int, default=len(KINDS))
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--loader-workers", type=int, default=0)
     given = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as directory:
-        for each in injected(Path(directory), given.count, given.loader_workers):
+        for each in injected(Path(directory), given):
             found.append(each)
             after = "not named" if each.after_s is None else f"{each.after_s:.1f} s"
             print(f"{each.kind:20} {after:10} {each.said}", file=sys.stderr, flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticrt.liveness.culprit import Position, doing, find, from_json
@@ -91,6 +93,9 @@ def _at(rank: int, doing: str = "gradients", *, begun: int = 9, state: str = "S"
         pytest.param([_at(0), _at(1, "loader", begun=7)], (1,), "waits for its data loader", id="loader"),
         pytest.param([_at(1), _at(0, "save", begun=7)], (0,), "saves", id="save"),
         pytest.param([_at(0), _at(1, "code", stepping=False)], (1,), "in no step for 5 s (loop.pause", id="pause"),
+        pytest.param(
+            [_at(0), _at(1, "code", stepping=False), _at(2, "code")], (2,), "own code for 5 s", id="a pause beside"
+        ),
         pytest.param([_at(0), _at(1, "", state="T")], (1,), "is stopped by a signal (SIGSTOP)", id="stopped"),
         pytest.param([_at(0), _at(1, "", state="D", place="")], (1,), "waits inside the kernel", id="disk"),
         pytest.param([_at(0), _at(1, "", state="S", begun=0)], (1,), "does not say", id="no answer"),
@@ -119,6 +124,24 @@ def test_who_is_named(positions: list[Position], ranks: tuple[int, ...], words: 
 def test_nobody_is_named(positions: list[Position]) -> None:
     """While nobody waits, or most are busy, a step is slow, and no rank of it stands out."""
     assert find({"n0": positions}) is None
+
+
+def test_a_pause_is_no_mistake() -> None:
+    """Who is in no step may be right: that is known of the finding, and not of one that a signal has stopped."""
+    waits, pauses = _at(0), _at(1, "code", stepping=False)
+    found = [find({"n0": [waits, other]}) for other in (pauses, _at(1, "code"), replace(pauses, state="T"))]
+    assert [each is not None and each.resting for each in found] == [True, False, False]
+
+
+def test_a_node_that_says_nothing() -> None:
+    """A node that has not answered is named where all others wait; one whose steps do not stand yet is waited for."""
+    waits = [_at(0), _at(1)]
+    found = find({"n0": waits}, ["n1"])
+    assert found is not None
+    assert (found.ranks, found.nodes) == ((), ("n1",))
+    assert found.reason == "n1 does not answer, and 2 ranks wait in a collective at train.py:9 in f"
+    assert find({"n0": waits, "n1": []}) is None
+    assert find({"n0": [_at(0), _at(1, "code")]}, ["n1"]).ranks == (1,)
 
 
 @pytest.mark.parametrize("wrong", [None, {}, [], [1], [True] * 8, ["1", 2, 3.0, True, "S", "", "", 0], "x" * 8])
