@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticrt import events
 from elasticrt.agent.joining import JoiningWorkers
 from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
@@ -54,7 +55,7 @@ class Supervisor:
     Args:
         settings: the agent's.
         put: takes events that come back to `fold` and `stalled`, from any thread.
-        events: the node's event log.
+        event_log: the node's event log.
         say: tells people.
         edges: all that is not the agent's own state: clock, files, sockets.
     """
@@ -63,7 +64,7 @@ class Supervisor:
         self,
         settings: Settings,
         put: Callable[[Any], None],
-        events: EventLog,
+        event_log: EventLog,
         say: Callable[[str], None],
         edges: Edges,
     ) -> None:
@@ -71,7 +72,7 @@ class Supervisor:
         self._close_file = edges.close_file
         self._settings = settings
         self._put = put
-        self._events = events
+        self._events = event_log
         self._say = say
         self._parent: WorkerParent | None = None
         self._parent_deaths = 0
@@ -87,8 +88,8 @@ class Supervisor:
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.seating = Seating(settings, edges)
         self.pages = WorkerPages(lambda: self._workers)
-        self.progress = Progress(lambda: self.pages.of(self._state), events, say, edges.clock)
-        self.hangs = HangMonitor(settings, put, events, say, take=edges.take_stacks, state_of=edges.state_of)
+        self.progress = Progress(lambda: self.pages.of(self._state), event_log, say, edges.clock)
+        self.hangs = HangMonitor(settings, put, event_log, say, take=edges.take_stacks, state_of=edges.state_of)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -174,7 +175,7 @@ class Supervisor:
         """
         self._check.look(now)
         self._kill_those_late_to_end(now)
-        self.progress.look(self._state.number)
+        self.progress.look(self._state.number, now)
         self._end_those_late_to_come(now)
         self._start_missing(now)
         self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
@@ -378,6 +379,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End everything that this node has started."""
+        self.progress.tell()
         if self._parent is not None:
             # A parent that is still importing has no workers and reads no messages: it need not be waited for.
             self._parent.close(PARENT_END_S if self._method else 0.0)
@@ -448,18 +450,23 @@ class Supervisor:
         self._state = self._state.failed(failure, self._clock.monotonic())
 
     def _tell_generation(self, generation: Generation, seat: Seat, resume_step: int) -> None:
-        told = generation.model_dump(include={"number", "world_size", "cause", "kind"})
-        told["restarts"] = generation.restarts.spent
-        if generation.in_place:
-            told["in_place"] = True
-        self._events.write("generation", **told, nodes=self._names, resume_step=resume_step, index=seat.index)
+        begun = events.Generation(
+            number=generation.number,
+            world_size=generation.world_size,
+            cause=generation.cause,
+            kind=generation.kind,
+            restarts=generation.restarts.spent,
+            nodes=self._names,
+            resume_step=resume_step,
+            index=seat.index,
+            in_place=generation.in_place,
+        )
+        self._events.write(begun)
 
     def _tell_started(self) -> None:
         pids = self._state.pids
-        ranks = sorted(pids)
-        self._events.write(
-            "workers_started", generation=self._state.number, ranks=ranks, pids=[pids[rank] for rank in ranks]
-        )
+        ranks = tuple(sorted(pids))
+        self._events.write(events.WorkersStarted(self._state.number, ranks, tuple(pids[rank] for rank in ranks)))
 
     # What happens.
 
@@ -488,7 +495,7 @@ class Supervisor:
             case Copied() as copied:
                 self._copied(event, copied)
             case Left(generation=0):
-                self._events.write("ready", local_rank=event.local_rank)
+                self._events.write(events.Ready(local_rank=event.local_rank))
             case Left() as left:
                 self._left(left, event)
             case Step() as step if self._is_current(event):
@@ -496,7 +503,7 @@ class Supervisor:
             case Damaged() as found if self._is_current(event):
                 # No node is to resume from this copy again; the next generation takes another one's, or the head.
                 self.seating.memory.forget()
-                self._events.write("copy_damaged", generation=event.generation, step=found.step, problem=found.problem)
+                self._events.write(events.CopyDamaged(event.generation, found.step, found.problem))
 
     def _is_current(self, event: WorkerSaid | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
@@ -539,9 +546,7 @@ class Supervisor:
         if step.first and event.local_rank == min(self._state.seated, default=0):
             self.progress.stepped(event.generation, step)
         if event.rank == 0:
-            self._events.write(
-                "step", generation=event.generation, step=step.step, epoch=step.epoch, scalars=step.scalars
-            )
+            self._events.write(events.Step(event.generation, step.step, step.epoch, step.scalars))
 
     def _copied(self, event: WorkerSaid, copied: Copied) -> None:
         """Keep it. Not after a failure: what has been reported then is what the others count on.
@@ -558,7 +563,7 @@ class Supervisor:
             return
         copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
         self.seating.memory.put(copy, event.fd)
-        self._events.write("copied", generation=event.generation, step=copied.step, bytes=copied.size)
+        self._events.write(events.Copied(event.generation, copied.step, copied.size))
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
         """A worker that lives has handed over, or lost its group: another one has ended, here or elsewhere."""
@@ -576,7 +581,9 @@ class Supervisor:
             self._state = replace(state, handed=state.handed | {event.local_rank})
 
     def _worker_ended(self, event: WorkerEnded) -> None:
-        self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
+        failed = event.failure
+        said = (failed.summary, failed.collateral) if failed is not None else ("", False)
+        self._events.write(events.WorkerEnded(event.generation, event.rank, event.pid, event.code, *said))
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)
         if event.generation == 0:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import in_sessions, stat
@@ -47,7 +48,7 @@ class HangMonitor:
     Args:
         settings: the node's.
         put: gets `Stacks`, from another thread; they come back to `told`.
-        events: the node's event log.
+        event_log: the node's event log.
         say: tells people.
         take: asks workers for their stacks, as `stacks.take`.
         state_of: the kernel's letter for what a process is doing, as `proc.state_of`.
@@ -60,7 +61,7 @@ class HangMonitor:
         self,
         settings: Settings,
         put: Callable[[Any], None],
-        events: EventLog,
+        event_log: EventLog,
         say: Callable[[str], None],
         *,
         take: Callable[..., None],
@@ -71,7 +72,7 @@ class HangMonitor:
         self._settings = settings
         self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
         self._put = put
-        self._events = events
+        self._events = event_log
         self._say = say
         self.began()
 
@@ -282,14 +283,9 @@ class HangMonitor:
             if self._blamed_step[0] == stacks.step and self._blamed_step[1]:
                 message += f": {self._blamed_step[1]}"
             keep(stacks, lines, node, directory)
-            self._events.write(
-                stacks.why,
-                generation=stacks.generation,
-                step=stacks.step,
-                age_s=round(age_s, 3),
-                final=stacks.final,
-                stacks=lines,
-            )
+            kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
+            said = {str(rank): tuple(each) for rank, each in lines.items()}
+            self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, said))
             if stacks.why == "stalled" and not stacks.final:
                 logs = f"{directory}/logs/generation-{stacks.generation}"
                 self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
