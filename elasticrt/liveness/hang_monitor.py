@@ -205,15 +205,8 @@ class HangMonitor:
         if culprit is None or (culprit.resting and not 0 < self._limits.hang_s <= age_s):
             return
         self._blamed_step = step, culprit.reason
-        self._events.write(
-            "culprit",
-            generation=generation,
-            step=step,
-            age_s=age_s,
-            ranks=list(culprit.ranks),
-            nodes=list(culprit.nodes),
-            reason=culprit.reason,
-        )
+        who = culprit.ranks, culprit.nodes, culprit.reason
+        self._events.write(events.Culprit(generation, step, age_s, *who))
         now = time.monotonic()
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now
