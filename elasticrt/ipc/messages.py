@@ -8,7 +8,7 @@ Who says what:
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Started, Exited.
 * worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built.
-* agent -> worker: Reply, Reseat, Release.
+* agent -> worker: Reply, Reseat, Release, Look.
 """
 
 from __future__ import annotations
@@ -240,10 +240,15 @@ class Release:
     """The worker may end: there is no other seat for it, or the group whose store it holds has ended."""
 
 
+@dataclass(frozen=True)
+class Look:
+    """Steps stand still: the worker is to write on its status page how many collectives it has begun."""
+
+
 Request = Save | Own | Claim | Built
 FromParent = Warm | Started | Exited
 FromWorker = Step | Copied | Damaged | Left | Done | Request
-Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release
+Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | Look
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
