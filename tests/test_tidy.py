@@ -112,6 +112,7 @@ PURE = (
     "spec.py",
     "text.py",
     "cli/doctor_findings.py",
+    "story/board.py",
     "cli/torchrun_flags.py",
     "cli/slurm.py",
     "ipc/env.py",
