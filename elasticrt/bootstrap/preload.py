@@ -44,6 +44,9 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
     `directory` is what the script has first on its path. `wanted` is imported as far as it can be. The thread count is
     the one that a fresh interpreter would have used, where OMP_NUM_THREADS is not set.
     """
+    # Libraries that ask at their import whether there is a GPU: by the driver's own list, not by CUDA, which no fork of
+    # this process could use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # Imports make no garbage worth the time to look for it.
     try:
         return _warm_up(modules, directory, wanted)
@@ -96,10 +99,13 @@ def _why_unsafe(sockets_before: set[str]) -> str:
         return "has initialised CUDA"
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if _tasks() == 1 else 1)
+        os._exit((_tasks() != 1) + 2 * (torch is not None and torch.cuda._is_in_bad_fork()))
     _, status = os.waitpid(pid, 0)
-    if os.waitstatus_to_exitcode(status) != 0:
+    found = os.waitstatus_to_exitcode(status)
+    if found & 1:
         return "starts a thread in a forked process"
+    if found and torch is not None and torch.cuda.device_count():
+        return "has asked for the GPUs (torch.cuda.is_available()), which no fork can use then"
     # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
     if _tasks() != 1:
         return f"keeps {_tasks() - 1} thread(s) running"

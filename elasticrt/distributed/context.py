@@ -33,9 +33,11 @@ SURVIVE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "NCCL_RAS_ENABLE": "0",
 }
 """Under an agent nobody but `regroup` ends what NCCL does: torch's watchdog would end the process that lost a peer, and
-its monitor one whose watchdog waits for a communicator that is being aborted. Hangs are the agent's to notice."""
+its monitor one whose watchdog waits for a communicator that is being aborted. Hangs are the agent's to notice. NCCL's
+service for diagnosis listens beyond any communicator: its socket, once shut down, would be tried again without end."""
 
 _MEETING = datetime.timedelta(days=7)
 

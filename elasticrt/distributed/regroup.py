@@ -73,13 +73,14 @@ class GroupSockets:
         self._known: dict[int, str] = {}
         self._before: dict[int, str] | None = None
         self._ranks = 0
+        self._knocks = True
         self._knocked: set[str] = set()
 
     @contextlib.contextmanager
-    def noted(self, ranks: int) -> Iterator[None]:
+    def noted(self, ranks: int, backend: str = "gloo") -> Iterator[None]:
         """Connections that are made in this block, in whichever thread, belong to groups of at most so many ranks."""
         with self._lock:
-            self._before, self._ranks = own_sockets.own(), ranks
+            self._before, self._ranks, self._knocks = own_sockets.own(), ranks, backend not in ABORTED
             self._knocked.clear()
         try:
             yield
@@ -105,7 +106,7 @@ class GroupSockets:
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
         for fd, name in new.items():
-            if name not in self._knocked and _knock(fd, self._ranks):
+            if name not in self._knocked and (_knock(fd, self._ranks) if self._knocks else _deafen(fd)):
                 self._knocked.add(name)
         return sum(_shut(fd, socket.SHUT_RDWR if fd in new else socket.SHUT_RD) for fd in doomed)
 
@@ -164,6 +165,22 @@ def _knock(fd: int, ranks: int) -> bool:
     return True
 
 
+def _deafen(fd: int) -> bool:
+    """Shut down a listening socket of a group of NCCL that is being made; whether it was one.
+
+    A communicator is made in one call, and torch knows it only after that: there is nothing to abort yet. Each rank
+    waits in it for others to connect, for ever, until its listening socket fails.
+    """
+    try:
+        with socket.socket(fileno=os.dup(fd)) as each:
+            if not own_sockets.listens(each):
+                return False
+            each.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False  # Closed meanwhile.
+    return True
+
+
 SOCKETS = GroupSockets()
 _store_in_use: Any = None
 _subgroups: list[Any] = []
@@ -181,7 +198,7 @@ def note_subgroups() -> None:
         return
 
     def new_group(*args: Any, **options: Any) -> Any:
-        with SOCKETS.noted(dist.get_world_size()):
+        with SOCKETS.noted(dist.get_world_size(), options.get("backend") or dist.get_backend()):
             group = made(*args, **options)
         _subgroups.append(group)
         return group
@@ -330,7 +347,7 @@ def meet(
     # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
     dist.distributed_c10d._world.group_count = 0
     try:
-        with SOCKETS.noted(worker.world_size):
+        with SOCKETS.noted(worker.world_size, backend):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
             _store_in_use = _store(worker, timeout_s, over)  # Torch calls it, and does not keep it.
             store = PrefixStore(prefix, _store_in_use)

@@ -18,9 +18,10 @@ that was suspended) counts anew from its return.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S
+from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of so many measurements: neither one slow step nor a fast one matters."""
@@ -34,7 +35,8 @@ class StallLimits:
         standing_s, standing_factor: steps stand when none came for so long, and for so many times the usual.
         hang_s, hang_factor: nothing moves when none came for so long, and for so many times the longest time that was
             seen in this generation; `hang_s` 0: that is never said.
-        hang_from: nothing is said of a hang before a generation's step with this number.
+        hang_from, early_factor: before a generation's step with this number it takes so many times as long. First steps
+            compile, and do other things for the first time; nothing tells that from a hang.
     """
 
     standing_s: float = 0.75
@@ -42,6 +44,7 @@ class StallLimits:
     hang_s: float = 600.0
     hang_factor: float = 20.0
     hang_from: int = 20
+    early_factor: float = 3.0
 
 
 IDLE_SHARE = 0.01
@@ -118,10 +121,30 @@ class StallDetector:
 
     def stalled_s(self, now: float, *, part: float = 1.0) -> float | None:
         """For how long nothing has moved at `now`, if that is too long to be right (or `part` of too long)."""
-        if not self.expected or not self.limits.hang_s or self.step - self.first + 1 < self.limits.hang_from:
+        if not self.expected or not self.limits.hang_s or not self.first:
             return None
-        age = now - self.since
-        return age if age >= part * max(self.limits.hang_s, self.limits.hang_factor * self.longest) else None
+        age, limit = now - self.since, max(self.limits.hang_s, self.limits.hang_factor * self.longest)
+        if self.step - self.first + 1 < self.limits.hang_from:
+            limit *= self.limits.early_factor
+        return age if age >= part * limit else None
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Which workers a signal has stopped: local ranks, with when that was first seen; `looked_at`: the last look."""
+
+    since: Mapping[int, float] = field(default_factory=dict)
+    looked_at: float = 0.0
+
+    def looked(self, stopped: Collection[int], now: float) -> Stopped:
+        """After another look at `now`, which saw these ranks `stopped`. One that was away itself has seen nothing."""
+        before = {} if now - self.looked_at > AWAY_S else self.since
+        return Stopped({rank: before.get(rank, now) for rank in stopped}, now)
+
+    def over(self, now: float, awaited: Collection[int]) -> list[int]:
+        """Those that have been stopped for too long by `now`; the `awaited` ones, for whom others wait, sooner."""
+        bounds = {rank: STOPPED_S if rank in awaited else STOPPED_UNEXPECTED_S for rank in self.since}
+        return sorted(rank for rank, at in self.since.items() if now - at >= bounds[rank])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.gpu import rows
-from tests.gpu.__main__ import MULTI_RANK, MULTI_RANK_SINCE
+from tests.gpu.__main__ import MULTI_RANK, MULTI_RANK_SINCE, ROW_S, expected_s
 from tests.gpu.rows import Machine
 from tests.gpu.station import ROOT
 
@@ -30,6 +30,17 @@ def test_the_table_without_a_gpu() -> None:
     found = rows.changes("gloo", "cpu", 2, 12.0)
     assert [row.what for row in found] == ["kill", "join", "save and hold", "abort", "restore"]
     assert all(row.ok and all(0 < each < 60 for each in row.seconds.values()) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("size_mb", "smaller", "seconds"),
+    [(12.0, None, ROW_S), (4000.0, (400.0, 20.0), 200.0), (12.0, (400.0, 20.0), 20.0), (0.0, (0.0, 3.0), 3.0)],
+)
+def test_a_row_is_begun_if_it_will_end_in_time(
+    size_mb: float, smaller: tuple[float, float] | None, seconds: float
+) -> None:
+    """What it takes is judged by the same at a smaller size."""
+    assert expected_s(size_mb, smaller) == seconds
 
 
 def test_without_a_gpu_the_table_says_so() -> None:

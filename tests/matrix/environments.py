@@ -1,8 +1,8 @@
 """Environments that the matrix runs in: one for each pair of Python and torch, made by pip once and kept.
 
-They lie in the user's cache (`$XDG_CACHE_HOME/elasticrt/matrix`), about 1 GB each with torch for the CPU. Where
-packages come from is pip's own configuration; `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` adds the CPU
-builds.
+They lie in the user's cache (`$XDG_CACHE_HOME/elasticrt/matrix`), about 1 GB each with torch for the CPU; CUDA's own
+libraries, 3 to 5 GB, are shared by all with the same torch. Where packages come from is pip's own configuration;
+`PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` adds the CPU builds.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def environment(pair: Pair, *, cuda: bool) -> Path:
     if not python.exists() or python.resolve() != base.resolve():
         shutil.rmtree(pair.directory, ignore_errors=True)
         _run([str(base), "-m", "venv", str(pair.directory)], ASK_S)
+        _link_cuda(pair)
     version, large = _wheel(python, pair)
     if large and not cuda:
         shutil.rmtree(pair.directory)
@@ -57,6 +58,15 @@ def environment(pair: Pair, *, cuda: bool) -> Path:
     _run([*_pip(python), "install", "--progress-bar", "off", *_requirements(pair)], INSTALL_S)
     stamp.write_text(wanted)
     return python
+
+
+def _link_cuda(pair: Pair) -> None:
+    """Take CUDA's libraries from another environment with the same torch: gigabytes that no Python differs in."""
+    (mine,) = pair.directory.glob("lib/python*/site-packages")
+    for installed in pair.directory.parent.glob(f"python*-torch{pair.torch}/installed"):
+        for each in installed.parent.glob("lib/python*/site-packages/nvidia*"):
+            shutil.copytree(each, mine / each.name, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
+        return
 
 
 def interpreter(version: str) -> Path:

@@ -49,6 +49,10 @@ def test_a_script_with_a_torch_of_its_own(session_mark, tmp_path, name):
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(300,), daemon=True).start()", "thread"),
         ("import torch\ntorch.set_num_threads(2)\nx = torch.ones(600, 600)\nx = x @ x", "thread"),
+        (
+            "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\ntorch.cuda.device_count = lambda: 1",
+            "asked for the GPUs",
+        ),
         ("import subprocess, sys\np = subprocess.Popen([sys.executable, '-c', ''])", "process"),
         ("from multiprocessing import resource_tracker as r\nr.ensure_running()", "process"),
         ("import socket\ns = socket.socket()", "socket"),

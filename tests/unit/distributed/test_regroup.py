@@ -110,6 +110,28 @@ def test_a_group_in_the_making_is_cut_until_it_has_failed() -> None:
         assert made[0] >= 4
 
 
+def test_a_group_of_nccl_in_the_making_waits_for_nobody_any_more() -> None:
+    """A listening socket that was made in the block fails, so that who waits for a connection there is free; one that
+    was there before is as it was."""
+    sockets, failed = GroupSockets(), threading.Event()
+
+    def wait(listener: socket.socket) -> None:
+        try:
+            listener.accept()
+        except OSError:
+            failed.set()
+
+    cuts = threading.Thread(target=sockets.cut)
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        with sockets.noted(2, "nccl"), socket.create_server(("127.0.0.1", 0)) as listener:
+            threading.Thread(target=wait, args=(listener,), daemon=True).start()
+            cuts.start()
+            assert failed.wait(10)
+        cuts.join(10)
+        assert not cuts.is_alive()
+        socket.create_connection(before.getsockname()).close()
+
+
 def test_a_group_that_was_left_is_let_go_of_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left lately is kept, what was left long ago goes, and nothing while a thread of a group has work: such a
     one is stuck, if its group was cut."""

@@ -118,7 +118,8 @@ def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
         pytest.param(StallLimits(), (105, 145), 810.0, True, id="twenty times as long as that"),
         pytest.param(StallLimits(hang_s=0.0), (0, 0), 1e6, False, id="switched off"),
         pytest.param(StallLimits(hang_s=1e3), (0, 0), 601.0, False, id="told to wait longer"),
-        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1e6, False, id="too early in the generation"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1799.0, False, id="early in the generation"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1801.0, True, id="three times as long"),
     ],
 )
 def test_stalled(limits: StallLimits, quiet: tuple[float, float], age: float, stalls: bool) -> None:
