@@ -1,20 +1,19 @@
-"""What happened, for machines: JSON lines in the run directory and, when asked, on an inherited descriptor.
+"""Writes and reads events: JSON lines in the run directory and, when asked, on an inherited descriptor.
 
-One object per line with "event", "node", "at" (CLOCK_MONOTONIC seconds, comparable on one machine) and "time" (wall
-clock, for people). An ended run can be read from these files without etcd.
+What a line holds is in `elasticrt.events`. An ended run can be read from these files without etcd.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+from elasticrt import events
 from elasticrt.ipc.file_modes import make_directory
 
 log = logging.getLogger(__name__)
@@ -23,19 +22,37 @@ log = logging.getLogger(__name__)
 TAIL_BYTES = 1 << 16
 
 
+def files(directory: Path) -> list[Path]:
+    """The event files of a run's directory, one for each node."""
+    return sorted(directory.glob("events-*.jsonl"))
+
+
+def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
+    """What a file of events says, in the order it was written; of its last `tail_bytes` bytes only, if given.
+
+    Lines that cannot be read are left out: a killed agent or a full disk ends a file within one. Raises OSError.
+    """
+    with path.open("rb") as file:
+        if tail_bytes is not None:
+            file.seek(max(0, path.stat().st_size - tail_bytes))
+        for line in file:
+            record = events.decode(line)
+            if record is not None:
+                yield record
+
+
 def success(directory: Path) -> str:
     """How the run of this directory succeeded, if that is the last end of it that a node has noted; "" if not."""
-    ends = []
-    for path in directory.glob("events-*.jsonl"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            for line in file:
-                with contextlib.suppress(ValueError):  # The tail may begin within a line, a full disk end within one.
-                    event = json.loads(line)
-                    if isinstance(event, dict) and event.get("event") == "result":
-                        ends.append((str(event.get("time")), event.get("status"), str(event.get("reason"))))
-    newest = max(ends, default=("", "", ""))
-    return newest[2] if newest[1] == "succeeded" else ""
+    ends: list[tuple[float, events.Result]] = []
+    for path in files(directory):
+        try:
+            found = [each for each in records(path, TAIL_BYTES) if isinstance(each.event, events.Result)]
+        except OSError as error:
+            log.warning("how the run ended is not read: %s: %s", path, error.strerror)
+            continue
+        ends += [(each.time, each.event) for each in found if isinstance(each.event, events.Result)]
+    newest = max(ends, key=lambda end: end[0], default=None)
+    return newest[1].reason if newest is not None and newest[1].status == "succeeded" else ""
 
 
 class EventLog:
@@ -48,15 +65,22 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = -1
         self._opened = False
+        self._told: Callable[[events.Record], object] | None = None
 
     def rename(self, node: str) -> None:
         """The node's name is known for good. Call it before the first event."""
         self._node = node
 
-    def write(self, event: str, **fields: object) -> None:
-        """Record one event. Fields are JSON values."""
-        now = {"at": round(time.monotonic(), 6), "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
-        line = json.dumps({"event": event, "node": self._node, **now, **fields}, default=str).encode() + b"\n"
+    def follow(self, told: Callable[[events.Record], object]) -> None:
+        """From now on `told` gets each event as well, on the thread that writes it: it must only hand it over."""
+        self._told = told
+
+    def write(self, event: events.Event) -> None:
+        """Record that it happens now. One system call for each place that it goes to; nothing is synced."""
+        at, now = time.monotonic(), datetime.now(timezone.utc)
+        line = events.encode(event, self._node, at, now) + b"\n"
+        if self._told is not None:
+            self._told(events.Record(event, self._node, at, now.timestamp()))
         with self._lock:
             self._open()
             self._file = self._put(self._file, line)

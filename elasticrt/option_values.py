@@ -272,6 +272,14 @@ def endpoints(text: str) -> tuple[Address, ...]:
     return parse_endpoints(text)
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT`."""
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        raise ValueError("HOST:PORT")
+    return check_host(host, "--peer"), whole(1, 65535)(port)
+
+
 def health_address(text: str) -> tuple[str, int]:
     """`PORT` or `HOST:PORT`, loopback without a host. Raises ConfigError for a host that is none."""
     host, colon, port = text.rpartition(":")

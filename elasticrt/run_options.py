@@ -115,8 +115,8 @@ class RunOptions(EtcdOptions):
         "one waits for nothing", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )  # fmt: skip
     health: tuple[str, int] | None = _nodes(
-        "--health-port [HOST:]PORT", None, "answer GET /live and /ready there, also while etcd is away; 0: at a free "
-        "port. On loopback without HOST", parse.health_address, own=True,
+        "--health-port [HOST:]PORT", None, "answer GET /live, /ready and /metrics there, also while etcd is away; 0: "
+        "at a free port. On loopback without HOST", parse.health_address, own=True,
     )  # fmt: skip
 
     nproc_per_node: int | str | None = _workers(

@@ -12,9 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from elasticrt.cli.playground import end_embedded_store
+from elasticrt.event_log import files, records
+from elasticrt.events import AgentStarted
+from elasticrt.story.buckets import totals
+from elasticrt.story.run_dir import read
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORDER = REPOSITORY / "tests" / "chaos" / "recorder.py"
@@ -61,7 +68,12 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._end()
+        if kind is None and self.run_dir.is_dir():
+            assert_buckets_add_up(self.run_dir)
+
+    def _end(self) -> None:
         for agent in self.agents.values():
             if agent.process.poll() is None:
                 agent.process.terminate()
@@ -183,6 +195,32 @@ class Cluster:
             parts += [json.dumps(event) for event in agent.events if event["event"] != "step"][-40:]
             parts.append(agent.text()[-3000:])
         return "\n".join(parts)
+
+
+def assert_buckets_add_up(run_dir: Path) -> None:
+    """Of each agent's life every moment is in one bucket, from its start to its end (or to the last it has said)."""
+    story = read(run_dir)
+    lives = [life for path in files(run_dir) for life in _lives_in(path)]
+    assert len(lives) == len(story.lives), "every agent that has started is a life of the story"
+    for life in story.lives:
+        spans = story.spans_of(life)
+        spent_s = totals(spans)
+        lived_s = max(until - since for node, since, until in lives if (node, since) == (life.node, life.started_at))
+        assert sum(spent_s.values()) == pytest.approx(lived_s, rel=0.005, abs=0.001), (life.node, spent_s)
+        assert all(span.end > span.begin for span in spans), spans
+    whole = story.spans()
+    assert all(left.end <= right.begin for left, right in pairwise(whole)), whole
+
+
+def _lives_in(path: Path) -> list[tuple[str, float, float]]:
+    """Node, start and last moment of each life that a file tells of, by the machine's clock."""
+    found: list[tuple[str, float, float]] = []
+    for record in records(path):
+        if isinstance(record.event, AgentStarted):
+            found.append((record.node, record.at, record.at))
+        elif found:
+            found[-1] = (*found[-1][:2], record.at)
+    return found
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import options_page
+from tests import events_page, options_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
@@ -71,6 +71,12 @@ def test_the_tables_of_options_are_made_from_the_options():
     assert options_page.renewed(page) == page
 
 
+def test_the_page_on_events_is_current():
+    """docs/events.md says what the schema says: `python -m tests.events_page` renews it."""
+    page = events_page.PAGE.read_text()
+    assert events_page.renewed(page) == page
+
+
 def named_options() -> Iterator[tuple[str, str]]:
     """Pages and the options of `elasticrt` that they name."""
     for page in PAGES:
@@ -90,7 +96,7 @@ OF_OTHERS = {
 def test_options_exist():
     """Each option that a page names is one of the commands'."""
     known = set()
-    for command in ("run", "simulate", "etcd", "launch"):
+    for command in ("run", "simulate", "etcd", "launch", "doctor"):
         shown = [sys.executable, "-m", "elasticrt", command, "--help"]
         done = subprocess.run(shown, capture_output=True, text=True, timeout=60, check=True)
         known |= set(re.findall(r"--[a-z][a-z-]+", done.stdout))

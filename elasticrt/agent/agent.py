@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
 from elasticrt.agent.edges import Edges
@@ -23,6 +24,7 @@ from elasticrt.agent.file_limits import allow_files
 from elasticrt.agent.health_server import HealthServer
 from elasticrt.agent.joining import others_go_on
 from elasticrt.agent.membership import Membership
+from elasticrt.agent.network_interfaces import check_loopback
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
@@ -90,6 +92,7 @@ class Agent(Side):
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
+        check_loopback()
         for number in self.settings.options.signals:
             signal.signal(number, self._told)
         code = EXIT_BUG
@@ -107,8 +110,7 @@ class Agent(Side):
             self.node.close()
             if self.health is not None:
                 self.health.close()
-            self.voice.events.write("agent_stopped", code=code)
-            self.voice.events.close()
+            self.voice.stopped(code)
             self.loop.unwatch_threads()
             # Python takes its handlers back before its process ends, and the alarm's own way is to kill.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -189,6 +191,7 @@ class Agent(Side):
         member, step = self.member, self.node.progress.step()
         since = {"away_since": member.outage.since, "alone_since": member.outage.alone_since}
         now = self.clock.monotonic()
+        since["answer_s"] = self.loop.session.answer_s
         self.health.noted = health_state.member(self.settings.run_id, member.me, member.view, now, step=step, **since)
 
     def alarms(self, now: float) -> Iterable[float]:
@@ -223,7 +226,7 @@ class Agent(Side):
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
             case Commit():
-                self.voice.events.write("committed", step=event.step, generation=event.generation)
+                self.voice.event(events.Committed(step=event.step, generation=event.generation))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
@@ -239,7 +242,8 @@ class Agent(Side):
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
         self.health = HealthServer(*self.settings.options.health, noted)
-        self.voice.say(f"health: {self.health.url}/live and {self.health.url}/ready")
+        self.voice.events.follow(self.health.tell)
+        self.voice.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
         """Become a member and say how others can. False when the run has succeeded already."""
@@ -279,7 +283,7 @@ class Agent(Side):
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
         self.voice.joined(self.member.me, self.membership.meeting)
         if self.health is not None:
-            self.voice.event("health", url=self.health.url)
+            self.voice.event(events.Health(url=self.health.url))
         if settings.alone:
             self.alone_at = self.clock.monotonic() + ALONE_S
         return True

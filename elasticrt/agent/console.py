@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
+from elasticrt import events
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc.env import Commit
@@ -29,6 +30,7 @@ class Console:
         self._settings = settings
         self._how_to_join = edges.how_to_join
         self._unheard = False
+        self._joined = False
         self._said = 0  # The newest generation that people know of.
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
 
@@ -45,18 +47,29 @@ class Console:
             self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
         except Unwritable as error:  # A full disk, or a terminal that is gone: the run does not end of that.
             self._unheard = True
-            self.event("unheard", problem=str(error))
+            self.event(events.Unheard(problem=str(error)))
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Tell machines: an event `name` with its fields."""
-        self.events.write(name, **fields)
+    def event(self, event: events.Event) -> None:
+        """Tell machines of an `event`."""
+        self.events.write(event)
 
     def joined(self, me: Me, meeting: Meeting) -> None:
         """This agent is a member, by the etcd of `meeting`; how others become one."""
         settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
         self.events.rename(name)
-        self.event("agent_started", pid=os.getpid(), run_id=settings.run_id, etcd=etcd, run_dir=str(settings.run_dir))
-        self.event("registered", incarnation=me.record.incarnation, attempt=me.attempt)
+        self._joined = True
+        started = events.AgentStarted(
+            pid=os.getpid(),
+            run_id=settings.run_id,
+            etcd=etcd,
+            run_dir=str(settings.run_dir),
+            machine=_machine(),
+            min_nodes=me.spec.min_nodes,
+            max_nodes=me.spec.max_nodes,
+            workers=settings.workers,
+        )
+        self.event(started)
+        self.event(events.Registered(incarnation=me.record.incarnation, attempt=me.attempt))
         self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
         if me.spec.max_nodes > 1:
             for line in self._how_to_join(settings, me.spec, meeting):
@@ -76,7 +89,7 @@ class Console:
         after = {seat.node: seat.incarnation for seat in decision.seats}
         if decision.draft.kind == "lost":
             for name in sorted(name for name in before if after.get(name) != before[name]):
-                self.event("member_lost", lost=name, how=decision.draft.cause)
+                self.event(events.MemberLost(lost=name, how=decision.draft.cause))
 
     def generation(self, view: View, me: Me) -> None:
         """`view` may have another generation: say it once, as soon as this node (`me`) knows whether it has a seat."""
@@ -105,13 +118,27 @@ class Console:
             saved = f"step {head.reached:,} is saved; " if head is not None else ""
         self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
+    def stopped(self, code: int) -> None:
+        """This agent ends with `code`. One that was never a member says nothing: its name may be another's."""
+        if self._joined:
+            self.event(events.AgentStopped(code=code))
+        self.events.close()
+
     def ended(self, result: Result, *, leads: bool) -> None:
         """The run has its `result`; the node that `leads` shows the report."""
         if result.text and leads:
-            self.event("failure", text=result.text)
+            self.event(events.Failure(text=result.text))
             self.say(result.text)
-        self.event("result", status=result.status, code=result.code, reason=result.reason)
+        self.event(events.Result(status=result.status, code=result.code, reason=result.reason))
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
+
+
+def _machine() -> str:
+    """This machine since it booted: where the monotonic clock counts from."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _ranks(first: int, count: int) -> str:

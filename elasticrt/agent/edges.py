@@ -19,6 +19,7 @@ from elasticrt.agent.store_proxy import StoreProxy
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.clock import Clock
 from elasticrt.event_log import EventLog
+from elasticrt.ipc import proc
 from elasticrt.liveness import stacks
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.prober import Prober, ask
@@ -52,6 +53,7 @@ class Edges:
         event_log: writes events for machines.
         supervisor: starts and stops workers.
         take_stacks: asks workers for their stacks.
+        state_of: the kernel's letter for what a process is doing.
         close_file: closes a file descriptor that a worker has sent.
         seats_per_chunk: how many seats a chunk of a roster has on average.
     """
@@ -70,5 +72,6 @@ class Edges:
     event_log: Callable[..., EventLog] = EventLog
     supervisor: Callable[..., Supervisor] = Supervisor
     take_stacks: Callable[..., None] = stacks.take
+    state_of: Callable[[int], str] = proc.state_of
     close_file: Callable[[int], None] = os.close
     seats_per_chunk: int = SEATS_PER_CHUNK

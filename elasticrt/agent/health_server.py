@@ -1,4 +1,4 @@
-"""Answers `GET /live` and `GET /ready` over HTTP, for schedulers, load balancers and people with curl.
+"""Answers `GET /live`, `/ready` and `/metrics` over HTTP, for schedulers, Prometheus and people with curl.
 
 In a thread of its own that only reads what the agent last noted (`agent.health_state`): it neither waits for the agent
 nor asks etcd, so that it answers while both are stuck, and it cannot hold the agent up. It serves no secrets and takes
@@ -7,19 +7,26 @@ no orders. A client that is slow, or says too much, is cut off.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
+import logging
 import re
 import socket
 import time
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from http import HTTPStatus
 
+from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import Finding, HealthState
+from elasticrt.agent.metrics import CONTENT_TYPE, INSTALL, Metrics
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.selector_thread import SelectorThread
+
+log = logging.getLogger(__name__)
 
 REQUEST_S = 2.0
 """From the connection to the end of the answer."""
@@ -32,6 +39,7 @@ QUESTIONS: dict[str, Callable[[HealthState, float], Finding]] = {
     "/live": health_state.live,
     "/ready": health_state.ready,
 }
+METRICS = "/metrics"
 
 
 class HealthServer:
@@ -54,6 +62,10 @@ class HealthServer:
         self._names = {"", "localhost", host.lower(), socket.gethostname().lower()}
         listener = _listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        self._metrics: Metrics | None = None
+        self._no_metrics = INSTALL
+        with contextlib.suppress(ImportError):  # Then the answer says what is missing.
+            self._metrics = Metrics()
         self._thread = SelectorThread("elasticrt-health")
         self._server = RequestServer(
             self._thread,
@@ -66,6 +78,11 @@ class HealthServer:
         )
         self._server.start()
 
+    def tell(self, record: events.Record) -> None:
+        """Let the metrics know of an event, on the thread that answers. From any thread."""
+        if self._metrics is not None:
+            self._thread.call(partial(self._of_metrics, lambda metrics: metrics.tell(record)))
+
     def close(self) -> None:
         """Stop answering: from now on the port refuses."""
         self._server.close()
@@ -73,14 +90,29 @@ class HealthServer:
 
     def _asked(self, client: Client, request: bytes) -> None:
         line, *fields_of_request = request.decode("ascii", errors="replace").split("\r\n")
+        kind = "application/json"
         if is_foreign(fields_of_request, self._names):
             status, text = HTTPStatus.FORBIDDEN, _text({"hosts": "an address, or a name of this machine"})
+        elif re.match(rf"(GET|HEAD) {METRICS}[ ?]", line):
+            text = self._of_metrics(lambda metrics: metrics.text(self.noted, time.monotonic())) or b""
+            status, kind = HTTPStatus.OK, CONTENT_TYPE
+            if not text:
+                status, text = HTTPStatus.NOT_IMPLEMENTED, f"{self._no_metrics}\n".encode()
         else:
             status, text = answer(line, self.noted, time.monotonic())
         content = b"" if line.startswith("HEAD ") else text
-        fields = {"Content-Type": "application/json", "Content-Length": len(text), "Cache-Control": "no-store"}
+        fields = {"Content-Type": kind, "Content-Length": len(text), "Cache-Control": "no-store"}
         lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
         self._server.answer(client, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
+
+    def _of_metrics(self, act: Callable[[Metrics], bytes | None]) -> bytes | None:
+        """What `act` gives; None where there are no metrics. No number is worth a run: an error ends them alone."""
+        try:
+            return act(self._metrics) if self._metrics is not None else None
+        except Exception as error:
+            log.exception("there are no metrics from now on")
+            self._metrics, self._no_metrics = None, f"metrics have failed: {error!r}"
+            return None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -123,7 +155,7 @@ def answer(request_line: str, noted: HealthState, now: float) -> tuple[HTTPStatu
     method, target, *_ = [*request_line.split(" "), "", ""]
     question = QUESTIONS.get(target.partition("?")[0])
     if question is None:
-        return HTTPStatus.NOT_FOUND, _text({"questions": sorted(QUESTIONS)})
+        return HTTPStatus.NOT_FOUND, _text({"questions": sorted([*QUESTIONS, METRICS])})
     if method not in ("GET", "HEAD"):
         return HTTPStatus.METHOD_NOT_ALLOWED, _text({"methods": ["GET", "HEAD"]})
     finding = question(noted, now)

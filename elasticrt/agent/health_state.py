@@ -30,6 +30,7 @@ class HealthState:
         turned_at: when its loop last went round (or when the phase began).
         limit_s: how long its loop may rightly not go round in this phase.
         lease: "connected", "suspended" or "lost"; "" before there is one.
+        etcd_answer_s: how long etcd's newest answer took; None before there was one.
         etcd_away_s: since how long etcd has not answered; None while it does.
         peers_away_s: since how long no other node of its generation has answered either; None while one does, while
             etcd does, and where there is none.
@@ -48,6 +49,7 @@ class HealthState:
     limit_s: float
     incarnation: str = ""
     lease: str = ""
+    etcd_answer_s: float | None = None
     etcd_away_s: float | None = None
     peers_away_s: float | None = None
     generation: int = 0
@@ -77,6 +79,7 @@ def member(
     away_since: float | None,
     alone_since: float | None,
     step: int | None,
+    answer_s: float | None = None,
 ) -> HealthState:
     """What a member notes about itself as its loop goes round.
 
@@ -88,6 +91,7 @@ def member(
         away_since: since when etcd does not answer; None while it does.
         alone_since: since when no other node does either.
         step: the last step that all its workers have finished.
+        answer_s: how long etcd's newest answer took.
     """
     record = me.record
     seat = view.seat_of(record.node, record.incarnation) if view.roster_known else None
@@ -100,6 +104,7 @@ def member(
         limit_s=LIVE_S,
         incarnation=record.incarnation,
         lease=me.lease,
+        etcd_answer_s=answer_s,
         etcd_away_s=_age_s(away_since, now),
         peers_away_s=_age_s(alone_since, now),
         generation=generation.number if generation else 0,

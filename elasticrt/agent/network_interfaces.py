@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces has an address: gloo and NCCL are told interfaces, not addresses."""
+"""This machine's network interfaces and their addresses: gloo and NCCL are told interfaces, not addresses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import ipaddress
 import socket
 from collections.abc import Iterator
+
+from elasticrt.errors import ConfigError, explain
 
 LOOPBACK = "lo"
 
@@ -34,6 +36,39 @@ def interface_of(address: str) -> str:
     if zone is not None:
         return str(zone)
     return next((name for name, found in _addresses() if found == wanted), "")
+
+
+def interfaces() -> dict[str, set[str]]:
+    """All of them that are up, with their addresses."""
+    found: dict[str, set[str]] = {}
+    for name, address in _addresses():
+        found.setdefault(name, set()).add(str(address))
+    return found
+
+
+def why_no_loopback() -> str:
+    """Why processes of this machine cannot talk to each other, as in a network namespace where `lo` is down; or ""."""
+    try:
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))  # Sends nothing: it only asks the kernel for the route.
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def check_loopback() -> None:
+    """Raises ConfigError where processes of this machine cannot talk to each other."""
+    error = why_no_loopback()
+    if error:
+        raise ConfigError(
+            explain(
+                "this machine's loopback interface is down",
+                LOOPBACK,
+                got=f"127.0.0.1: {error}",
+                expected="an address at which processes of one node reach each other",
+                remedy="Bring it up: ip link set lo up",
+            )
+        )
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:

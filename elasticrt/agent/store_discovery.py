@@ -58,7 +58,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
         served = find_or_start(settings.run_id, listen=settings.serve)
         endpoints = (served.address,)
     elif settings.etcd_runs:
-        _check_listening(endpoints)
+        check_listening(endpoints)
     from elasticrt.store.etcd import EtcdStore  # grpc takes 0.1 s to load: the server is starting meanwhile.
 
     store = EtcdStore(endpoints, settings.credentials)
@@ -82,8 +82,8 @@ def _unheard(notice: Notice) -> None:
     """Nothing is followed yet."""
 
 
-def _check_listening(endpoints: tuple[Address, ...]) -> None:
-    """Say at once when nothing at all listens at any endpoint: a name or a port is wrong, or etcd does not run."""
+def check_listening(endpoints: tuple[Address, ...]) -> None:
+    """Raises StoreError at once when nothing listens at any endpoint: a name or port is wrong, or etcd does not run."""
     troubles = []
     for endpoint in endpoints:
         try:

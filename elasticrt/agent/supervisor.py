@@ -17,12 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elasticrt import events
 from elasticrt.agent.joining import JoiningWorkers
 from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
+from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
 from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
@@ -32,7 +34,7 @@ from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 from elasticrt.workers.environment import beside_env
-from elasticrt.workers.failures import lost_peer
+from elasticrt.workers.failures import lost_peer, stopped
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.gpu_failures import suspects_gpu
 from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
@@ -53,7 +55,7 @@ class Supervisor:
     Args:
         settings: the agent's.
         put: takes events that come back to `fold` and `stalled`, from any thread.
-        events: the node's event log.
+        event_log: the node's event log.
         say: tells people.
         edges: all that is not the agent's own state: clock, files, sockets.
     """
@@ -62,7 +64,7 @@ class Supervisor:
         self,
         settings: Settings,
         put: Callable[[Any], None],
-        events: EventLog,
+        event_log: EventLog,
         say: Callable[[str], None],
         edges: Edges,
     ) -> None:
@@ -70,7 +72,7 @@ class Supervisor:
         self._close_file = edges.close_file
         self._settings = settings
         self._put = put
-        self._events = events
+        self._events = event_log
         self._say = say
         self._parent: WorkerParent | None = None
         self._parent_deaths = 0
@@ -86,8 +88,8 @@ class Supervisor:
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.seating = Seating(settings, edges)
         self.pages = WorkerPages(lambda: self._workers)
-        self.progress = Progress(lambda: self.pages.of(self._state), events, say, edges.clock)
-        self.hangs = HangMonitor(settings, put, events, say, edges.take_stacks)
+        self.progress = Progress(lambda: self.pages.of(self._state), event_log, say, edges.clock)
+        self.hangs = HangMonitor(settings, put, event_log, say, take=edges.take_stacks, state_of=edges.state_of)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
@@ -173,10 +175,11 @@ class Supervisor:
         """
         self._check.look(now)
         self._kill_those_late_to_end(now)
-        self.progress.look(self._state.number)
+        self.progress.look(self._state.number, now)
         self._end_those_late_to_come(now)
         self._start_missing(now)
         self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
+        self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
             self.hangs.ask_if_stalled(now, self._workers, self._state.number)
         self.look_for_laggards(now, elsewhere)
@@ -207,10 +210,30 @@ class Supervisor:
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
             self._say(f"{text}: they are ended")
-            self._workers.kill(state.number, late)
-            self._joining.ending |= set(late)
-            self._state = state.lost(frozenset(late))  # What is being ended is of no generation any more.
+            self._give_up(late)
             self._fail_in_place(state.seat, text)
+
+    def _end_stopped(self, now: float) -> None:
+        """End those that a signal has stopped while others wait for them."""
+        state = self._state
+        if not state.running or state.seat is None or state.hung:
+            return
+        pids = {rank: pid for rank, pid in self._workers.pids(state.number).items() if rank in state.seated}
+        found = self.hangs.stopped(now, pids, lambda rank: self.pages.is_awaited(state, rank))
+        if not found:
+            return
+        self.progress.remember()
+        ranks = [state.ranks[rank] for rank in found]
+        failure = stopped(ranks, node=state.seat.node, generation=state.number, step=self.progress.step())
+        self._say(f"{failure.summary}: ended")
+        self._give_up(found)
+        self._failed(failure)
+
+    def _give_up(self, local_ranks: Sequence[int]) -> None:
+        """End workers that live and are of no use. What is being ended is of no generation any more."""
+        self._workers.kill(self._state.number, local_ranks)
+        self._joining.ending |= set(local_ranks)
+        self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:
         """Start beside the training what this node has no worker for."""
@@ -340,6 +363,7 @@ class Supervisor:
 
     def close(self) -> None:
         """End everything that this node has started."""
+        self.progress.tell()
         if self._parent is not None:
             # A parent that is still importing has no workers and reads no messages: it need not be waited for.
             self._parent.close(PARENT_END_S if self._method else 0.0)
@@ -410,18 +434,23 @@ class Supervisor:
         self._state = self._state.failed(failure, self._clock.monotonic())
 
     def _tell_generation(self, generation: Generation, seat: Seat, resume_step: int) -> None:
-        told = generation.model_dump(include={"number", "world_size", "cause", "kind"})
-        told["restarts"] = generation.restarts.spent
-        if generation.in_place:
-            told["in_place"] = True
-        self._events.write("generation", **told, nodes=self._names, resume_step=resume_step, index=seat.index)
+        begun = events.Generation(
+            number=generation.number,
+            world_size=generation.world_size,
+            cause=generation.cause,
+            kind=generation.kind,
+            restarts=generation.restarts.spent,
+            nodes=self._names,
+            resume_step=resume_step,
+            index=seat.index,
+            in_place=generation.in_place,
+        )
+        self._events.write(begun)
 
     def _tell_started(self) -> None:
         pids = self._state.pids
-        ranks = sorted(pids)
-        self._events.write(
-            "workers_started", generation=self._state.number, ranks=ranks, pids=[pids[rank] for rank in ranks]
-        )
+        ranks = tuple(sorted(pids))
+        self._events.write(events.WorkersStarted(self._state.number, ranks, tuple(pids[rank] for rank in ranks)))
 
     # What happens.
 
@@ -450,7 +479,7 @@ class Supervisor:
             case Copied() as copied:
                 self._copied(event, copied)
             case Left(generation=0):
-                self._events.write("ready", local_rank=event.local_rank)
+                self._events.write(events.Ready(local_rank=event.local_rank))
             case Left() as left:
                 self._left(left, event)
             case Step() as step if self._is_current(event):
@@ -458,7 +487,7 @@ class Supervisor:
             case Damaged() as found if self._is_current(event):
                 # No node is to resume from this copy again; the next generation takes another one's, or the head.
                 self.seating.memory.forget()
-                self._events.write("copy_damaged", generation=event.generation, step=found.step, problem=found.problem)
+                self._events.write(events.CopyDamaged(event.generation, found.step, found.problem))
 
     def _is_current(self, event: WorkerSaid | WorkerEnded | WorkerStarted | Stacks) -> bool:
         return self._state.running and event.generation == self._state.number
@@ -496,9 +525,7 @@ class Supervisor:
         if step.first and event.local_rank == min(self._state.seated, default=0):
             self.progress.stepped(event.generation, step)
         if event.rank == 0:
-            self._events.write(
-                "step", generation=event.generation, step=step.step, epoch=step.epoch, scalars=step.scalars
-            )
+            self._events.write(events.Step(event.generation, step.step, step.epoch, step.scalars))
 
     def _copied(self, event: WorkerSaid, copied: Copied) -> None:
         """Keep it. Not after a failure: what has been reported then is what the others count on."""
@@ -510,7 +537,7 @@ class Supervisor:
             return
         copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)
         self.seating.memory.put(copy, event.fd)
-        self._events.write("copied", generation=event.generation, step=copied.step, bytes=copied.size)
+        self._events.write(events.Copied(event.generation, copied.step, copied.size))
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
         """A worker that lives has handed over, or lost its group: another one has ended, here or elsewhere."""
@@ -528,7 +555,9 @@ class Supervisor:
             self._state = replace(state, handed=state.handed | {event.local_rank})
 
     def _worker_ended(self, event: WorkerEnded) -> None:
-        self._events.write("worker_ended", generation=event.generation, rank=event.rank, pid=event.pid, code=event.code)
+        failed = event.failure
+        said = (failed.summary, failed.collateral) if failed is not None else ("", False)
+        self._events.write(events.WorkerEnded(event.generation, event.rank, event.pid, event.code, *said))
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)
         if event.generation == 0:
@@ -551,14 +580,20 @@ class Supervisor:
                 self._state = replace(self._state, well=(*self._state.well, event.rank))
             return
         first, failure = self._state.failed_at is None, event.failure
+        if first:
+            self._state = replace(self._state, unmet=self._state.unmet + 1 if failure.unmet and not stepped else 0)
+        self._failed(failure)
+
+    def _failed(self, failure: Failure) -> None:
+        """A worker of the present generation has failed; the first failure ends it."""
+        first = self._state.failed_at is None
         # The end of a generation that has been replaced, and was let finish a build, is no news.
         self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
-        if first:
-            unmet = self._state.unmet + 1 if failure.unmet and not stepped else 0
-            self._state = replace(self._state, unmet=unmet)
-            self.progress.disturbed()
-            self.progress.remember()
-            if not self._able():
-                self._end_workers()  # The others of this node can only fail as well, or hang.
-            elif self._state.generation is not None and self._state.seat is not None:
-                self.attend(self._state.generation, self._state.seat.index)
+        if not first:
+            return
+        self.progress.disturbed()
+        self.progress.remember()
+        if not self._able():
+            self._end_workers()  # The others of this node can only fail as well, or hang.
+        elif self._state.generation is not None and self._state.seat is not None:
+            self.attend(self._state.generation, self._state.seat.index)

@@ -30,6 +30,9 @@ from elasticrt.ipc.messages import Done, Release
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
+CONNECTING_S = 1.0
+"""A peer may still be connecting to a process whose script is short, and done. It gets so long."""
+
 
 def write_error_file(error: BaseException) -> None:
     """Describe `error` for the agent; errors that a restart cannot cure are marked."""
@@ -72,22 +75,26 @@ def _called_at(error: BaseException) -> str:
 def linger(channel_fd: int) -> None:
     """Say that the script is done, and wait until the group is: others may still need the store in this process.
 
-    The wait ends with Release, or when the agent is gone.
+    The wait ends with Release, or when the agent is gone. Peers that take longer find this process gone from their
+    collectives.
     """
-    _leave_groups()
     link = sys.modules.get("elasticrt.distributed.agent_client")
     if link is not None and hasattr(link, "linger"):
         # The training library has the channel, and whatever was received on it.
-        link.linger(0)
+        link.linger(0, CONNECTING_S, _leave_groups)
         return
     if channel_fd < 0:
         return
     channel = Channel.adopt(channel_fd)
     try:
         channel.send(Done(0))
+        wait_s: float | None = CONNECTING_S
         while True:
-            received = channel.receive(None)
-            if received is not None and isinstance(received[0], Release):
+            received = channel.receive(wait_s)
+            if received is None:
+                _leave_groups()
+                wait_s = None
+            elif isinstance(received[0], Release):
                 return
     except ChannelClosed:
         return  # The agent is gone, or has given up on this group: there is nothing left to wait for.

@@ -134,8 +134,11 @@ class AgentClient:
         self._channel.close()
         self._release()
 
-    def linger(self, code: int) -> None:
-        """Say that the script has ended with `code`, and wait for Release. An agent that is gone ends the wait, too."""
+    def linger(self, code: int, wait_s: float, then: Callable[[], object]) -> None:
+        """Say that the script has ended with `code`, and wait for Release. An agent that is gone ends the wait, too.
+
+        `then` is called when that takes longer than `wait_s` seconds.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -143,7 +146,11 @@ class AgentClient:
             problem = self._closed or self._send(Done(code))
         if not problem:
             with self._news:
-                self._news.wait_for(lambda: self._released)
+                released = self._news.wait_for(lambda: self._released, wait_s)
+            if not released:
+                then()
+                with self._news:
+                    self._news.wait_for(lambda: self._released)
 
     def _send(self, message: Message, fds: Sequence[int] = ()) -> str:
         """Send under the lock; why it could not be done, "" when it was."""
@@ -263,11 +270,11 @@ def show_stacks() -> None:
     faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=True, chain=False)
 
 
-def linger(code: int) -> None:
+def linger(code: int, wait_s: float, then: Callable[[], object]) -> None:
     """Called at the end of a worker that hosts its group's store, which others may need. See `AgentClient.linger`."""
     link = agent_link()
     if link is not None:
-        link.linger(code)
+        link.linger(code, wait_s, then)
 
 
 def forget() -> None:

@@ -42,6 +42,12 @@ def stat(pid: int | str) -> Stat | None:
     return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]))
 
 
+def state_of(pid: int) -> str:
+    """The kernel's letter for what process `pid` is doing, as in `Stat`; "" when there is none."""
+    found = stat(pid)
+    return "" if found is None else found.state
+
+
 def start_of(pid: int) -> int:
     """When the process `pid` that runs started, as in `Stat`; 0 when it has ended."""
     found = stat(pid)

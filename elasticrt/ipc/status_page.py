@@ -53,6 +53,8 @@ class StatusPage:
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
         in_place: IN_PLACE while it can go on in another generation without ending; READY when it has set up beside the
             training and waits to be let in; 0 when only a new process could take its place.
+        data_ns, save_ns, pause_ns: nanoseconds so far in which the loader was waited for; in which training stood still
+            for a checkpoint or a copy of the state; in `loop.pause`.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -80,6 +82,10 @@ class StatusPage:
     in_place = _Word(16)
     loaded = _Word(17)
 
+    data_ns = _Word(32)
+    save_ns = _Word(33)
+    pause_ns = _Word(34)
+
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)
         self.words = memoryview(self._map)[:PAGE_BYTES].cast("Q")
@@ -90,6 +96,10 @@ class StatusPage:
         fd = os.memfd_create("elasticrt-page", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES + TEXT_BYTES)
         return fd
+
+    def spent(self) -> tuple[int, int, int]:
+        """Nanoseconds besides the steps: for data, for saves, in pauses."""
+        return self.data_ns, self.save_ns, self.pause_ns
 
     def text(self) -> bytes:
         """What has been written behind the words."""

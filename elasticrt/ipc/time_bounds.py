@@ -25,6 +25,13 @@ STANDING_IN_PLACE_S = 0.25
 AWAY_S = 2.0
 """An agent that has not looked for so long was away itself: a stopped process, a suspended machine."""
 
+STOPPED_S = 1.0
+"""A worker that a signal has stopped (SIGSTOP) is ended after so long, when others wait for it: a debugger, which
+stops processes in another way, is not meant ..."""
+
+STOPPED_UNEXPECTED_S = 10.0
+"""... and after so long when no step is to be expected of it, as in a pause."""
+
 LATE_S = 2.0
 """Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
 expected of it or it was meeting others, or sharing their state, the stacks are kept ..."""

@@ -1,7 +1,8 @@
 """Looks at the pages of this node's workers a few times a second, and says when they do not get on.
 
-Without a message or a system call on the workers' side, and nothing is looked at while there are no workers. Four
-things can be wrong, and each is answered with the stacks of the workers, for people:
+Without a message or a system call on the workers' side, and nothing is looked at while there are no workers. A worker
+that a signal has stopped is ended soon (`stopped`). Four more things can be wrong, and each is answered with the stacks
+of the workers, for people:
 
 * "stalled": no step comes, for much longer than steps have taken. For too long, it is a failure.
 * "late": workers have not taken their new seats.
@@ -19,13 +20,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import in_sessions, stat
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S
 from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits
+from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stopped
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
 from elasticrt.workers.group import WorkerGroup
@@ -40,24 +42,28 @@ class HangMonitor:
     Args:
         settings: the node's.
         put: gets `Stacks`, from another thread; they come back to `told`.
-        events: the node's event log.
+        event_log: the node's event log.
         say: tells people.
         take: asks workers for their stacks, as `stacks.take`.
+        state_of: the kernel's letter for what a process is doing, as `proc.state_of`.
     """
 
     def __init__(
         self,
         settings: Settings,
         put: Callable[[Any], None],
-        events: EventLog,
+        event_log: EventLog,
         say: Callable[[str], None],
+        *,
         take: Callable[..., None],
+        state_of: Callable[[int], str],
     ) -> None:
         self._take = take
+        self._state_of = state_of
         self._settings = settings
         self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
         self._put = put
-        self._events = events
+        self._events = event_log
         self._say = say
         self.began()
 
@@ -69,6 +75,7 @@ class HangMonitor:
         self._paused_since: float | None = None  # No step has been expected since; `_told_pause`: people know.
         self._told_pause = False
         self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
+        self._stopped = Stopped()
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
@@ -100,6 +107,24 @@ class HangMonitor:
         self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
         sight = sight_of_steps if in_loop else sight_of_beats
         self._pace = self._pace.looked(sight(pages, held=held), now)
+
+    def stopped(self, now: float, pids: Mapping[int, int], is_awaited: Callable[[int], bool]) -> list[int]:
+        """Local ranks that a signal has stopped for so long that they will not go on by themselves.
+
+        Not looked at while steps are made. Not meant are those that a debugger has stopped.
+
+        Args:
+            now: seconds of the monotonic clock.
+            pids: process ids of the workers, by local rank.
+            is_awaited: whether others wait for a worker, by its local rank, although no step has come so far.
+        """
+        if not self._limits.hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
+            return []
+        stand = self.standing_since(now) is not None
+        moving = self._pace.expected and not stand
+        found = [] if moving else [rank for rank, pid in pids.items() if self._state_of(pid) == "T"]
+        self._stopped = self._stopped.looked(found, now)
+        return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
 
     def standing_since(self, now: float) -> float | None:
         """See `StallDetector.standing_since`."""
@@ -163,14 +188,9 @@ class HangMonitor:
         else:
             message = f"no progress for {age_s:.0f} s after step {stacks.step:,}"
             keep(stacks, lines, node, directory)
-            self._events.write(
-                stacks.why,
-                generation=stacks.generation,
-                step=stacks.step,
-                age_s=round(age_s, 3),
-                final=stacks.final,
-                stacks=lines,
-            )
+            kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
+            said = {str(rank): tuple(each) for rank, each in lines.items()}
+            self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, said))
             if stacks.why == "stalled" and not stacks.final:
                 logs = f"{directory}/logs/generation-{stacks.generation}"
                 self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")

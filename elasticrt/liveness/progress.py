@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from elasticrt import events
 from elasticrt.clock import Clock
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
@@ -19,6 +20,9 @@ from elasticrt.ipc.wording import counted
 
 log = logging.getLogger(__name__)
 
+
+TELL_EVERY_S = 5.0
+"""How often what the workers spend their time on is written down."""
 
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
 """What ends each: something is known to have happened; another generation is agreed; the old workers are gone; the new
@@ -45,7 +49,7 @@ class Progress:
 
     Args:
         look: gives the pages of all its workers, by local rank; none when there are none.
-        events: the node's event log.
+        event_log: the node's event log.
         say: tells people.
         clock: this machine's.
 
@@ -54,17 +58,20 @@ class Progress:
     """
 
     def __init__(
-        self, look: Callable[[], Sequence[StatusPage]], events: EventLog, say: Callable[[str], None], clock: Clock
+        self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, say: Callable[[str], None], clock: Clock
     ) -> None:
         self._clock = clock
         self._look = look
-        self._events = events
+        self._events = event_log
         self._say = say
         self._last, self._last_ns = 0, 0  # The last step before a change, and when it ended.
         self._has_loop = False
         self._marks: dict[str, int] = {}
         self._began_at = 0.0
         self._generation = 0  # The newest that this node has had a seat in.
+        self._spent: dict[StatusPage, tuple[int, ...]] = {}  # What workers had spent at its first step.
+        self._newest: events.Progress | None = None  # What is to be written down of it.
+        self._tell_at = 0.0
         self.pause_s = 1.0
 
     # What happens, in order. Of a thing that happens twice the first time counts.
@@ -84,6 +91,8 @@ class Progress:
 
         Who had no seat in the one before is a newcomer: what it has waited was no pause of the training.
         """
+        self.tell()
+        self._spent = {}
         if generation != self._generation + 1:
             self._last, self._last_ns = 0, 0
         self._generation = generation
@@ -100,7 +109,7 @@ class Progress:
         self._mark("start", at_ns)
         if self._last_ns or generation > 1:
             parts = phases(self._last_ns, self._marks)
-            self._events.write("restarted", generation=generation, phases=parts)
+            self._events.write(events.Restarted(generation, parts))
 
     def remember(self) -> None:
         """Note how far the workers have come, while they can still be asked."""
@@ -109,6 +118,7 @@ class Progress:
             self._last, self._last_ns = own[0].step, own[0].step_at_ns
         elif own and own[0].beat_at_ns:
             self._last, self._last_ns = 0, own[0].beat_at_ns
+        self._count(own)
 
     def stepped(self, generation: int, step: Step) -> None:
         """The first step of a Loop is done. If it is the generation's, the recovery is over, and cost this."""
@@ -119,40 +129,60 @@ class Progress:
         paused = 0 < self._last_ns < step.at_ns
         pause_s = (step.at_ns - self._last_ns) / 1e9 if paused else None
         redone = max(0, self._last - step.resumed_from) if paused else 0
-        self._events.write(
-            "first_step",
-            generation=generation,
-            step=step.step,
-            resumed_from=step.resumed_from,
-            pause_s=pause_s,
-            redone=redone,
-        )
+        self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
+        self._recovered(generation, pause_s, step.at_ns)
         if pause_s is not None:
             self.pause_s = pause_s
-            self._recovered(generation, pause_s, step.at_ns)
             self._say(f"next step {step.step:,} after {pause_s:.2f} s; {counted(redone, 'step')} done again")
         self._marks = {}
 
-    def look(self, generation: int) -> None:
-        """See whether workers of `generation` without a Loop have made their first step, of which nobody sends word."""
+    def look(self, generation: int, now: float) -> None:
+        """See whether workers of `generation` without a Loop have made their first step, of which nobody sends word.
+
+        Write down at `now` (seconds of the monotonic clock), if it is time, how far all workers are.
+        """
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_EVERY_S
+            self._count(self._look())
+            self.tell()
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
         at_ns = max(page.first_beat_at_ns for page in own)
-        if 0 < self._last_ns < at_ns:
-            pause_s = (at_ns - self._last_ns) / 1e9
-            self._recovered(generation, pause_s, at_ns)
+        pause_s = (at_ns - self._last_ns) / 1e9 if 0 < self._last_ns < at_ns else None
+        self._recovered(generation, pause_s, at_ns)
+        if pause_s is not None:
             self._say(f"next optimizer step after {pause_s:.2f} s; what the script had not saved is done again")
         self._marks = {}
 
-    def _recovered(self, generation: int, pause_s: float, at_ns: int) -> None:
+    def tell(self) -> None:
+        """Write down what the workers had spent their time on when they were last looked at, if it is news."""
+        if self._newest is not None:
+            self._events.write(self._newest)
+        self._newest = None
+
+    def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
         own = self._look()
+        self._spent = {page: page.spent() for page in own}
         if own:
             self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
         self._mark("first_step", at_ns)
-        parts = phases(self._last_ns, self._marks)
-        self._events.write("recovery", generation=generation, pause_s=pause_s, phases=parts)
+        parts = phases(0 if pause_s is None else self._last_ns, self._marks)
+        if pause_s is None:
+            self._events.write(events.SetUp(generation, parts))
+            return
+        self._events.write(events.Recovery(generation, pause_s, parts))
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
+
+    def _count(self, own: Sequence[StatusPage]) -> None:
+        """See what the workers of these pages have spent since their first step in this generation."""
+        known = [page for page in own if page in self._spent]
+        if not known:
+            return
+        since = ([now - then for now, then in zip(page.spent(), self._spent[page], strict=True)] for page in known)
+        data_s, save_s, pause_s = (max(spent) / 1e9 for spent in zip(*since, strict=True))
+        step = min(page.step if page.step_at_ns else 0 for page in known)
+        self._newest = events.Progress(self._generation, step, round(data_s, 6), round(save_s, 6), round(pause_s, 6))
 
     # Questions.
 

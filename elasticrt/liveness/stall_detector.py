@@ -18,9 +18,10 @@ that was suspended) counts anew from its return.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S
+from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of so many measurements: neither one slow step nor a fast one matters."""
@@ -122,6 +123,24 @@ class StallDetector:
             return None
         age = now - self.since
         return age if age >= part * max(self.limits.hang_s, self.limits.hang_factor * self.longest) else None
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Which workers a signal has stopped: local ranks, with when that was first seen; `looked_at`: the last look."""
+
+    since: Mapping[int, float] = field(default_factory=dict)
+    looked_at: float = 0.0
+
+    def looked(self, stopped: Collection[int], now: float) -> Stopped:
+        """After another look at `now`, which saw these ranks `stopped`. One that was away itself has seen nothing."""
+        before = {} if now - self.looked_at > AWAY_S else self.since
+        return Stopped({rank: before.get(rank, now) for rank in stopped}, now)
+
+    def over(self, now: float, awaited: Collection[int]) -> list[int]:
+        """Those that have been stopped for too long by `now`; the `awaited` ones, for whom others wait, sooner."""
+        bounds = {rank: STOPPED_S if rank in awaited else STOPPED_UNEXPECTED_S for rank in self.since}
+        return sorted(rank for rank, at in self.since.items() if now - at >= bounds[rank])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ done by the main thread. It also starts the agents: the leash that ends them wit
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
+from elasticrt import events
 from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.wording import counted
 from elasticrt.playground import fault_plan, narration, pause
@@ -70,10 +70,10 @@ class _Player:
     """The state of a running simulation."""
 
     def __init__(self, simulation: Simulation, screen: Screen) -> None:
-        now = time.monotonic()
+        self._zero = time.time() - time.monotonic()
         self._simulation = simulation
         self._screen = screen
-        self._story = narration.Narration(started_at=now, nodes=simulation.nodes, min_nodes=simulation.min_nodes)
+        self._narration = narration.Narration(started_at=self._now(), min_nodes=simulation.min_nodes)
         self._faults = simulation.faults
         self._agents: dict[str, subprocess.Popen[bytes]] = {}  # Those whose end has not been told, by node.
         self._pauses: list[subprocess.Popen[bytes]] = []
@@ -81,7 +81,7 @@ class _Player:
         self._stopped_by = 0
         self._kill_at: float | None = None
         # What has happened: a line of a node's output, its event, or its exit code; without a node, a signal to us.
-        self._news: SimpleQueue[tuple[str, bytes | dict[str, Any] | int]] = SimpleQueue()
+        self._news: SimpleQueue[tuple[str, bytes | events.Record | int]] = SimpleQueue()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -103,13 +103,12 @@ class _Player:
                 self._take(*self._news.get(timeout=LOOK_EVERY_S))
                 while True:
                     self._take(*self._news.get_nowait())
-            self._on_time(time.monotonic())
+            self._on_time(self._now())
         stopped_by = signal.Signals(self._stopped_by).name if self._stopped_by else ""
         for fault in () if stopped_by else self._faults:
             self._screen.show(narration.Line(f"!! never came: {fault.text}"))
-        for line in narration.summary(self._story, time.monotonic(), stopped_by):
-            self._screen.show(line)
-        return 128 + self._stopped_by if self._stopped_by else narration.verdict(self._story)[0]
+        self._show(self._narration.summary(self._now(), stopped_by))
+        return 128 + self._stopped_by if self._stopped_by else self._narration.verdict()[0]
 
     def close(self) -> None:
         """End what is left."""
@@ -120,21 +119,24 @@ class _Player:
 
     # --- What happens -------------------------------------------------------------------------------------------------
 
-    def _take(self, node: str, news: bytes | dict[str, Any] | int) -> None:
+    def _now(self) -> float:
+        """Seconds since 1970, in order whatever happens to the wall clock: as events have them."""
+        return self._zero + time.monotonic()
+
+    def _take(self, node: str, news: bytes | events.Record | int) -> None:
         """One piece of news."""
-        if isinstance(news, dict):
-            self._feed(news)
+        if isinstance(news, events.Record):
+            self._show(self._narration.tell(news))
         elif isinstance(news, bytes):
             self._screen.show(narration.Line(news.decode(errors="replace").removesuffix("\n"), node))
         elif not node:
             self._stop(signal.Signals(news))
         else:
             del self._agents[node]
-            self._feed({"event": "agent_exited", "node": node, "at": time.monotonic(), "code": news})
+            self._show(self._narration.exited(node, news))
 
     def _on_time(self, now: float) -> None:
-        told, lines = narration.tick(self._story, now)
-        self._tell(told, lines)
+        self._show(self._narration.tick(now))
         self._pauses = [process for process in self._pauses if process.poll() is None]
         if self._screen.broken and not self._stopped_by:
             self._stop(signal.SIGPIPE)
@@ -143,14 +145,16 @@ class _Player:
             for process in self._agents.values():
                 process.kill()
         if not self._stopped_by and self._agents:
-            now_due, self._faults = fault_plan.due(self._faults, self._story.step, now - self._story.started_at)
+            now_due, self._faults = fault_plan.due(
+                self._faults, self._narration.story.step, now - self._narration.started_at
+            )
             for fault in now_due:
-                self._feed({"event": "fault", "node": "", "at": now, "text": fault.text, "done": self._do(fault)})
+                self._show(self._narration.fault(fault.text, self._do(fault)))
 
     def _stop(self, number: signal.Signals) -> None:
         """The first time SIGTERM to all agents, the second time SIGKILL."""
         self._end_pauses()  # A stopped process would not hear of it.
-        now = time.monotonic()
+        now = self._now()
         if self._stopped_by:
             self._kill_at = now
             return
@@ -159,11 +163,7 @@ class _Player:
         for process in self._agents.values():
             process.terminate()
 
-    def _feed(self, event: dict[str, Any]) -> None:
-        self._tell(*narration.tell(self._story, event))
-
-    def _tell(self, told: narration.Narration, lines: tuple[narration.Line, ...]) -> None:
-        self._story = told
+    def _show(self, lines: narration.Lines) -> None:
         for line in lines:
             self._screen.show(line)
 
@@ -190,9 +190,9 @@ class _Player:
         threading.Thread(target=self._follow, args=(node, process, os.fdopen(events_read, "rb")), daemon=True).start()
         return f"pid {process.pid} is {node}"
 
-    def _follow(self, node: str, process: subprocess.Popen[bytes], events: IO[bytes]) -> None:
+    def _follow(self, node: str, process: subprocess.Popen[bytes], of_events: IO[bytes]) -> None:
         """In a thread: read the agent's pipes, and say its end when all that it has said before has been read."""
-        pipes = ((events, _event), (process.stdout, bytes), (process.stderr, bytes))
+        pipes = ((of_events, _event), (process.stdout, bytes), (process.stderr, bytes))
         readers = [threading.Thread(target=self._read, args=(node, *pipe), daemon=True) for pipe in pipes]
         for reader in readers:
             reader.start()
@@ -229,7 +229,7 @@ class _Player:
         return f"SIGSTOP to pid {pid} and its workers, SIGCONT after {fault.pause_s:g} s"
 
     def _kill_worker(self, rank: int) -> str:
-        pid = self._story.worker(rank)
+        pid = self._narration.story.worker(rank)
         agents = [process.pid for process in self._agents.values()]
         # A number that an event named some time ago is signalled only while it still belongs to one of our agents.
         if pid is None or not any(pause.descends(pid, agent) for agent in agents):
@@ -246,10 +246,6 @@ class _Player:
         self._pauses = []
 
 
-def _event(line: bytes) -> dict[str, Any] | bytes:
+def _event(line: bytes) -> events.Record | bytes:
     """An agent's event; what a killed agent leaves half is shown as it is."""
-    try:
-        event: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return b"?? half an event: " + line
-    return event
+    return events.decode(line) or b"?? half an event: " + line

@@ -59,6 +59,7 @@ class Endpoint:
         self.kv = proto.KVStub(client.channel)
         self.lease = proto.LeaseStub(client.channel)
         self.watch = proto.WatchStub(client.channel)
+        self.maintenance = proto.MaintenanceStub(client.channel)
         self._auth = proto.AuthStub(client.channel)
         self._client = client
         self._credentials = credentials

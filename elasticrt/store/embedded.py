@@ -48,13 +48,11 @@ class Served:
         address: where clients reach it.
         keeper_pid: the process that started etcd, and ends it when the run no longer needs it.
         keeper_start: tells the keeper from a later process with the same number (kernel ticks since boot).
-        data: etcd's data directory.
     """
 
     address: Address
     keeper_pid: int
     keeper_start: int
-    data: str
 
     def lives(self) -> bool:
         """Whether its keeper still runs; etcd does not outlive it."""
@@ -82,7 +80,7 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
         served = _found(record)
         if served is None:
             for path in directory.glob("*.json"):
-                _living(path)  # Removes what dead keepers of other runs left.
+                _living(path)  # Removes the records of dead keepers of other runs.
             _start(run_id, record, lock_fd, listen, linger_s)
             served = _found(record)
             if served is None:
@@ -165,12 +163,10 @@ def _found(record: Path) -> Served | None:
 
 
 def _living(record: Path) -> Served | None:
-    """The server of a record; None when its keeper is gone, and then what they left is removed."""
+    """The server of a record; None when its keeper is gone, and then the record is removed."""
     served = read_record(record)
     if served is not None and served.lives():
         return served
-    if served is not None:
-        remove_data(Path(served.data))
     record.unlink(missing_ok=True)
     return None
 
@@ -234,16 +230,38 @@ def _environment() -> dict[str, str]:
 
 
 def make_data() -> Path:
-    """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp."""
+    """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp.
+
+    It is locked until this process ends. What a process has left that was killed is locked by nobody, and removed.
+    """
     where = tempfile.gettempdir()
     room = SOCKET_PATH_MAX_BYTES - len(f"/{DATA_PREFIX}12345678/{etcd_server.SOCKET}")
-    return Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where if len(os.fsencode(where)) <= room else "/tmp"))  # noqa: S108  It makes a directory of ours alone.
+    where = where if len(os.fsencode(where)) <= room else "/tmp"  # noqa: S108  It makes a directory of ours alone.
+    for left in Path(where).glob(f"{DATA_PREFIX}*"):
+        fd = -1 if what_is_unsafe(left) else _hold(left)
+        if fd >= 0:
+            remove_data(left)
+            os.close(fd)
+    while _hold(data := Path(tempfile.mkdtemp(prefix=DATA_PREFIX, dir=where))) < 0:
+        pass  # Another process has taken it for one that was left.
+    return data
+
+
+def _hold(data: Path) -> int:
+    """Lock a directory; the descriptor that has the lock, -1 where another process holds or has removed it."""
+    try:
+        fd = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return -1
+    if _locks(fd) and data.exists():
+        return fd
+    os.close(fd)
+    return -1
 
 
 def remove_data(data: Path) -> None:
-    """Remove a server's data directory. What is not one of ours is left alone: the path came from a file."""
-    if data.name.startswith(DATA_PREFIX) and not what_is_unsafe(data):
-        shutil.rmtree(data, ignore_errors=True)
+    """Remove a server's data directory."""
+    shutil.rmtree(data, ignore_errors=True)
 
 
 def runtime_directory() -> Path:

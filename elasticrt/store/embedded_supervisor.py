@@ -143,7 +143,7 @@ def main(text: str) -> None:
     try:
         etcd.start()
         me = os.getpid()
-        embedded.write_record(record, Served(etcd.address, me, start_of(me), str(data)))
+        embedded.write_record(record, Served(etcd.address, me, start_of(me)))
         _answer("")
         os.close(order["lock_fd"])  # We held the lock as well, in case that the agent died meanwhile.
         keep(order["run_id"], order["linger_s"], etcd, record, signals)

@@ -27,6 +27,7 @@ from elasticrt.store.protocol import (
     Lease,
     LeaseLost,
     RangeRead,
+    ServerStatus,
     StoreRefused,
     StoreUnavailable,
     Txn,
@@ -159,6 +160,16 @@ class EtcdStore:
     def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> EtcdWatch:
         """See `protocol.Store`. After a `Resync` the watch is over; a new one goes on from a new read."""
         return self._watcher.add(prefix, sink, from_revision=from_revision, exact=exact)
+
+    def status(self) -> ServerStatus:
+        """What the server says of itself. Raises StoreUnavailable, StoreRefused."""
+
+        def send(endpoint: Endpoint, timeout_s: float) -> Any:
+            request = proto.StatusRequest()
+            return endpoint.maintenance.Status(request, timeout=timeout_s, metadata=endpoint.metadata)
+
+        found = self._connections.call("ask for its status", send)
+        return ServerStatus(found.version, found.dbSize, found.dbSizeQuota, tuple(found.errors))
 
     def close(self) -> None:
         """See `protocol.Store`. Operations under way in other threads end with StoreUnavailable."""

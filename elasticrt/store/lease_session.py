@@ -67,7 +67,12 @@ class LeaseSession:
 
     `sink` is called on changes only, the first `connected` included, in order, from whichever thread noticed: it must
     hand over (put into a queue) and return, and not call the session.
+
+    Attributes:
+        answer_s: how long etcd's newest answer to a keep-alive took; None before there was one.
     """
+
+    answer_s: float | None = None
 
     def __init__(
         self,
@@ -176,6 +181,7 @@ class LeaseSession:
                 self._lost = True
             elif not reason:
                 self._acked_at = max(self._acked_at, sent_at)
+                self.answer_s = self._now() - sent_at
             self._judge(reason)
         return min(RETRY_S_MAX, lease.ttl_s * KEEP_ALIVE_SHARE) if reason else 0.0
 

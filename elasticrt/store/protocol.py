@@ -160,6 +160,16 @@ class Lease:
     ttl_s: float
 
 
+@dataclass(frozen=True)
+class ServerStatus:
+    """What an etcd says of itself: its version, the size of its data and the limit of it (0: not said), its alarms."""
+
+    version: str
+    used_bytes: int
+    quota_bytes: int
+    troubles: tuple[str, ...]
+
+
 class Watch(Protocol):
     """A running watch."""
 

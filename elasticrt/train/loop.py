@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -272,7 +273,9 @@ class Loop:
                     drawn.close()
                     drawn = self._drawn_anew(loader)
             if self._state.sampler is not None or not self._redo:
+                since_ns = time.monotonic_ns()
                 batch, share = next(drawn, (None, None))
+                self._reporter.waited_for_data(since_ns)
             self._redo = False
             if share is None:
                 self._state.position = self._state.position._replace(drained=True)
@@ -446,12 +449,14 @@ class Loop:
         self._check_running("pause")
         self._weighting.end()
         self._reporter.expect_steps(expected=False)
+        since_ns = time.monotonic_ns()
         try:
             yield
         except Exception as error:
             self._world.leave_state(error)
             raise
         finally:
+            self._reporter.paused(since_ns)
             if self._share is not None:
                 self._weighting.begin(self._share)
                 self._reporter.expect_steps(expected=True)

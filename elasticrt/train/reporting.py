@@ -86,6 +86,21 @@ class Reporter:
         if self._page is not None:
             self._page.stepping = int(expected)
 
+    def waited_for_data(self, since_ns: int) -> None:
+        """The loader was waited for, since `since_ns` of the monotonic clock."""
+        if self._page is not None:
+            self._page.data_ns += time.monotonic_ns() - since_ns
+
+    def saved(self, since_ns: int) -> None:
+        """The training stood still for the state to be copied or saved, since `since_ns`."""
+        if self._page is not None:
+            self._page.save_ns += time.monotonic_ns() - since_ns
+
+    def paused(self, since_ns: int) -> None:
+        """The script did something else than training, since `since_ns`."""
+        if self._page is not None:
+            self._page.pause_ns += time.monotonic_ns() - since_ns
+
     def finished(self, step: int, epoch: int) -> None:
         """This process has finished `step`. The order on the page matters: `entered` announces the next step last."""
         if self._page is None and self._link is None:

@@ -87,6 +87,7 @@ class Saving:
 
     def take(self, *, save: bool, copy: bool) -> None:
         """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`."""
+        since_ns = time.monotonic_ns()
         position, state, uses = self._state.position, self._state.collect(), []
         if copy:
             uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
@@ -96,15 +97,21 @@ class Saving:
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
             self.checkpointer.snapshots.take(state, uses)
+        self._reporter.saved(since_ns)
 
     def last(self) -> None:
         """The loop is left: save what is not saved yet, and wait for it. Raises as `Checkpointer.wait`."""
         self._state.ledger.end(self._state.position.steps)
         if self._is_first:
-            self.checkpointer.wait()
+            self._wait()
             if self._state.position != self._saved or self.checkpointer.missed:
                 self.take(save=True, copy=False)
-            self.checkpointer.wait()
+            self._wait()
+
+    def _wait(self) -> None:
+        since_ns = time.monotonic_ns()
+        self.checkpointer.wait()
+        self._reporter.saved(since_ns)
 
     def hand_over(self) -> None:
         """This process ends: its agent gets the state."""

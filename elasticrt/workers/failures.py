@@ -148,6 +148,15 @@ def lost_peer(*, rank: int, node: str, message: str) -> Failure:
     return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
 
+def stopped(ranks: Sequence[int], *, node: str, generation: int, step: int | None) -> Failure:
+    """The failure of workers, global `ranks`, that a signal has stopped on `node`, in `generation` after `step`."""
+    who = " and ".join(f"rank {rank}" for rank in ranks)
+    said = f"{who} on {node} {'is' if len(ranks) == 1 else 'are'} stopped (SIGSTOP)"
+    when = f" after step {step}" if step is not None else ""
+    text = f"{said} in generation {generation}{when}, and nobody continued it while the others waited"
+    return Failure(rank=ranks[0], code=-signals.SIGSTOP, collateral=False, summary=said, text=text)
+
+
 def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
     """The failure of workers that do nothing, in `generation` on `node`; they will be killed.
 

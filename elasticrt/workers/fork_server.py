@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elasticrt import events
 from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.channel import Channel, ChannelClosed
@@ -39,9 +40,9 @@ class ParentLost:
 ParentEvent = FromParent | ParentLost
 
 
-def note(event: Warm, events: EventLog) -> None:
-    """Log, and record in `events`, that the worker parent can start workers, and how it will, as `event` says."""
-    events.write("parent_warm", **asdict(event))
+def note(event: Warm, event_log: EventLog) -> None:
+    """Log, and record in `event_log`, that the worker parent can start workers, and how it will, as `event` says."""
+    event_log.write(events.ParentWarm(**asdict(event)))
     why = f": {event.reason}" if event.reason else ""
     log.info("worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from elasticrt import events
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, nobody
@@ -56,6 +57,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         event_log=functools.partial(VirtualEvents, sim),
         supervisor=supervisor,
         take_stacks=lambda *_: None,
+        state_of=process.state_of,
         close_file=lambda _: None,
         seats_per_chunk=sim.plan.seats_per_chunk,
     )
@@ -64,7 +66,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
 class VirtualEvents:
     """The agent's event log, as lines of the story."""
 
-    KEPT = ("committed", "result", "agent_stopped", "first_step")
+    KEPT = (events.Committed, events.Result, events.AgentStopped, events.FirstStep)
 
     def __init__(self, sim: Simulator, node: str, directory: object, fd: int = -1) -> None:
         del directory, fd
@@ -75,12 +77,13 @@ class VirtualEvents:
         """See `EventLog`."""
         self.node = node
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: events.Event) -> None:
         """See `EventLog`."""
-        if event in self.KEPT:
-            self.sim.engine.say(self.node, f"* {event} " + " ".join(f"{k}={v}" for k, v in fields.items() if v != {}))
-        if event == "committed":
-            self.sim.invariants.work.told(self.node, fields["step"])
+        if isinstance(event, self.KEPT):
+            said = " ".join(f"{name}={value}" for name, value in vars(event).items())
+            self.sim.engine.say(self.node, f"* {events.kind_of(event)} {said}")
+        if isinstance(event, events.Committed):
+            self.sim.invariants.work.told(self.node, event.step)
 
     def close(self) -> None:
         """See `EventLog`."""

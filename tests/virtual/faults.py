@@ -216,6 +216,13 @@ class Faults:
             worker.stuck_until = self.sim.engine.now + fault.for_s if fault.for_s else math.inf
         return bool(found)
 
+    def worker_stopped(self, process: Process, fault: Fault) -> bool:
+        """A worker gets SIGSTOP, and nobody continues it; its agent lives."""
+        found = [each for each in process.group.workers if each.alive]
+        for worker in found[:1]:
+            worker.stuck_until, worker.stopped = math.inf, True
+        return bool(found)
+
     def worker_lost(self, process: Process, fault: Fault) -> bool:
         """A connection between two workers breaks, and both live."""
         found = [each for each in process.group.workers if each.alive and each.group is not None]

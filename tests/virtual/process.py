@@ -79,6 +79,10 @@ class Process:
         """`time.sleep` on this machine."""
         self.sim.engine.sleep(seconds / self.rate)
 
+    def state_of(self, pid: int) -> str:
+        """The kernel's letter for what one of its workers is doing."""
+        return self.group.state_of(pid)
+
     @property
     def group(self) -> VirtualGroup:
         """Its workers."""

@@ -89,6 +89,14 @@ IN_PLACE: list[Plan] = [
         commits_within_s=16.0,
     ),
     _living(
+        "a signal stops a worker whose agent lives",
+        3,
+        Fault(6.0, "worker_stopped", "n1"),
+        generations_max=3,
+        commit_every=1,
+        commits_within_s=4.0,
+    ),
+    _living(
         "the rank that sends the state dies in the share",
         4,
         Fault(0.05, "worker_killed", "n0", on="goes on after step"),

@@ -346,9 +346,15 @@ class VirtualGroup:
     def pids(self, generation: int | None = None) -> dict[int, int]:
         """See `WorkerGroup`."""
         if self.process.sim.plan.in_place:
-            return {worker.env.local_rank: 1 for worker in self._of(generation or 0) if not worker.told}
+            seated = [worker.env.local_rank for worker in self._of(generation or 0) if not worker.told]
+            return {local_rank: local_rank + 1 for local_rank in seated}
         group = self.groups.get(generation or 0)
         return {0: 1} if group is not None and group.alive else {}
+
+    def state_of(self, pid: int) -> str:
+        """The kernel's letter for the worker with this number."""
+        worker = self._worker(pid - 1, None)
+        return "T" if worker is not None and worker.stopped else "S"
 
     def vanish(self, why: str) -> None:
         """The agent has died: so do its workers."""

@@ -48,5 +48,6 @@ LeaseStub = _stub(
 )
 WatchStub = _stub("Watch", Watch=("WatchRequest", "WatchResponse", _STREAM))
 AuthStub = _stub("Auth", Authenticate=("AuthenticateRequest", "AuthenticateResponse", _UNARY))
-ClusterStub, MaintenanceStub = _stub("Cluster"), _stub("Maintenance")
-"""An etcd3 client makes them as well; nothing of theirs is called."""
+MaintenanceStub = _stub("Maintenance", Status=("StatusRequest", "StatusResponse", _UNARY))
+ClusterStub = _stub("Cluster")
+"""An etcd3 client makes one as well; nothing of it is called."""

@@ -139,14 +139,17 @@ def selectors_select_something(docs: Sequence[Doc]) -> Iterator[str]:
     """Every selector of a Service, budget, policy and StatefulSet means pods of this rendering, and no others."""
     templates = [template for _, template in pods(docs)]
     for doc in docs:
-        if doc["kind"] in ("Service", "PodDisruptionBudget", "StatefulSet"):
+        if doc["kind"] == "PodMonitor":
+            selectors = [(doc["spec"]["selector"], ("name", "component"))]  # All runs of the namespace.
+        elif doc["kind"] in ("Service", "PodDisruptionBudget", "StatefulSet"):
             selectors = [(doc["spec"]["selector"], ("name", "component", "instance"))]
         elif doc["kind"] == "NetworkPolicy":
             spec = doc["spec"]
             own = [each for each in templates if selects(spec["podSelector"], labels(each))]
             selectors = [(spec["podSelector"], ("name", "component", "instance"))]
             for other in [*spec.get("ingress", ()), *spec.get("egress", ())]:
-                for each in [*other.get("from", ()), *other.get("to", ())]:
+                peers = [*other.get("from", ()), *other.get("to", ())]
+                for each in (peer for peer in peers if "podSelector" in peer):
                     # Within a run nobody else is meant; etcd is for all runs of a namespace.
                     inside = any(selects(each["podSelector"], labels(template)) for template in own)
                     keys = ("name", "component", "instance") if inside else ("name", "component")

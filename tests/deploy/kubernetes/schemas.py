@@ -23,7 +23,7 @@ VERSIONS = sorted(
     (version for version in set(kubernetes_validate.utils.all_versions()) if _numbers(version)[:2] >= OLDEST),
     key=_numbers,
 )
-CUSTOM = {"JobSet": "jobset.x-k8s.io/v1alpha2"}
+CUSTOM = {"JobSet": "jobset.x-k8s.io/v1alpha2", "PodMonitor": "monitoring.coreos.com/v1"}
 """Kinds that no Kubernetes has by itself."""
 
 

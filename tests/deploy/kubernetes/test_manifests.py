@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from elasticrt.agent.health_server import METRICS
 from tests.deploy.kubernetes.finding import Doc, jobs, of_kind, selects
 from tests.deploy.kubernetes.lint import BROKE, RULES, complaints
 from tests.deploy.kubernetes.rendering import DEPLOY, OVERLAYS, documents, kubectl, overlay, rendered
 from tests.deploy.kubernetes.schemas import VERSIONS, check
+from tests.unit.agent.exported import exported_samples
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -44,6 +48,34 @@ def test_replacing_at_once(tmp_path: Path) -> None:
     for version in VERSIONS:
         for doc in docs:
             check(doc, version)
+
+
+def test_monitoring(tmp_path: Path) -> None:
+    """With components/monitoring the scraper is let in, at the health port alone; the rest stays as it was."""
+    docs = overlay_with(tmp_path, "tls", "monitoring")
+    (monitor,) = of_kind(docs, "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("health", METRICS)
+    policy = next(doc for doc in of_kind(docs, "NetworkPolicy") if doc["metadata"]["name"] == "train")
+    *others, scraper = policy["spec"]["ingress"]
+    assert ["namespaceSelector" in each["from"][0] for each in others] == [False]
+    assert [each["port"] for each in scraper["ports"]] == [agent(docs)["ports"][0]["containerPort"]]
+    assert complaints(docs) == {}
+    for version in VERSIONS:
+        for doc in docs:
+            check(doc, version)
+
+
+def test_the_dashboard_shows_what_is_exported() -> None:
+    """Every series in an expression is one that an agent exports, with its labels; nothing is asked of others."""
+    board = json.loads((DEPLOY / "components" / "monitoring" / "dashboard.json").read_text())
+    exported = {sample.name: set(sample.labels) for sample in exported_samples()}
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    names = {name for expression in asked for name in re.findall(r"elasticrt_\w+", expression)}
+    assert names <= exported.keys()
+    assert len(names) > 15
+    for label, name in re.findall(r"by \((kind|bucket|phase)\) \((?:\w+\()?(elasticrt_\w+)", " ".join(asked)):
+        assert label in exported[name]
 
 
 def overlay_with(directory: Path, name: str, component: str) -> list[Doc]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from elasticrt.cli.main import main
+from elasticrt.store import embedded
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.etcd_server import claim
@@ -72,7 +73,7 @@ def test_serve_this_user_alone(tmp_path: Path, kept: bool) -> None:
 
 
 def test_killed_command_takes_its_server_along() -> None:
-    """A SIGKILL of the command leaves no etcd behind, so the port is free again."""
+    """A SIGKILL of the command leaves no etcd behind, so the port is free again; the next start removes its files."""
     port = free_port()
     with served("--listen", f"127.0.0.1:{port}") as (process, _):
         (etcd,) = psutil.Process(process.pid).children()
@@ -80,8 +81,14 @@ def test_killed_command_takes_its_server_along() -> None:
         process.wait(20)
         etcd.wait(20)
     claim(Address("http", "127.0.0.1", port), "--listen")
-    for path in Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*"):  # A killed process can't remove its directory.
-        subprocess.run(["rm", "-r", str(path)], check=True)
+    (left,) = Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*")
+    with served() as (process, _):
+        assert not left.exists()
+        (used,) = Path(os.environ["TMPDIR"]).glob("elasticrt-etcd-*")
+        embedded.remove_data(embedded.make_data())
+        assert used.exists(), "a living one's files stay"
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
 
 
 def test_kept_data(tmp_path: Path) -> None:

@@ -126,6 +126,31 @@ def test_rank_0_lingers(warm, tmp_path, is_alive):
     assert not [e for e in seen if isinstance(e, WorkerEnded)]
 
 
+def test_connections_outlive_a_short_script_of_rank_0(warm, tmp_path):
+    """Peers that are still connecting get a second; then those that wait for rank 0 find it gone."""
+    body = """
+        import os, socket, time
+        if os.environ["RANK"] == "0":
+            listen = socket.create_server(("127.0.0.1", 0))
+            with open("port.new", "w") as file:
+                file.write(str(listen.getsockname()[1]))
+            os.rename("port.new", "port")
+            connection, _ = listen.accept()
+            os.dup(connection.fileno())  # As a library holds it, which nobody closes.
+            connection.sendall(str(time.monotonic()).encode())
+        else:
+            while not os.path.exists("port"):
+                time.sleep(0.01)
+            connection = socket.create_connection(("127.0.0.1", int(open("port").read())))
+            text = b""
+            while data := connection.recv(100):
+                text += data
+            print(time.monotonic() - float(text) >= 1.0)
+        """
+    result = warm.run(body, tmp_path, workers=2)
+    assert result.out == {0: "", 1: "True\n"}, result.err
+
+
 @pytest.mark.parametrize("end", ["pass", "sys.exit(0)", "sys.exit(5)", "raise ValueError('a fork of mine')"])
 def test_a_fork_of_the_script_does_not_speak_for_the_worker(warm, tmp_path, end):
     """A child by `os.fork` that ends like a program neither lingers nor says that rank 0 is done, or why it failed."""

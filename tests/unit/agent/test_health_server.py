@@ -176,7 +176,7 @@ def test_questions_and_answers(server: HealthServer) -> None:
     status, body = ask(f"{server.url}/live")
     assert (status, body["ok"]) == (503, False)
     assert "without a turn" in body["reason"]
-    assert ask(f"{server.url}/metrics") == (404, {"questions": ["/live", "/ready"]})
+    assert ask(f"{server.url}/else") == (404, {"questions": ["/live", "/metrics", "/ready"]})
     assert ask(f"{server.url}/live", "POST") == (405, {"methods": ["GET", "HEAD"]})
     assert ask(f"{server.url}/ready", "HEAD") == (503, None)
 

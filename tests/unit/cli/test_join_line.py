@@ -60,7 +60,7 @@ def _here(settings: Settings) -> Settings:
 def _line(settings: Settings, spec: RunSpec) -> list[str]:
     """The words behind `elasticrt run` of the first line to paste."""
     here = Address("http", "127.0.0.1", 4242)
-    served = None if settings.etcd else Served(here, 1, 1, "")
+    served = None if settings.etcd else Served(here, 1, 1)
     meeting = Meeting(MemoryStore(MemoryServer(lambda: 0.0)), settings.etcd or (here,), served, "127.0.0.1")
     line = next(line for line in how_to_join(settings, spec, meeting) if line.startswith("join from"))
     words = shlex.split(line.partition(" machine: ")[2])

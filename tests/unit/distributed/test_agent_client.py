@@ -78,14 +78,14 @@ def test_the_end_of_the_agent_ends_every_wait(monkeypatch):
         assert "the agent is gone" in waiting.wait(10).reason
         assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1")).wait(0).reason
         assert not mine.post(step(1))
-        mine.linger(0)
+        mine.linger(0, 60, lambda: None)
 
 
 def test_the_end_of_the_agent_ends_the_lingering(monkeypatch):
     """A01: who waits for the others of its group, whose store it holds, does not wait for an agent that has died."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        lingering = threading.Thread(target=agent_client.linger, args=(0,), daemon=True)
+        lingering = threading.Thread(target=agent_client.linger, args=(0, 60, lambda: None), daemon=True)
         lingering.start()
         wait_until(lambda: agent.of(Done), "it lingers")
         agent.close()
@@ -115,7 +115,17 @@ def test_lingers_until_released(monkeypatch):
 
     agent = Agent(answer=answer)
     with under(agent, monkeypatch):
-        agent_client.linger(0)
+        late = []
+        agent_client.linger(0, 60, lambda: late.append("called"))
+        assert agent.of(Done) == [Done(0)]
+        assert not late
+
+
+def test_the_wait_for_release_may_take_long(monkeypatch):
+    """Whoever waits for this process in a collective is told after some time; the wait goes on."""
+    agent = Agent(answer=lambda message: None)
+    with under(agent, monkeypatch):
+        agent_client.linger(0, 0.01, lambda: agent.channel.send(Release()))
         assert agent.of(Done) == [Done(0)]
 
 

@@ -16,6 +16,7 @@ from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
 from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.event_log import EventLog
+from elasticrt.events import Ready
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.liveness.stacks import Stacks, keep
 from elasticrt.option_values import ERR
@@ -47,7 +48,7 @@ def logs(path: Path) -> None:
     output.write(ERR, b"text\n")
     output.close()
     events = EventLog("a", path / "run")
-    events.write("something")
+    events.write(Ready(0))
     events.close()
     keep(Stacks("stalled", 1, 3, 1.0, False), {0: ("line",)}, "a", path / "run")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 
 import pytest
 
+from elasticrt.ipc.proc import state_of
 from elasticrt.liveness.hang_monitor import cpu_s, where
-from elasticrt.liveness.stall_detector import Idle
+from elasticrt.liveness.stall_detector import Idle, Stopped
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,40 @@ def test_a_worker_that_does_nothing_is_over(used_s, limit_s, said_at, over_at):
         said = at if said is None and waiting.said else said
         over = at if over is None and waiting.over else over
     assert (said, over) == (said_at, over_at)
+
+
+@pytest.mark.parametrize(
+    ("until", "awaited", "away_s", "over_at"),
+    [
+        pytest.param(20.0, True, 0.0, 3.0, id="others wait for it"),
+        pytest.param(20.0, False, 0.0, 12.0, id="no step is expected"),
+        pytest.param(2.8, True, 0.0, None, id="it was continued"),
+        pytest.param(20.0, True, 100.0, 3.6, id="the agent was away itself"),
+    ],
+)
+def test_a_stopped_worker_is_given_up(until, awaited, away_s, over_at):
+    """W08: one that is stopped at 2 s is given up a second later if others wait for it, else ten seconds later."""
+    seen, found = Stopped(), []
+    for tick in range(1, 200):
+        at = tick / 10
+        now = at + (away_s if at > 2.5 else 0.0)
+        seen = seen.looked([1] if 2.0 <= at < until else [], now)
+        found += [at] if seen.over(now, [1] if awaited else []) == [1] else []
+    assert found[:1] == ([] if over_at is None else [pytest.approx(over_at)])
+
+
+def test_only_what_a_signal_has_stopped_is_meant():
+    """W08: the kernel tells a stopped process from one that runs, waits, or has ended."""
+    process = subprocess.Popen(["sleep", "100"])
+    try:
+        assert state_of(process.pid) != "T"
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert state_of(process.pid) == "T"
+    finally:
+        process.kill()
+        process.wait()
+    assert state_of(process.pid) == ""
 
 
 def test_where_it_is():

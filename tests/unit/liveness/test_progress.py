@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
@@ -25,17 +25,17 @@ class Kept(EventLog):
 
     def __init__(self) -> None:
         super().__init__("n0", None)
-        self.found: list[dict[str, Any]] = []
+        self.found: list[events.Event] = []
 
-    def write(self, event: str, **fields: object) -> None:
+    def write(self, event: events.Event) -> None:
         """Keep it."""
-        self.found.append({"event": event, **fields})
+        self.found.append(event)
 
 
 def _pauses(*generations: int) -> list[float | None]:
     """A node has seats in these generations: in each it makes a step at second N, and one at N + 0.5."""
-    page, events = Words(), Kept()
-    progress = Progress(lambda: [page], events, lambda text: None, time)
+    page, kept = Words(), Kept()
+    progress = Progress(lambda: [page], kept, lambda text: None, time)
     for number in generations:
         progress.replaced(number)
         progress.began()
@@ -43,7 +43,7 @@ def _pauses(*generations: int) -> list[float | None]:
         page.finished(2 * number + 1, number * SECOND + SECOND // 2)
         progress.remember()
         page.step_at_ns = 0
-    return [each["pause_s"] for each in events.found if each["event"] == "first_step"]
+    return [each.pause_s for each in kept.found if isinstance(each, events.FirstStep)]
 
 
 def test_the_pause_is_between_two_steps_of_those_that_trained_before() -> None:

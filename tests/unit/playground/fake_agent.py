@@ -15,11 +15,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
+from elasticrt import events
 from elasticrt.ipc.leash import command_of
 
 STEP_S = 0.005
+LEFT = 143
 
 
 class Agent:
@@ -31,13 +34,14 @@ class Agent:
         self.minimum = int(options.nnodes.partition(":")[0])
         self.behaviour, self.steps = options.behaviour, int(options.steps)
         self.directory = Path(options.directory)
-        self.events = os.fdopen(options.events_fd, "w", buffering=1)
+        self.events: int = options.events_fd
         self.alive = self.directory / f"alive-{self.node}"
         self.worker: subprocess.Popen[bytes] | None = None
 
-    def say(self, name: str, **fields: object) -> None:
+    def say(self, event: events.Event) -> None:
         """Send one event."""
-        self.events.write(json.dumps({"event": name, "node": self.node, "at": time.monotonic(), **fields}) + "\n")
+        line = events.encode(event, self.node, time.monotonic(), datetime.now(timezone.utc))
+        os.write(self.events, line + b"\n")
 
     def write(self, name: str, value: object) -> None:
         """Replace a shared file as a whole."""
@@ -62,10 +66,20 @@ class Agent:
         return found
 
     def run(self) -> int:
-        """Live until the steps are done."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.behaviour == "stubborn" else self.leave)
+        """Live until the steps are done, or SIGTERM comes: that raises, because it may come in the middle of a wait."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.behaviour == "stubborn" else lambda *_: sys.exit(LEFT))
+        try:
+            return self.take_part()
+        except SystemExit:
+            self.alive.unlink(missing_ok=True)
+            raise
+        finally:
+            self.stop_worker()
+
+    def take_part(self) -> int:
+        """The run, from the first event to the last."""
         self.alive.write_text(str(os.getpid()))
-        self.say("agent_started", pid=os.getpid(), run_id=self.run_id, etcd="files", run_dir=str(self.directory))
+        self.say(events.AgentStarted(os.getpid(), self.run_id, "files", str(self.directory), "this machine"))
         print(f"hello from {self.node}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}", flush=True)
         number = 0
         while True:
@@ -84,36 +98,29 @@ class Agent:
                 return self.end()
             if number and published[1][0] == self.node:
                 self.write("step", step + 1)
-                self.say("step", generation=number, step=step + 1, epoch=0, scalars={"loss": 1 / (step + 1)})
+                self.say(events.Step(number, step + 1, 0, {"loss": 1 / (step + 1)}))
             time.sleep(STEP_S)
 
     def begin(self, number: int, nodes: list[str], cause: str) -> None:
         """A new generation: a new worker and a first step."""
         self.stop_worker()
         step = self.read("step", 0)
-        self.say("generation", number=number, nodes=nodes, world_size=len(nodes), cause=cause,
-                 resume_step=step, restarts=0)  # fmt: skip
+        kind = "start" if number == 1 else "lost"
+        self.say(events.Generation(number, len(nodes), cause, kind, 0, tuple(nodes), step))
         self.worker = subprocess.Popen(command_of(["sleep", "100"]), close_fds=True)
-        self.say("workers_started", generation=number, pids=[self.worker.pid], ranks=[nodes.index(self.node)])
+        self.say(events.WorkersStarted(number, (nodes.index(self.node),), (self.worker.pid,)))
         pause = None if number == 1 else 0.25
-        self.say("first_step", generation=number, step=step + 1, resumed_from=step, pause_s=pause, redone=0)
+        self.say(events.FirstStep(number, step + 1, step, pause, 0))
 
     def end(self) -> int:
         """The run is over."""
-        self.stop_worker()
         if self.behaviour == "fails":
-            self.say("failure", text="rank 0 failed\n  ValueError: no")
-            self.say("result", status="failed", code=1, reason="budget spent")
+            self.say(events.Failure("rank 0 failed\n  ValueError: no"))
+            self.say(events.Result("failed", 1, "budget spent"))
             return 1
-        self.say("result", status="succeeded", code=0, reason="")
+        self.say(events.Result("succeeded", 0, ""))
         sys.stderr.write("an unfinished last line")
         return 7 if self.behaviour == "bad-end" and self.node == "node-0" else 0
-
-    def leave(self, *_: object) -> None:
-        """SIGTERM: leave the run."""
-        self.alive.unlink()
-        self.stop_worker()
-        sys.exit(143)
 
     def stop_worker(self) -> None:
         """End this generation's worker."""

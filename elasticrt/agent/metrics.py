@@ -1,0 +1,139 @@
+"""What an agent tells Prometheus: views of the story that its own events tell, and of what it last noted about itself.
+
+Used by the thread of the health port alone. The extra `metrics` brings prometheus-client.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import elasticrt
+from elasticrt import events
+from elasticrt.agent import health_state
+from elasticrt.agent.health_state import HealthState
+from elasticrt.story.buckets import BUCKETS
+from elasticrt.story.fold import Story
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+INSTALL = "metrics need prometheus-client on this node: pip install 'elasticrt[metrics]'"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+PAUSE = "pause"
+"""The label of a whole recovery, beside those of its phases."""
+
+LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metrics:
+    """One node's. Raises ImportError without prometheus-client."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self._story = Story()
+        self._spent: Counter[str] = Counter(dict.fromkeys(BUCKETS, 0.0))
+        self._copied: events.Copied | None = None
+        self._noted: HealthState | None = None
+        self._now = 0.0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def tell(self, record: events.Record) -> None:
+        """Take note of an event of this node."""
+        self._story.tell(record)
+        if isinstance(record.event, events.Copied):
+            self._copied = record.event
+
+    def text(self, noted: HealthState, now: float) -> bytes:
+        """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
+        from prometheus_client import generate_latest
+
+        self._noted, self._now = noted, now
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What prometheus-client calls for each answer."""
+        if self._noted is None:
+            return
+        yield from self._of_node(self._noted)
+        yield from self._of_story(self._story)
+
+    def _of_node(self, noted: HealthState) -> Iterator[Metric]:
+        from prometheus_client.core import InfoMetricFamily
+
+        about = {"run_id": noted.run_id, "node": noted.node, "version": elasticrt.__version__}
+        yield InfoMetricFamily("elasticrt", "The run and the node.", about)
+        ready = health_state.ready(noted, self._now).ok
+        yield _gauge("ready", "1 while the node trains, or could at once.", int(ready))
+        yield _gauge("lease_connected", "1 while etcd keeps this node's lease.", int(noted.lease == "connected"))
+        yield _gauge("etcd_away_seconds", "For how long etcd has not answered.", noted.etcd_away_s or 0.0)
+        yield _gauge("etcd_answer_seconds", "How long etcd's newest answer to a keep-alive took.", noted.etcd_answer_s)
+        yield _gauge("generation", "The run's generation.", noted.generation)
+        yield _gauge("nodes", "Nodes of the generation.", noted.nodes)
+        yield _gauge("world_size", "Workers of the generation.", noted.world_size)
+        yield _gauge("step", "The last step that all workers of this node have finished.", noted.step)
+
+    def _of_story(self, story: Story) -> Iterator[Metric]:
+        kinds = Counter(chapter.kind for chapter in story.chapters)
+        yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
+        restarts = story.chapter.restarts if story.chapter is not None else 0
+        yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
+        for life in story.lives:
+            self._spent.update(life.spans.painted())
+        yield _counter("bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._spent)
+        yield _recoveries(story)
+        redone, failed = sum(chapter.redone for chapter in story.chapters), len(story.troubles)
+        yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
+        yield _counter("failures", "Workers of this node that failed, and nodes it has taken out.", "", {"": failed})
+        yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})
+        yield _gauge("checkpoint_step", "The newest of them.", story.checkpoint or None)
+        yield _gauge("checkpoint_timestamp_seconds", "When that was, since 1970.", story.checkpoint_at)
+        if self._copied is not None:
+            yield _gauge("copy_step", "The newest copy of the state in this node's memory.", self._copied.step)
+            yield _gauge("copy_bytes", "Its size.", self._copied.bytes)
+
+
+def _gauge(name: str, text: str, value: float | None) -> Metric:
+    """One number; none where it is not known."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    found = GaugeMetricFamily(f"elasticrt_{name}", text)
+    if value is not None:
+        found.add_metric([], value)
+    return found
+
+
+def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
+    """Numbers that only grow, by the values of `label`; "": one without."""
+    from prometheus_client.core import CounterMetricFamily
+
+    found = CounterMetricFamily(f"elasticrt_{name}", text, labels=[label] if label else [])
+    for of, value in values.items():
+        found.add_metric([of] if label else [], value)
+    return found
+
+
+def _recoveries(story: Story) -> Metric:
+    """How long recoveries took on this node, as a whole and by phase."""
+    from prometheus_client.core import HistogramMetricFamily
+
+    seconds: dict[str, list[float]] = {PAUSE: []}
+    for chapter in story.chapters:
+        if chapter.pause_s is not None:
+            for phase, took_s in {PAUSE: chapter.pause_s, **chapter.phases}.items():
+                seconds.setdefault(phase, []).append(took_s)
+    found = HistogramMetricFamily(
+        "elasticrt_recovery_seconds", "From the last step before a change to the first after it.", labels=["phase"]
+    )
+    for phase, taken in seconds.items():
+        counts = Counter(bisect_left(LIMITS_S, took_s) for took_s in taken)
+        grown = accumulate(counts[index] for index in range(len(LIMITS_S) + 1))
+        limits = [*map(str, LIMITS_S), "+Inf"]
+        found.add_metric([phase], buckets=list(zip(limits, grown, strict=True)), sum_value=sum(taken))
+    return found

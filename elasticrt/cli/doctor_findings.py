@@ -1,0 +1,221 @@
+"""What `elasticrt doctor` makes of what it has seen: each check is one function from values to a finding. Pure.
+
+Sizes are in bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from elasticrt.store.protocol import ServerStatus
+
+Level = Literal["ok", "warn", "fail"]
+LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
+MIB, GIB = 1 << 20, 1 << 30
+
+QUOTA_BYTES = 2 * GIB
+"""etcd's default; only from 3.6 on it says what it has."""
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 15)
+SHARED = re.compile(r"nfs4?|cifs|smb3|lustre|gpfs|ceph|beegfs|glusterfs|9p|virtiofs|afs|fuse\..+")
+"""File systems that other nodes may see as well."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check has found, and what to do about it ("" where nothing is to be done)."""
+
+    level: Level
+    what: str
+    remedy: str = ""
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    """The gravest level of them."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+
+
+def line(name: str, finding: Finding) -> str:
+    """The line about the check `name`."""
+    return f"{finding.level:<4}  {name:<11}  {finding.what}" + (f". {finding.remedy}" if finding.remedy else "")
+
+
+def _judged(said: str, *troubles: tuple[object, Level, str, str]) -> Finding:
+    """The first trouble that is there, of (whether, level, what to say more, remedy); without any all is well."""
+    for there, level, more, remedy in troubles:
+        if there:
+            return Finding(level, said + more, remedy)
+    return Finding("ok", said)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
+
+
+def _version(text: str, parts: int) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:parts]))
+
+
+def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own: bool, open_to_all: bool) -> Finding:
+    """An etcd `where` reads and writes take so long.
+
+    `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login.
+    """
+    version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
+    troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 3)
+    place = "starts here, for agents of this machine alone" if own else f"at {where}"
+    times = f"reads in {_ms(read_s)}, writes in {_ms(write_s)}"
+    return _judged(
+        f"etcd {server.version} {place}: {times}, {_size(server.used_bytes)} of {_size(quota)} used",
+        ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
+        (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),
+        (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.2"),
+        (server.used_bytes > 0.8 * quota, "warn", "; nearly full", "Compact and defragment it, or raise its quota"),
+        (write_s > 0.1, "warn", "; slow", "Give it a disk that flushes within 10 ms, and a place near the nodes"),
+        (unsafe, "warn", "; this version can lose its last writes in a crash", "Use 3.5.3 or newer"),
+        (open_to_all, "warn", "; whoever reaches it can change the runs", "Use TLS with client certificates"),
+    )
+
+
+def address(own: str, why: str, interface: str, told: str | None, interfaces: Mapping[str, Collection[str]]) -> Finding:
+    """The address that an agent would publish, `why` that one, and which interface has it; "": none does.
+
+    `told`: GLOO_SOCKET_IFNAME, where it is set. `interfaces`: this machine's, with their addresses.
+    """
+    variable, known = f"; GLOO_SOCKET_IFNAME is {told}", ", ".join(sorted(interfaces))
+    return _judged(
+        f"{own} on {interface or 'no interface'}: {why}",
+        (not interface, "fail", "", "Give an address of this machine with --local-addr"),
+        (told is not None and told not in interfaces, "fail", f"{variable}, none of {known}", "Unset it"),
+        (told not in (None, interface), "warn", variable, "Unset it, or see that the nodes reach each other there"),
+    )
+
+
+def loopback(error: str) -> Finding:
+    """Whether 127.0.0.1 can be used; `error`: why not."""
+    more = f" cannot be used ({error}): processes of one node talk over it"
+    return _judged("127.0.0.1", (error, "fail", more, "Bring it up: ip link set lo up"))
+
+
+def names(host: str, addresses: Collection[str], back: str, error: str, seconds: float) -> Finding:
+    """This machine's name: its `addresses` or the `error`, the name `back` from its own address, the time it took."""
+    return _judged(
+        f"{host} is {', '.join(sorted(addresses)) or 'unknown'}; its address is called {back or 'nothing'}",
+        (error, "warn", f": {error}; nodes need no names, scripts may", "Add it to DNS or /etc/hosts"),
+        (seconds > 1, "warn", f"; asking took {seconds:.1f} s, and torch asks", "Mend DNS, or use /etc/hosts"),
+    )
+
+
+def ports(first: int, last: int, used: int) -> Finding:
+    """The ports `first` to `last` that the kernel gives out, of which so many are in use."""
+    free, remedy = last - first + 1 - used, "`ss -tan` says who holds them; or widen net.ipv4.ip_local_port_range"
+    return _judged(
+        f"{free:,} of {first} to {last} are free; a run uses any of them",
+        (free < 100, "fail", "", remedy),
+        (free < 1000, "warn", "", remedy),
+    )
+
+
+def clock(synchronised: bool | None) -> Finding:
+    """The wall clock: whether the kernel takes it for synchronised; None: it does not say."""
+    remedy = "Start chrony or systemd-timesyncd: only times in logs and certificates depend on it"
+    return _judged(
+        "synchronised" if synchronised else "nothing says that it is synchronised",
+        (synchronised is False, "warn", "", remedy),
+    )
+
+
+def shared_memory(total: int, free: int) -> Finding:
+    """The shared memory in which workers of loaders hand over their batches."""
+    said = f"{_size(free)} of {_size(total)} shared memory are free"
+    more = ": loader workers die of SIGBUS where it is full"
+    remedy = "Delete what was left there, or enlarge it (docker run --shm-size=8g; an emptyDir of medium Memory)"
+    return _judged(said, (total < GIB or free < total / 10, "warn", more, remedy))
+
+
+def limits(files: int, needed: int, processes: int, locked: int, *, rdma: bool) -> Finding:
+    """Hard limits: open files (an agent needs so many), processes, bytes of locked memory; -1: unlimited.
+
+    `rdma`: whether the machine has InfiniBand or the like, which locks memory.
+    """
+    shown = ["unlimited" if each < 0 else f"{each:,}" for each in (files, processes, locked)]
+    return _judged(
+        "open files {}, processes {}, locked memory {}".format(*shown),
+        (0 <= files < needed, "fail", f"; an agent needs {needed:,} open files", "Raise ulimit -n"),
+        (0 <= processes < 1024, "warn", "; threads count as processes", "Raise ulimit -u"),
+        (rdma and locked >= 0, "warn", "; RDMA locks more", "Set ulimit -l unlimited"),
+    )
+
+
+def checkpoints(directory: str, error: str, kind: str, free: int, flush_s: float) -> Finding:
+    """The checkpoint directory: a write's `error`, its kind of file system, free bytes, the time to flush a file."""
+    whose = "storage that nodes can share" if SHARED.fullmatch(kind) else "this node's own disk"
+    if error:
+        return Finding("fail", f"{directory}: {error}", "Name a directory that every node can write to")
+    return _judged(
+        f"{directory}: {whose} ({kind}), {_size(free)} free, flushes in {_ms(flush_s)}",
+        (free < GIB, "warn", "", "Make room: a last save that fails ends the run with code 5"),
+        (kind in ("tmpfs", "ramfs", "overlay"), "warn", "; gone with the node or container", "Name a disk"),
+        (flush_s > 1, "warn", "; slow", "Choose faster storage, or save less often: Loop(every=)"),
+    )
+
+
+def torch(python: str, seen: Mapping[str, Any], error: str) -> Finding:
+    """Versions: of Python, and of torch as a process of its own has `seen` it; `error`: why it has not."""
+    if error:
+        return Finding("fail", f"Python {python}: {error}", "Install torch where this Python finds it")
+    version = _version(seen["torch"], 2)
+    span = "{}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
+    return _judged(
+        f"torch {seen['torch']}, Python {python}",
+        (version < OLDEST_TORCH, "fail", ": too old", f"Install one of {span}"),
+        (not seen["gloo"], "fail", ": built without gloo", "Install one of PyTorch's own builds"),
+        (version > NEWEST_TORCH, "warn", f": newer than what was tried, {span}", "Try it before you rely on it"),
+    )
+
+
+def gpus(shown: int, seen: Mapping[str, Any]) -> Finding:
+    """GPUs: how many the driver shows, and what torch has `seen` of them."""
+    found, build = seen["gpus"], f"CUDA {seen['cuda']}" if seen["cuda"] else "a build for the CPU"
+    kinds = ", ".join(f"{found.count(name)} x {name}" for name in dict.fromkeys(found))
+    remedy = "Look at CUDA_VISIBLE_DEVICES, nvidia-smi, and for which CUDA torch was built"
+    return _judged(
+        f"{kinds}, {build}, nccl {seen['nccl']}" if found else "none: workers train on the CPU",
+        (len(found) < shown, "fail", f"; the driver shows {shown}, torch ({build}) sees {len(found)}", remedy),
+        (found and not seen["nccl"], "warn", "none", "Install a torch with nccl: gloo is slow between GPUs"),
+    )
+
+
+def slurm(said: str, nodes: int, *, meets: bool) -> Finding:
+    """A SLURM job of so many `nodes`; `meets`: its agents are told where to meet."""
+    more, remedy = ": its nodes have no etcd to meet in", "Give --etcd, or --insecure-etcd to `elasticrt run`"
+    return _judged(said, (nodes > 1 and not meets, "warn", more, remedy))
+
+
+def kubernetes(pod: str, memory: int, cpus: int) -> Finding:
+    """A pod: the memory that its processes may still use, and its CPUs."""
+    said = f"pod {pod}: {_size(memory)} of memory left, {cpus} CPUs"
+    return _judged(said, (memory < GIB, "warn", "", "Raise the container's limit of memory"))
+
+
+def peer(where: str, errors: Mapping[str, str], *, seen_as: str, own: str, rtt_s: float, ahead_s: float) -> Finding:
+    """Whether this machine and the one `where` reach each other: for each way tried why it did not go, or "".
+
+    `seen_as`, `own`: this machine's address as the other sees it, and as it has it. `ahead_s`: of our clock.
+    """
+    failed = [f"{way}: {error}" for way, error in errors.items() if error]
+    times = f"an answer takes {_ms(rtt_s)}, clocks {abs(ahead_s):.1f} s apart"
+    return _judged(
+        f"{where} and {own}: {len(errors)} ports tried, {times}",
+        (failed, "fail", f"; {'; '.join(failed)}", "Let nodes reach each other at all ports that kernels give out"),
+        (seen_as != own, "fail", f"; it sees {seen_as} instead", "Use a network that translates no addresses"),
+        (rtt_s > 0.05, "warn", "; far apart for training", "Choose nodes near each other"),
+        (abs(ahead_s) > 2, "warn", "; only times in logs and certificates suffer", "Start chrony on both"),
+    )

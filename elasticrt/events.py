@@ -1,0 +1,513 @@
+"""What happened, as values: one dataclass for each kind of event, which is the schema of `events-NODE.jsonl`. Pure.
+
+An event is one line: a JSON object with the schema's version ("v"), the kind ("event"), the node that says it ("node"),
+two times and the fields of its kind. "at" is CLOCK_MONOTONIC in seconds: exact, and comparable between processes of one
+machine until it boots. "time" is the wall clock in UTC: for people, and between machines. Each agent writes what
+happens on its own node; what a run is made of is put together by `elasticrt.story`.
+
+A reader leaves out kinds and fields that it does not know. Whatever else changes makes another version.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import datetime
+from typing import Any, get_args
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class AgentStarted:
+    """An agent is a member of the run, and begins to take part. The first event of its life.
+
+    Attributes:
+        pid: process id of the agent.
+        run_id: the run.
+        etcd: where the agents meet.
+        run_dir: where this node keeps its logs and events.
+        machine: the machine since it booted; "at" of the same machine can be compared. "" when it is not known.
+        min_nodes: nodes without which the run waits.
+        max_nodes: nodes that can train.
+        workers: workers of this node.
+    """
+
+    pid: int
+    run_id: str
+    etcd: str
+    run_dir: str
+    machine: str = ""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The agent has a member key.
+
+    Attributes:
+        incarnation: the name of this life, 16 hex digits.
+        attempt: how many times the run has been begun, from 1.
+    """
+
+    incarnation: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Health:
+    """The agent answers questions about its health.
+
+    Attributes:
+        url: where.
+    """
+
+    url: str
+
+
+@dataclass(frozen=True)
+class ParentWarm:
+    """The worker parent has imported torch: from now on workers can be started at once.
+
+    Attributes:
+        pid: process id of the parent.
+        method: "fork" or "exec": how it starts workers.
+        reason: why it is not "fork"; "" where it is.
+        import_s: seconds that the imports took.
+    """
+
+    pid: int
+    method: str
+    reason: str
+    import_s: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """This node has a seat in another generation, and begins it.
+
+    Attributes:
+        number: of the generation, from 1.
+        world_size: workers of all its nodes.
+        cause: why it was made, in the leader's words.
+        kind: "start", "failure", "lost", "join", "drain" or "resize".
+        restarts: failures that count against --max-restarts so far.
+        in_place: whether workers that live go on in it; else all are started anew.
+        nodes: its nodes, by rank.
+        resume_step: the step that its workers start from, as far as it is known before they have agreed on it.
+        index: this node's place among them, from 0.
+    """
+
+    number: int
+    world_size: int
+    cause: str
+    kind: str
+    restarts: int
+    nodes: tuple[str, ...]
+    resume_step: int
+    index: int = 0
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class WorkersStarted:
+    """All workers of this node's seat run.
+
+    Attributes:
+        generation: theirs.
+        ranks: their global ranks.
+        pids: their process ids, in the same order.
+    """
+
+    generation: int
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The workers of a later generation run. What they do until their first step is told by `recovery`.
+
+    Attributes:
+        generation: theirs.
+        phases: ms of each phase up to here; see `recovery`.
+    """
+
+    generation: int
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The first step of a `Loop` in a generation is done on this node.
+
+    Attributes:
+        generation: the generation.
+        step: the step, counted over the whole run.
+        resumed_from: the step that was done when the generation began.
+        pause_s: seconds between the last step before it and this one; null where the node has made none before.
+        redone: steps that this node had done already, and that are done again.
+    """
+
+    generation: int
+    step: int
+    resumed_from: int
+    pause_s: float | None
+    redone: int
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The pause between two generations is over on this node: a step, or an optimizer's, is done.
+
+    Attributes:
+        generation: the new one.
+        pause_s: seconds between the last step before it and the first one after it.
+        phases: ms of each phase of the pause, by the name of what ended it: "detect" (something is known to have
+            happened), "agree" (another generation is agreed), "stop" (the old workers are gone), "start" (the new ones
+            run), "script" (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process
+            group), "restore" (the state is back), "first_step" (a step is done). They add up to the pause.
+    """
+
+    generation: int
+    pause_s: float
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """A node that has not trained before has made its first step.
+
+    Attributes:
+        generation: the generation.
+        phases: ms of each phase since this node knew of its seat; see `recovery`.
+    """
+
+    generation: int
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step is done, as rank 0 says: at most ten times a second, by the agent of its node.
+
+    Attributes:
+        generation: the generation.
+        step: the step, counted over the whole run.
+        epoch: the epoch, from 0.
+        scalars: the numbers given to `loop.report`, by name: at most a second old.
+    """
+
+    generation: int
+    step: int
+    epoch: int
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far this node's workers are, and what took time besides the steps: about every 5 s, and at the end.
+
+    The seconds are those of this generation since this node's first step in it, of the worker that spent most.
+
+    Attributes:
+        generation: the generation.
+        step: the last step that all of them have finished, counted over the whole run; 0 without a `Loop`.
+        data_s: seconds in which the loader was waited for.
+        save_s: seconds in which the training stood still for a checkpoint or a copy of the state.
+        pause_s: seconds in `loop.pause`.
+    """
+
+    generation: int
+    step: int
+    data_s: float
+    save_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint is durable, and is where a run without living workers goes on.
+
+    Attributes:
+        step: the step it holds.
+        generation: that saved it.
+    """
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The agent keeps a copy of the state in memory.
+
+    Attributes:
+        generation: the generation.
+        step: the step it holds.
+        bytes: its size.
+    """
+
+    generation: int
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CopyDamaged:
+    """A copy in memory is not what was promised. No node resumes from it.
+
+    Attributes:
+        generation: that was to resume from it.
+        step: the step it should hold.
+        problem: what was found instead.
+    """
+
+    generation: int
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker has set up beside the training, and waits to be let in.
+
+    Attributes:
+        local_rank: its number on this node.
+    """
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """A worker's process has ended.
+
+    Attributes:
+        generation: in which it was started or had its last seat; 0 for one that set up beside the training.
+        rank: its global rank.
+        pid: its process id.
+        code: exit code, or minus the signal's number.
+        failure: how it failed, in a line; "" where it has not.
+        collateral: whether it failed only because another one had.
+    """
+
+    generation: int
+    rank: int
+    pid: int
+    code: int
+    failure: str = ""
+    collateral: bool = False
+
+
+@dataclass(frozen=True)
+class MemberLost:
+    """The leader has taken a node out that was gone.
+
+    Attributes:
+        lost: the node.
+        how: what was known of it.
+    """
+
+    lost: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """No step comes. Without `final` it is a warning.
+
+    Attributes:
+        generation: the generation.
+        step: the last step, counted over the whole run.
+        age_s: seconds since then.
+        final: whether it is a failure now.
+        stacks: what the workers were doing: lines by rank.
+    """
+
+    generation: int
+    step: int
+    age_s: float
+    final: bool
+    stacks: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Late(Stalled):
+    """Workers have not taken their new seats. The fields are those of `stalled`.
+
+    Attributes:
+        generation: the generation.
+        step: 0.
+        age_s: seconds since they were given them.
+        final: whether it is a failure now.
+        stacks: what the workers were doing: lines by rank.
+    """
+
+
+@dataclass(frozen=True)
+class Paused(Stalled):
+    """No step has been expected for a long time: `loop.pause`, a save, or code between two epochs.
+
+    Attributes:
+        generation: the generation.
+        step: the last step, counted over the whole run.
+        age_s: seconds since one was expected.
+        final: false.
+        stacks: what the workers were doing: lines by rank.
+    """
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The report of a run that has failed.
+
+    Attributes:
+        text: lines for people: where each worker failed, and the end of what it printed.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The run has ended. Every node says the same.
+
+    Attributes:
+        status: "succeeded" or "failed".
+        code: the exit code of all agents.
+        reason: why, in words.
+    """
+
+    status: str
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class AgentStopped:
+    """The agent ends. The last event of a life, but for one that is killed.
+
+    Attributes:
+        code: its exit code.
+    """
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Unheard:
+    """Nothing more is said on this agent's stderr.
+
+    Attributes:
+        problem: why it cannot be written to.
+    """
+
+    problem: str
+
+
+Event = (
+    AgentStarted
+    | Registered
+    | Health
+    | ParentWarm
+    | Generation
+    | WorkersStarted
+    | Restarted
+    | FirstStep
+    | Recovery
+    | SetUp
+    | Step
+    | Progress
+    | Committed
+    | Copied
+    | CopyDamaged
+    | Ready
+    | WorkerEnded
+    | MemberLost
+    | Stalled
+    | Late
+    | Paused
+    | Failure
+    | Result
+    | AgentStopped
+    | Unheard
+)
+
+
+def kind_of(event: Event | type[Event]) -> str:
+    """The word for its kind on a line: `first_step` for a FirstStep."""
+    name = event.__name__ if isinstance(event, type) else type(event).__name__
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+KINDS: dict[str, type[Any]] = {kind_of(kind): kind for kind in get_args(Event)}
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "bool": (bool,),
+    "str": (str,),
+    "tuple": (list,),
+    "dict": (dict,),
+}
+"""What JSON makes of each type of field."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event with who said it and when.
+
+    Attributes:
+        event: what happened.
+        node: whose agent says so.
+        at: when, in seconds of its machine's monotonic clock.
+        time: when, in seconds since 1970 of its machine's wall clock.
+    """
+
+    event: Event
+    node: str
+    at: float
+    time: float
+
+
+def encode(event: Event, node: str, at: float, time: datetime) -> bytes:
+    """The line, without its end."""
+    head = {"v": VERSION, "event": _NAMES[type(event)], "node": node, "at": round(at, 6), "time": time.isoformat()}
+    return json.dumps({**head, **vars(event)}).encode()
+
+
+def decode(line: bytes | str) -> Record | None:
+    """What a line says; None for one that says nothing to this version: half a line, another version or kind."""
+    try:
+        found = json.loads(line)
+        if found["v"] != VERSION:
+            return None
+        kind = KINDS[found["event"]]
+        record = Record(_event(kind, found), str(found["node"]), float(found["at"]), _seconds(found["time"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return record
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _event(kind: type[Any], found: dict[str, Any]) -> Event:
+    """Raises KeyError, TypeError for fields that are missing or of another type."""
+    values = {}
+    for each in fields(kind):
+        if each.name not in found and (each.default is not MISSING or each.default_factory is not MISSING):
+            continue
+        value, wanted = found[each.name], str(each.type).partition("[")[0]
+        if type(value) not in _TYPES[wanted]:
+            raise TypeError(each.name)
+        values[each.name] = tuple(value) if wanted == "tuple" else value
+    event: Event = kind(**values)
+    return event

@@ -1,0 +1,1 @@
+"""What happened in a run, from the events of its agents: one fold, and what is said and drawn of it."""

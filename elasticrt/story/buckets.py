@@ -1,0 +1,256 @@
+"""Where the time of a node went: each moment of an agent's life is in exactly one bucket. Pure.
+
+A life is painted from left to right with a cursor: each mark gives the time from the cursor to itself a bucket, so that
+the spans touch each other and add up to the life, whatever the events say. Two things are known only later. A pause is
+told when it is over, and then from its beginning; therefore training is painted up to where the next pause begins. What
+the workers spend besides their steps (`Progress`) is known as amounts: each is laid at the beginning of the time in
+which it was spent.
+
+Times are seconds since 1970, as `story.fold.Clocks` gives them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
+
+from elasticrt import events
+
+TRAIN, REDONE, DATA, SAVE, PAUSE = "train", "redone steps", "data wait", "checkpoint stall", "pause"
+DETECT, AGREE, REFORM, SET_UP, RESTORE = "detect", "agree", "re-form", "set-up", "restore"
+START, WAITING, STANDBY = "start", "waiting for nodes", "standby"
+
+BUCKETS: Mapping[str, str] = {
+    TRAIN: "steps that count",
+    REDONE: "steps that had been done before, and are done again",
+    DATA: "the loader was waited for",
+    SAVE: "the training stood still for a checkpoint, or a copy of the state",
+    PAUSE: "in `loop.pause`: evaluation, for example",
+    DETECT: "from the last step until it was known that something had happened",
+    AGREE: "until the next generation was agreed",
+    REFORM: "old workers ended, living ones took their new seats, the process group was made",
+    SET_UP: "workers started, and the script came to `elasticrt.init`",
+    RESTORE: "the state was loaded, or taken over from another worker",
+    START: "the agent or the worker parent started, or the agent ended",
+    WAITING: "there were fewer nodes than the run needs",
+    STANDBY: "other nodes trained without this one",
+}
+"""Each bucket with what it holds, the best use of time first: a run is at each moment in the best one of its nodes."""
+
+_RANKS = {name: rank for rank, name in enumerate(BUCKETS)}
+_PHASES = {
+    "detect": DETECT,
+    "agree": AGREE,
+    "stop": REFORM,
+    "start": SET_UP,
+    "script": SET_UP,
+    "init": REFORM,
+    "restore": RESTORE,
+    "first_step": TRAIN,
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of time.
+
+    Attributes:
+        begin, end: seconds.
+        bucket: what it was spent for.
+    """
+
+    begin: float
+    end: float
+    bucket: str
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a `Progress` has said, and when; `seconds` by bucket, in the generation so far."""
+
+    at: float
+    step: int
+    seconds: tuple[tuple[str, float], ...]
+
+
+class LifeSpans:
+    """The spans of one agent's life.
+
+    Args:
+        begin: when it began, in seconds.
+        redone_until: by generation of the run, until when its steps are such that had been done before (minus infinity
+            where none are); shared by all nodes.
+    """
+
+    def __init__(self, begin: float, redone_until: Mapping[int, float]) -> None:
+        self.begin = self._cursor = begin
+        self._redone_until = redone_until
+        self._spans: list[Span] = []
+        self._mode = "start"  # Then "idle", without a seat; "seated", before the first step; "training"; "over".
+        self._generation = 0  # The newest that has trained here,
+        self._newest = 0  # and the newest with a seat for this node.
+        self._workers_at: float | None = None  # When the workers of a first seat ran.
+        self._turn_at: float | None = None  # When the generation after the one that trains was known.
+        self._failed_at: float | None = None
+        self._marks: tuple[_Mark, ...] = ()  # Those behind the cursor.
+        self._base: tuple[tuple[str, float], ...] = ()  # What had been spent at the cursor.
+
+    def tell(self, event: events.Event, at: float, *, short: bool = False) -> None:
+        """Take note of an event of this node at `at`. `short`: too few nodes were left until its generation."""
+        match event:
+            case events.ParentWarm() if self._mode == "start":
+                self._to(at, START)
+                self._mode = "idle"
+            case events.Ready() if self._mode == "idle" or self._failed_at is not None:
+                if self._failed_at is not None:  # It has lost its own workers, and these set up in their place.
+                    self._train_to(self._failed_at)
+                self._to(at, SET_UP)
+                self._mode, self._failed_at = "idle", None
+            case events.Generation():
+                self._seated(event, at)
+            case events.SetUp() | events.Recovery():
+                self._stepped(event, at, short=short)
+            case events.Progress() if self._mode == "training" and event.generation == self._generation:
+                self._progressed(event, at)
+            case events.WorkerEnded() if event.failure and event.generation == self._generation:
+                self._failed_at = self._failed_at or at
+            case events.WorkersStarted() if self._mode == "seated":
+                self._workers_at = at
+            case events.Result():
+                if event.status == "succeeded" and self._mode == "seated" and self._workers_at is not None:
+                    self._to(self._workers_at, SET_UP)  # Of a script whose steps nobody sees.
+                    self._to(at, TRAIN)
+                self._finish(at)
+                self._mode = "over"
+
+    def until(self, end: float) -> tuple[Span, ...]:
+        """All spans of the life up to `end`."""
+        known = copy(self)
+        known._spans = list(self._spans)
+        known._finish(end)
+        return tuple(known._spans)
+
+    def painted(self) -> dict[str, float]:
+        """Seconds by bucket of what is known for good, which is then forgotten: for who wants sums that only grow."""
+        found, self._spans = totals(self._spans), []
+        return found
+
+    # What happens.
+
+    def _seated(self, event: events.Generation, at: float) -> None:
+        left_out = self._mode == "training" and event.number != self._newest + 1
+        self._newest = event.number
+        if left_out:  # The others went on without this node, and it has come back.
+            self._train_to(self._failed_at if self._failed_at is not None else at)
+            self._to(at, STANDBY)
+        if self._mode == "training" and not left_out:
+            self._turn_at = at if self._turn_at is None else self._turn_at
+        else:
+            if self._mode == "start":
+                self._to(at, START)
+            elif self._mode == "idle":
+                self._to(at, WAITING if event.kind == "start" else STANDBY)
+            self._mode = "seated"
+
+    def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
+        end = at - sum(event.phases.values()) / 1000
+        if self._mode == "training":
+            self._train_to(end)
+        else:
+            self._to(end, SET_UP)
+        self._generation, self._turn_at, self._failed_at = event.generation, None, None
+        self._marks, self._base, self._mode = (), (), "training"
+        starts = "start" in event.phases
+        for name, took_ms in event.phases.items():
+            end += took_ms / 1000
+            bucket = _PHASES.get(name, SET_UP)
+            if bucket == TRAIN:
+                self._train_to(end)
+            elif name == "script" and not starts:  # A living worker has its new seat.
+                self._to(end, REFORM)
+            else:
+                self._to(end, WAITING if short and bucket == AGREE else bucket)
+
+    def _progressed(self, event: events.Progress, at: float) -> None:
+        spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
+        mark = _Mark(at, event.step, spent)
+        if self._marks and self._turn_at is None and event.step > self._marks[-1].step:
+            self._train_to(self._marks[-1].at)  # There was no pause before that: steps were made after it.
+        self._marks = (*self._marks, mark)
+
+    # Painting.
+
+    def _finish(self, end: float) -> None:
+        """Give all the time up to `end` a bucket, as far as it is known now."""
+        match self._mode:
+            case "start" | "over":
+                self._to(end, START)
+            case "idle":
+                self._to(end, STANDBY if self._redone_until else WAITING)
+            case "seated":
+                self._to(end, SET_UP)
+            case _:
+                known = [at for at in (self._failed_at, self._turn_at) if at is not None]
+                self._train_to(min([*known, end]))
+                self._to(end if self._turn_at is None else min(self._turn_at, end), AGREE)
+                self._to(end, SET_UP)
+
+    def _to(self, end: float, bucket: str) -> None:
+        if end <= self._cursor:
+            return
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.bucket == bucket:
+            self._spans[-1] = Span(last.begin, end, bucket)
+        else:
+            self._spans.append(Span(self._cursor, end, bucket))
+        self._cursor = end
+
+    def _train_to(self, end: float) -> None:
+        """From the cursor to `end` it trained, but for what the marks say."""
+        for mark in self._marks:
+            self._piece(min(mark.at, end), mark.seconds)
+        self._marks = tuple(mark for mark in self._marks if mark.at > end)
+        self._piece(end, self._base)
+
+    def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
+        if end <= self._cursor:
+            return
+        before = dict(self._base)
+        for bucket, spent_s in seconds:
+            self._to(min(end, self._cursor + max(0.0, spent_s - before.get(bucket, 0.0))), bucket)
+        self._base = seconds
+        self._to(min(end, self._redone_until.get(self._generation, -math.inf)), REDONE)
+        self._to(end, TRAIN)
+
+
+def together(lives: Iterable[Iterable[Span]]) -> list[Span]:
+    """The spans of the whole run: at each moment it is in the best bucket of its nodes. Where nobody is, there is none.
+
+    The ranks of one process group train together, so a run trains while one of its nodes does.
+    """
+    spans = [span for life in lives for span in life]
+    edges = sorted(edge for span in spans for edge in ((span.begin, 1, span.bucket), (span.end, -1, span.bucket)))
+    found: list[Span] = []
+    there: Counter[str] = Counter()
+    since = 0.0
+    for at, change, bucket in edges:
+        best = min((name for name, count in there.items() if count > 0), key=_RANKS.__getitem__, default=None)
+        if best is not None and at > since:
+            if found and found[-1].bucket == best and found[-1].end == since:
+                found[-1] = Span(found[-1].begin, at, best)
+            else:
+                found.append(Span(since, at, best))
+        there[bucket] += change
+        since = at
+    return found
+
+
+def totals(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds by bucket, those that have any, in the order of `BUCKETS`."""
+    found = dict.fromkeys(BUCKETS, 0.0)
+    for span in spans:
+        found[span.bucket] += span.end - span.begin
+    return {name: spent_s for name, spent_s in found.items() if spent_s > 0}

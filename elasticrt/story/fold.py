@@ -1,0 +1,363 @@
+"""The story of a run: one fold over the events of its agents. Pure.
+
+All that is said of a run (the terminal, `simulate`, `status`, `report`) comes from here, so that it cannot disagree. An
+event changes what is known, and nothing else: no clock is read, and what depends on the present takes `now`.
+
+Times are seconds since 1970: of one machine by its monotonic clock, so that they are in order whatever happens to its
+wall clock; between machines by the wall clock that each had when its first event was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from elasticrt import events
+from elasticrt.story.buckets import TRAIN, LifeSpans, Span, together, totals
+
+POINTS_MAX = 4000
+"""Of the curve of scalars so many points are kept; then every second one is left out."""
+
+
+class Clocks:
+    """When events happened, in seconds since 1970."""
+
+    def __init__(self) -> None:
+        self._machines: dict[str, str] = {}  # By node.
+        self._zeros: dict[str, float] = {}  # What each machine's monotonic clock counts from.
+
+    def when(self, record: events.Record) -> float:
+        """When `record` happened. Those of one node are to be asked for in the order they were written."""
+        if isinstance(record.event, events.AgentStarted) and record.event.machine:
+            self._machines[record.node] = record.event.machine
+        machine = self._machines.get(record.node, f"the machine of {record.node}")
+        return self._zeros.setdefault(machine, record.time - record.at) + record.at
+
+
+@dataclass
+class Life:
+    """One agent's, from its start to its end.
+
+    Attributes:
+        node: its node.
+        pid: its process id; `workers`: how many it has.
+        begin: when it started; `started_at`: the same by its machine's monotonic clock.
+        last: when its last event was.
+        code: the exit code that it has told; None while it runs, or when it was killed.
+        gone: whether the others have taken its node out, and nothing was heard of it since.
+        spans: what its time was spent for.
+    """
+
+    node: str
+    pid: int
+    workers: int
+    begin: float
+    started_at: float
+    last: float
+    spans: LifeSpans
+    code: int | None = None
+    gone: bool = False
+
+
+@dataclass
+class Chapter:
+    """One generation.
+
+    Attributes:
+        number, cause, kind, world_size, nodes, in_place, restarts: as the leader has published it.
+        begin: when its first node began it.
+        end: when the next one began; None for the newest.
+        step_before: the highest step of the run when it began.
+        resume_step: the step that it goes on from.
+        reported: when each node has told of its first step, by node.
+        stepped_at: when the first of them did; None while none has.
+        first_step: the first step; None while no node has told of one.
+        pause_s: the longest pause of a node; None where none had trained before.
+        redone: the most steps that a node does again.
+        phases: seconds of each phase, of the node with the longest pause (of set-up, where there was none).
+    """
+
+    number: int
+    cause: str
+    kind: str
+    world_size: int
+    nodes: tuple[str, ...]
+    in_place: bool
+    restarts: int
+    begin: float
+    resume_step: int
+    step_before: int
+    end: float | None = None
+    reported: dict[str, float] = field(default_factory=dict)
+    stepped_at: float | None = None
+    first_step: int | None = None
+    pause_s: float | None = None
+    redone: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Where the run stood when it was begun. Its nodes know; without them, the newest step seen is close."""
+        return self.resume_step + self.redone if self.pause_s is not None else self.step_before
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that has failed.
+
+    Attributes:
+        at: when.
+        node: where.
+        what: in words.
+        generation: in which.
+    """
+
+    at: float
+    node: str
+    what: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """The scalars of a step.
+
+    Attributes:
+        at: when they were told.
+        step: of which step.
+        scalars: by name.
+    """
+
+    at: float
+    step: int
+    scalars: Mapping[str, float]
+
+
+class Story:
+    """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`.
+
+    Attributes:
+        clocks: say when an event happened.
+        run_id, etcd, run_dir: of the first agent that has started; "" before.
+        min_nodes, max_nodes: how many the run may have.
+        lives: of all agents, in the order of their starts.
+        chapters: the generations, in order.
+        workers: by node, the newest generation that has workers there, and their pids by rank.
+        step, newest: the highest step, and the last one told (lower while steps are done again).
+        first_step_at, last_step_at: when steps were told for the first and the last time.
+        epoch, scalars: of the newest step.
+        points: the scalars over time, thinned out.
+        checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
+        checkpoints: how many there were.
+        troubles: what has failed, in order.
+        result: how the run has ended; `text`: the report of a failed one.
+        begin, last: when the first event was, and the last.
+    """
+
+    def __init__(self) -> None:
+        self.clocks = Clocks()
+        self.run_id = self.etcd = self.run_dir = ""
+        self.min_nodes = self.max_nodes = 1
+        self.lives: list[Life] = []
+        self.chapters: list[Chapter] = []
+        self.workers: dict[str, tuple[int, dict[int, int]]] = {}
+        self.step = self.newest = self.epoch = 0
+        self.first_step_at: float | None = None
+        self.last_step_at = 0.0
+        self.scalars: Mapping[str, float] = {}
+        self.points: list[Point] = []
+        self.checkpoint = self.checkpoints = 0
+        self.checkpoint_at: float | None = None
+        self.troubles: list[Trouble] = []
+        self.result: events.Result | None = None
+        self.text = ""
+        self.begin: float | None = None
+        self.last = 0.0
+        self._present: dict[str, Life] = {}  # The newest life of each node.
+        self._numbers: dict[int, Chapter] = {}
+        self._redone_until: dict[int, float] = {}
+        self._stride = self._skipped = 1
+
+    @property
+    def chapter(self) -> Chapter | None:
+        """The newest generation."""
+        return self.chapters[-1] if self.chapters else None
+
+    def alive(self) -> tuple[str, ...]:
+        """Nodes whose agent runs, as far as is known."""
+        return tuple(node for node, life in self._present.items() if life.code is None and not life.gone)
+
+    def pid(self, node: str) -> int:
+        """The process id of a node's newest agent."""
+        return self._present[node].pid
+
+    def worker(self, rank: int) -> int | None:
+        """The pid of a worker of the newest generation, None when there is none of that rank."""
+        for generation, pids in self.workers.values():
+            if self.chapter is not None and generation == self.chapter.number and rank in pids:
+                return pids[rank]
+        return None
+
+    # The events.
+
+    def tell(self, record: events.Record) -> float:  # noqa: PLR0912  One table of kinds.
+        """Take note of an event; when it happened."""
+        at, event, node = self.clocks.when(record), record.event, record.node
+        self.begin = at if self.begin is None else min(self.begin, at)
+        self.last = max(self.last, at)
+        if isinstance(event, events.AgentStarted):
+            self._agent_started(event, record, at)
+        life = self._present.get(node)
+        match event:
+            case events.Generation():
+                self._generation(event, node, at)
+            case events.WorkersStarted():
+                self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
+            case events.FirstStep():
+                self._first_step(event, node, at)
+            case events.Recovery() | events.SetUp():
+                self._phases(event)
+            case events.Step():
+                self._step(event, at)
+            case events.Committed():
+                if event.step >= self.checkpoint:
+                    self.checkpoint, self.checkpoint_at = event.step, at
+                self.checkpoints += 1
+            case events.WorkerEnded() if event.failure and not event.collateral:
+                self.troubles.append(Trouble(at, node, event.failure, event.generation))
+            case events.MemberLost():
+                number = self.chapter.number if self.chapter is not None else 0
+                self.troubles.append(Trouble(at, event.lost, event.how, number))
+            case events.Failure():
+                self.text = event.text
+            case events.Result():
+                self.result = event
+            case events.AgentStopped() if life is not None:
+                life.code = event.code
+        if life is not None:
+            short = isinstance(event, events.Recovery) and self._was_short(event.generation)
+            life.spans.tell(event, at, short=short)
+            life.last, life.gone = max(life.last, at), False
+        if isinstance(event, events.MemberLost) and event.lost in self._present:
+            self._present[event.lost].gone = True
+        return at
+
+    def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
+        if not self.lives:
+            self.run_id, self.etcd, self.run_dir = event.run_id, event.etcd, event.run_dir
+        self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
+        spans = LifeSpans(at, self._redone_until)
+        life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
+        self.lives.append(life)
+        self._present[record.node] = life
+        self.result = None  # Of an attempt before this one.
+
+    def _generation(self, event: events.Generation, node: str, at: float) -> None:
+        del node
+        if event.number in self._numbers or (self.chapters and event.number < self.chapters[-1].number):
+            return  # Every member says so; the first is enough, and a paused one says it late.
+        if self.chapters:
+            self.chapters[-1].end = at
+        chapter = Chapter(
+            number=event.number,
+            cause=event.cause,
+            kind=event.kind,
+            world_size=event.world_size,
+            nodes=event.nodes,
+            in_place=event.in_place,
+            restarts=event.restarts,
+            begin=at,
+            resume_step=event.resume_step,
+            step_before=self.step,
+        )
+        self.chapters.append(chapter)
+        self._numbers[event.number] = chapter
+        self._redone_until.setdefault(event.number, -math.inf)
+
+    def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
+        chapter = self.chapter
+        if chapter is None or event.generation != chapter.number:
+            return  # A member that was slow to say so; the generation it speaks of is over.
+        chapter.reported[node] = at
+        chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
+        chapter.first_step, chapter.resume_step = event.step, event.resumed_from
+        pauses = [pause_s for pause_s in (chapter.pause_s, event.pause_s) if pause_s is not None]
+        chapter.pause_s = max(pauses, default=None)
+        chapter.redone = max(chapter.redone, event.redone)
+        if chapter.redone:
+            self._redone_until[chapter.number] = math.inf
+        self._stepped(event.generation, event.step, at)
+
+    def _phases(self, event: events.Recovery | events.SetUp) -> None:
+        chapter = self._numbers.get(event.generation)
+        if chapter is None:
+            return
+        seconds = {name: took_ms / 1000 for name, took_ms in event.phases.items()}
+        if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
+            chapter.pause_s, chapter.phases = event.pause_s, seconds
+        elif chapter.pause_s is None and sum(seconds.values()) > sum(chapter.phases.values()):
+            chapter.phases = seconds
+
+    def _step(self, event: events.Step, at: float) -> None:
+        self._stepped(event.generation, event.step, at)
+        self.epoch, self.scalars = event.epoch, event.scalars
+        if not event.scalars or (self.points and self.points[-1].scalars == event.scalars):
+            return
+        self._skipped += 1
+        if self._skipped >= self._stride:
+            self._skipped = 0
+            self.points.append(Point(at, event.step, event.scalars))
+        if len(self.points) > POINTS_MAX:
+            del self.points[1::2]
+            self._stride *= 2
+
+    def _stepped(self, generation: int, step: int, at: float) -> None:
+        self.first_step_at = at if self.first_step_at is None else self.first_step_at
+        self.step, self.newest, self.last_step_at = max(self.step, step), step, max(at, self.last_step_at)
+        chapter = self._numbers.get(generation)
+        if chapter is not None and chapter.redone and step >= chapter.resume_step + chapter.redone:
+            self._redone_until[generation] = min(at, self._redone_until[generation])
+
+    def _was_short(self, generation: int) -> bool:
+        """Whether too few nodes were left of the generation before, so that the others waited for more."""
+        chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
+        if chapter is None or before is None:
+            return False
+        stayed = [
+            node
+            for node in chapter.nodes
+            if node in before.nodes and node in self._present and self._present[node].begin <= before.begin
+        ]
+        return len(stayed) < self.min_nodes
+
+    # What it amounts to.
+
+    def spans_of(self, life: Life, now: float | None = None) -> tuple[Span, ...]:
+        """What a life was spent for: to `now` while it runs, else (and without `now`) to its last event."""
+        runs = life.code is None and not life.gone and self._present[life.node] is life
+        return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
+
+    def spans(self, now: float | None = None) -> list[Span]:
+        """The same of the whole run: at each moment in the best bucket of its nodes."""
+        return together(self.spans_of(life, now) for life in self.lives)
+
+    def by_node(self, now: float | None = None) -> dict[str, dict[str, float]]:
+        """Seconds by bucket, by node."""
+        nodes = dict.fromkeys(life.node for life in self.lives)
+        found = {name: [self.spans_of(life, now) for life in self.lives if life.node == name] for name in nodes}
+        return {name: totals(span for life in lives for span in life) for name, lives in found.items()}
+
+    def goodput(self, now: float | None = None) -> float:
+        """The share of the run's time that went into steps that count; 0 before there was any."""
+        spent = totals(self.spans(now))
+        return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
+
+
+def told(records: Iterable[events.Record]) -> Story:
+    """The story of events that come node by node, each node's in the order they were written."""
+    story = Story()
+    known = [(story.clocks.when(record), record) for record in records]
+    for _, record in sorted(known, key=lambda each: each[0]):
+        story.tell(record)
+    return story

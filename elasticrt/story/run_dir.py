@@ -1,0 +1,42 @@
+"""A run as its directory knows it: `events-NODE.jsonl` of each node that wrote there. Works without etcd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elasticrt.errors import ConfigError, explain
+from elasticrt.event_log import files, records
+from elasticrt.story.fold import Story, told
+
+
+def find(run: str, log_dir: str) -> Path:
+    """The directory of `run`: a path, or the name of a run below `log_dir`. Raises ConfigError when there is none."""
+    for directory in (Path(log_dir, run), Path(run)):
+        if directory.is_dir() and files(directory):
+            return directory
+    raise ConfigError(
+        explain(
+            "no such run",
+            run,
+            got=f"no events-NODE.jsonl in {Path(log_dir, run)}",
+            expected="the id of a run, or its directory",
+            remedy="See `elasticrt runs`, or name the directory in which its nodes keep their logs: --log-dir DIR",
+        )
+    )
+
+
+def read(directory: Path) -> Story:
+    """The story that its files tell by now. Raises ConfigError for files that cannot be read."""
+    try:
+        return told(record for path in files(directory) for record in records(path))
+    except OSError as error:
+        raise ConfigError(
+            explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))
+        ) from None
+
+
+def newest(log_dir: str) -> list[Path]:
+    """The directories of all runs below `log_dir`, that with the newest event first."""
+    found = {path: files(path) for path in Path(log_dir).glob("*") if path.is_dir()}
+    written = {path: max(file.stat().st_mtime for file in kept) for path, kept in found.items() if kept}
+    return sorted(written, key=written.__getitem__, reverse=True)

@@ -1,0 +1,64 @@
+"""`/metrics`: what an agent's own events and notes amount to, in Prometheus' words."""
+
+from __future__ import annotations
+
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from elasticrt.agent.health_server import HealthServer
+from tests.unit.agent.exported import NOTED, TOLD, exported_samples
+from tests.unit.story.told import record
+
+
+def value(name: str, **labels: str) -> float:
+    """Of one series."""
+    (found,) = [each.value for each in exported_samples() if each.name == f"elasticrt_{name}" and each.labels == labels]
+    return float(found)
+
+
+def test_views_of_a_story() -> None:
+    """Changes by cause, the time by bucket, recoveries by phase, steps done again, checkpoints and copies."""
+    assert value("generations_total", kind="lost") == 1
+    assert value("steps_redone_total") == 1
+    assert value("failures_total") == 1
+    assert (value("checkpoint_step"), value("checkpoint_timestamp_seconds"), value("checkpoints_total")) == (50, 9.5, 1)
+    assert (value("copy_step"), value("copy_bytes")) == (50, 4096)
+    assert value("recovery_seconds_sum", phase="pause") == 0.08
+    assert value("recovery_seconds_count", phase="agree") == 1
+    assert [value("recovery_seconds_bucket", phase="pause", le=limit) for limit in ("0.05", "0.1", "+Inf")] == [0, 1, 1]
+    assert (value("ready"), value("lease_connected"), value("etcd_answer_seconds")) == (0, 1, 0.001)
+    assert value("info", run_id="calm-fox", node="a", version="0.1.0") == 1
+
+
+def test_the_time_in_buckets_adds_up_and_only_grows() -> None:
+    """Each scrape counts what has been known for good since the last one; together they are the node's life so far."""
+    spent = {each.labels["bucket"]: each.value for each in exported_samples() if "bucket_seconds" in each.name}
+    assert sum(spent.values()) == pytest.approx(TOLD[-1][0])
+    assert (spent["data wait"], spent["checkpoint stall"], spent["detect"]) == pytest.approx((0.5, 0.25, 0.03))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_at_the_health_port(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus gets its text; without prometheus-client it is said in a sentence what to install."""
+    if not installed:
+        monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    server = HealthServer("127.0.0.1", 0, replace(NOTED, turned_at=time.monotonic()))
+    try:
+        for entry in TOLD:
+            server.tell(record(*entry))
+        if installed:
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+                assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                assert b'elasticrt_generations_total{kind="lost"} 1.0' in answer.read()
+        else:
+            with pytest.raises(urllib.error.HTTPError, match="501") as refused:
+                urllib.request.urlopen(f"{server.url}/metrics", timeout=10)
+            with refused.value as answer:
+                assert b"pip install 'elasticrt[metrics]'" in answer.read()
+    finally:
+        server.close()

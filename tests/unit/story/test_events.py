@@ -1,0 +1,70 @@
+"""The schema of events: what is written is what is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from datetime import datetime, timezone
+
+import pytest
+
+from elasticrt import events
+from elasticrt.event_log import EventLog, files, records, success
+
+VALUES = {"int": 3, "float": 0.5, "str": "text", "bool": True, "float | None": None}
+LISTS = {"tuple[str, ...]": ("a", "b"), "tuple[int, ...]": (1, 2)}
+OBJECTS = {"dict[str, float]": {"loss": 0.5}, "dict[str, tuple[str, ...]]": {"0": ["line"]}}
+NOON = datetime(2026, 11, 23, 12, tzinfo=timezone.utc)
+
+
+def of_kind(kind):
+    """An event of this kind, with something in each field."""
+    return kind(**{field.name: {**VALUES, **LISTS, **OBJECTS}[field.type] for field in fields(kind)})
+
+
+@pytest.mark.parametrize("kind", events.KINDS.values(), ids=events.KINDS)
+def test_each_kind_comes_back(kind):
+    """An event of each kind is the same after it was written and read, and so are its node and its times."""
+    event = of_kind(kind)
+    assert events.decode(events.encode(event, "n1", 12.5, NOON)) == events.Record(event, "n1", 12.5, NOON.timestamp())
+
+
+LINE = json.loads(events.encode(events.Committed(7, 2), "n1", 12.5, NOON))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b'{"v": 1, "event": "comm',
+        b"7",
+        json.dumps({**LINE, "v": 2}),
+        json.dumps({**LINE, "event": "unheard_of"}),
+        json.dumps({**LINE, "step": "7"}),
+        json.dumps({**LINE, "step": True}),
+        json.dumps({**LINE, "time": "noon"}),
+        json.dumps({name: value for name, value in LINE.items() if name != "generation"}),
+    ],
+)
+def test_what_says_nothing_is_left_out(line):
+    """Half a line, another version, an unknown kind, and fields that are missing or of another type give None."""
+    assert events.decode(line) is None
+
+
+def test_fields_of_a_later_schema_are_left_out():
+    """A field that this schema does not have is no error; one with a default may be missing."""
+    record = events.decode(json.dumps({**LINE, "more": 1}))
+    assert record is not None
+    assert record.event == events.Committed(7, 2)
+
+
+def test_a_file_is_read_to_its_end(tmp_path):
+    """What a log has written is read from its file, past a line that was left half; the last result counts."""
+    log = EventLog("n1", tmp_path)
+    log.write(events.Result("failed", 1, "once"))
+    with files(tmp_path)[0].open("a") as file:
+        file.write("{half\n")
+    log.write(events.Result("succeeded", 0, "at last"))
+    log.close()
+    assert [record.event.status for record in records(files(tmp_path)[0])] == ["failed", "succeeded"]
+    assert success(tmp_path) == "at last"

@@ -1,0 +1,52 @@
+"""Events at seconds, for tests of the story: what agents of one machine would write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticrt import events
+from elasticrt.story.fold import Story, told
+
+Entry = tuple[float, str, events.Event]
+
+
+def record(at: float, node: str, event: events.Event) -> events.Record:
+    """An event of `node` at second `at`; all nodes are on one machine, whose clocks agree."""
+    return events.Record(event, node, at, at)
+
+
+def started(minimum: int = 1, maximum: int = 4) -> events.AgentStarted:
+    """An agent starts."""
+    return events.AgentStarted(7, "calm-fox", "etcd", "runs/calm-fox", "a machine", minimum, maximum)
+
+
+def warm() -> events.ParentWarm:
+    """Its worker parent can start workers."""
+    return events.ParentWarm(8, "fork", "", 1.0)
+
+
+def begun(number: int, nodes: str, kind: str = "lost", cause: str = "", *, in_place: bool = True) -> events.Generation:
+    """A generation of these nodes, one letter each."""
+    return events.Generation(number, len(nodes), cause or kind, kind, 0, tuple(nodes), 0, in_place=in_place)
+
+
+def story(entries: Iterable[Entry]) -> Story:
+    """What they tell together."""
+    return told(record(*entry) for entry in entries)
+
+
+THREE_STEPS: list[Entry] = [
+    (0.0, "a", started()),
+    (0.5, "b", started()),
+    (1.0, "a", warm()),
+    (1.5, "b", warm()),
+    (2.0, "a", begun(1, "ab", "start", in_place=False)),
+    (2.0, "b", begun(1, "ab", "start", in_place=False)),
+    (2.5, "a", events.WorkersStarted(1, (0,), (11,))),
+    (2.5, "b", events.WorkersStarted(1, (1,), (12,))),
+    (4.0, "a", events.FirstStep(1, 1, 0, None, 0)),
+    (4.0, "a", events.SetUp(1, {"start": 500, "script": 500, "init": 250, "restore": 250, "first_step": 500})),
+    (4.0, "b", events.FirstStep(1, 1, 0, None, 0)),
+    (4.0, "b", events.SetUp(1, {"start": 500, "script": 500, "init": 250, "restore": 250, "first_step": 500})),
+]
+"""Two nodes start, and have made their first step at second 4."""
