@@ -129,6 +129,7 @@ PURE = (
     "rendezvous/requests.py",
     "rendezvous/seats.py",
     "rendezvous/transactions.py",
+    "liveness/culprit.py",
     "liveness/stall_detector.py",
     "workers/environment.py",
     "workers/group_state.py",

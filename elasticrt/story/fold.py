@@ -220,6 +220,8 @@ class Story:
                 self._phases(event)
             case events.Step():
                 self._step(event, at)
+            case events.Progress() if event.step > self.step:  # Of a node without rank 0, and of its own events only.
+                self._stepped(event.generation, event.step, at)
             case events.Committed():
                 if event.step >= self.checkpoint:
                     self.checkpoint, self.checkpoint_at = event.step, at

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
 
 from elasticrt.ipc.wording import counted
-from elasticrt.story.buckets import BUCKETS, totals
+from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
 
 NODES_SHOWN = 4
@@ -25,11 +28,18 @@ def report(story: Story, now: float | None = None) -> list[str]:
 def head(story: Story, now: float | None = None) -> list[str]:
     """What the run is, how it ended, how far it came, and what part of its time was of use."""
     nodes = list(dict.fromkeys(life.node for life in story.lives))
-    lines = [f"run {story.run_id}: {state(story)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}", paces(story)]
-    spent_s = sum(totals(story.spans(now)).values())
-    lost = sum(chapter.redone for chapter in story.chapters)
-    again = f"{counted(lost, 'step')} done again" if lost else "no step lost"
-    lines.append(f"goodput {story.goodput(now):.1%} of {seconds(spent_s)}; {changes(story)}; {again}")
+    lines = [f"run {story.run_id}: {state(story)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
+    return [*lines, paces(story), worth(story, now), changes(story)]
+
+
+def summary(story: Story) -> list[str]:
+    """A few lines for the end of an agent, from what it has written itself: one node's view."""
+    if not story.chapters:
+        return []
+    lines = [paces(story), worth(story), changes(story)]
+    by_node = Counter(trouble.node for trouble in story.troubles)
+    if by_node:
+        lines.append("failures: " + ", ".join(f"{node} ({count})" for node, count in by_node.most_common(NODES_SHOWN)))
     return lines
 
 
@@ -45,7 +55,8 @@ def state(story: Story) -> str:
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
     if story.alive():
-        return "alive, as far as its events tell"
+        last = datetime.fromtimestamp(story.last, timezone.utc)
+        return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
     codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
     return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
 
@@ -70,9 +81,22 @@ def made(story: Story) -> int:
     return max(story.step, story.checkpoint) - (story.chapters[0].resume_step if story.chapters else 0)
 
 
+def worth(story: Story, now: float | None = None) -> str:
+    """What part of the time went into steps that count, and what took most of the rest."""
+    spent = totals(story.spans(now))
+    total_s = sum(spent.values())
+    rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
+    shares = ", ".join(f"{name} {spent_s / total_s:.1%}" for spent_s, name in rest)
+    return f"goodput {story.goodput(now):.1%} of {seconds(total_s)}" + (f"; {shares}" if shares else "")
+
+
 def changes(story: Story) -> str:
-    """`3 changes of membership`."""
-    return counted(max(0, len(story.chapters) - 1), "change") + " of membership"
+    """How often the membership has changed, and what that has cost."""
+    lost = sum(chapter.redone for chapter in story.chapters)
+    again = f"{counted(lost, 'step')} done again" if lost else "no step lost"
+    pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
+    longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
+    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}; {again}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -89,6 +113,30 @@ def seconds(value_s: float) -> str:
         return f"{value_s:.1f} s"
     minutes = round(value_s / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
+    """The report for programs: values that JSON has, seconds and steps."""
+    result = None if story.result is None else vars(story.result)
+    chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.chapters]
+    return {
+        "run_id": story.run_id,
+        "run_dir": story.run_dir,
+        "state": state(story),
+        "result": result,
+        "begin": story.begin,
+        "last": story.last,
+        "nodes_alive": list(story.alive()),
+        "step": story.step,
+        "epoch": story.epoch,
+        "scalars": dict(story.scalars),
+        "checkpoint": story.checkpoint,
+        "goodput": story.goodput(now),
+        "seconds": totals(story.spans(now)),
+        "seconds_by_node": story.by_node(now),
+        "generations": chapters,
+        "failures": [vars(trouble) for trouble in story.troubles],
+    }
 
 
 # Tables.
