@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -150,6 +151,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose first or second column has this word")
     parser.add_argument("--write", type=Path, help="a directory for the results")
     arguments = parser.parse_args()
+    # Told to end, it takes its workers and their directories with it.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         machine = Machine.look()
     except Failed as failed:
