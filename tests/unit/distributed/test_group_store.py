@@ -65,6 +65,8 @@ def test_torch_uses_it(port: int) -> None:
     assert store.get("key") == b"value"
     assert store.add("sum", 1) == 1
     assert client.get("generation/1/key") == b"value"
+    assert store.multi_get(["key", "sum"]) == [b"value", b"1"]
+    assert [store.delete_key("key"), store.delete_key("key"), store.check(["key"])] == [True, False, False]
 
 
 def test_who_waits_is_told_when_all_keys_are_there(port: int) -> None:
