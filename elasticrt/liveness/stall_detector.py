@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
+from elasticrt.ipc.time_bounds import AWAY_S, PLACES_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of so many measurements: neither one slow step nor a fast one matters."""
@@ -127,6 +127,25 @@ class StallDetector:
         if self.step - self.first + 1 < self.limits.hang_from:
             limit *= self.limits.early_factor
         return age if age >= part * limit else None
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How often it was looked closer at steps that stand still, and when the other nodes are to be asked next.
+
+    `step` names the stand: the sum of all workers' steps.
+    """
+
+    step: int = 0
+    times: int = 0
+    ask_at: float | None = None
+
+    def looked(self, step: int, at: float, now: float, bound_s: float) -> Stand:
+        """After a look at `now`: the newest step ended `at`. A closer look is due after `bound_s`, twice that, ..."""
+        before = self if step == self.step else Stand(step)
+        if now - at < bound_s * 2**before.times:
+            return before
+        return Stand(step, before.times + 1, now + PLACES_S)
 
 
 @dataclass(frozen=True)
