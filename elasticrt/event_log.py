@@ -65,26 +65,25 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = -1
         self._opened = False
-        self._told: Callable[[events.Record], object] | None = None
+        self._listeners: list[Callable[[events.Record], object]] = []
+
+    def follow(self, heard: Callable[[events.Record], object]) -> None:
+        """From now on `heard` gets each event as well, on the thread that writes it. It must not wait."""
+        self._listeners.append(heard)
 
     def rename(self, node: str) -> None:
         """The node's name is known for good. Call it before the first event."""
         self._node = node
 
-    def follow(self, told: Callable[[events.Record], object]) -> None:
-        """From now on `told` gets each event as well, on the thread that writes it: it must only hand it over."""
-        self._told = told
-
     def write(self, event: events.Event) -> None:
         """Record that it happens now. One system call for each place that it goes to; nothing is synced."""
         at, now = time.monotonic(), datetime.now(timezone.utc)
         line = events.encode(event, self._node, at, now) + b"\n"
-        if self._told is not None:
-            self._told(events.Record(event, self._node, at, now.timestamp()))
         with self._lock:
             self._open()
             self._file = self._put(self._file, line)
             self._fd = self._put(self._fd, line)
+            self._tell(events.Record(event, self._node, at, now.timestamp()))
 
     def close(self) -> None:
         """Close the file. The inherited descriptor stays open until the process ends."""
@@ -92,6 +91,14 @@ class EventLog:
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
+
+    def _tell(self, record: events.Record) -> None:
+        for heard in tuple(self._listeners):
+            try:
+                heard(record)
+            except Exception:
+                self._listeners.remove(heard)  # What is told of a run does not end it.
+                log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
 
     def _open(self) -> None:
         if self._opened or self._directory is None:

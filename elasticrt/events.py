@@ -235,10 +235,12 @@ class Committed:
     Attributes:
         step: the step it holds.
         generation: that saved it.
+        bytes: its size.
     """
 
     step: int
     generation: int
+    bytes: int = 0
 
 
 @dataclass(frozen=True)

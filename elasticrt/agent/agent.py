@@ -238,7 +238,7 @@ class Agent(Side):
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
             case Commit():
-                self.voice.event(events.Committed(step=event.step, generation=event.generation))
+                self.voice.event(events.Committed(step=event.step, generation=event.generation, bytes=event.size))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():

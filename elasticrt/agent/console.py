@@ -17,13 +17,19 @@ from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.records import Result
 from elasticrt.rendezvous.view import View
 from elasticrt.settings import Settings
-from elasticrt.text import plain
+from elasticrt.story.fold import Story
+from elasticrt.story.report import summary
+from elasticrt.text import plain, shell
 
 
 class Console:
     """One agent's, of its `settings`, in the world of its `edges`.
 
     Lines are left out when somebody reads the events instead.
+
+    Attributes:
+        events: the node's event log.
+        story: what this agent has written in it, folded.
     """
 
     def __init__(self, settings: Settings, edges: Edges) -> None:
@@ -33,6 +39,8 @@ class Console:
         self._joined = False
         self._said = 0  # The newest generation that people know of.
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
+        self.story = Story()
+        self.events.follow(self.story.tell)
 
     @property
     def narrates(self) -> bool:
@@ -131,6 +139,10 @@ class Console:
             self.say(result.text)
         self.event(events.Result(status=result.status, code=result.code, reason=result.reason))
         self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
+        for line in summary(self.story):
+            self.say(f"  {line}")
+        if self.story.chapters:
+            self.say(f"  more: elasticrt report {shell([str(self._settings.run_dir)])}")
 
 
 def _machine() -> str:

@@ -380,6 +380,7 @@ class Supervisor:
         while self._workers.pids(generation) and (now := self._clock.monotonic()) < deadline:
             self._kill_those_late_to_end(now)
             self._clock.sleep(0.005)
+        self.progress.tell()
 
     def close(self) -> None:
         """End everything that this node has started."""

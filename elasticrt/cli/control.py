@@ -6,12 +6,14 @@ Each is a read and at most one fenced transaction; what follows is done by the r
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.cli.configure import read_credentials, where_etcd_is
@@ -23,7 +25,10 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.option_values import option, parse_nodes, positive_seconds
-from elasticrt.run_options import EtcdOptions
+from elasticrt.run_options import EtcdOptions, RunOptions
+from elasticrt.story import run_dir
+from elasticrt.story.report import as_object, changes, head, paces, worth
+from elasticrt.text import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,13 +44,23 @@ class DrainOptions(EtcdOptions):
     timeout_s: float = option("--timeout T", 120.0, "wait so long until it has left", positive_seconds)
 
 
+WATCH_EVERY_S = 2.0
+CLEAR = "\033[H\033[J"
+
 TRIES = 20
 """A member's key changes a few times in a recovery; more changes in a row than this mean that something is wrong."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    _command(subparsers, "status", show, "show a live run: its nodes, generation and newest checkpoint", "")
+    status = _command(subparsers, "status", show, "show a run: its nodes, generation, newest checkpoint, goodput", "")
+    status.set_defaults(func=show_status)
+    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    status.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    status.add_argument(
+        "--json", action="store_true", help="print an object of JSON, of what the run's directory tells"
+    )
+    status.add_argument("--watch", action="store_true", help="look again every 2 s until the run has ended")
     told = "make a node hand over and leave; no step is lost"
     drain = _command(subparsers, "drain", drain_node, told, "node-3", kind=DrainOptions)
     drain.add_argument("name", metavar="NODE", help="the node's name, as `elasticrt status` shows it")
@@ -112,6 +127,46 @@ def _store(run_id: str, options: EtcdOptions) -> Iterator[Store]:
 
 
 # Looking.
+
+
+def show_status(arguments: argparse.Namespace) -> int:
+    """Print where a run stands, or how it ended; without an id the newest run's. Raises ConfigError for no such run."""
+    flags = read(MeetingFlags(), arguments, os.environ)
+    options = flags.placed(read(EtcdOptions(), arguments, os.environ))
+    if options.run_id is None:
+        found = run_dir.newest(arguments.log_dir)
+        if not found:
+            raise ConfigError(explain("which run?", "--run-id", expected="the name that `elasticrt run` has printed"))
+        options = replace(options, run_id=found[0].name)
+    while True:
+        ended = _look(str(options.run_id), options, arguments)
+        if ended or not arguments.watch:
+            return EXIT_OK
+        time.sleep(WATCH_EVERY_S)
+        write(sys.stdout, CLEAR if sys.stdout.isatty() and not arguments.json else "")
+
+
+def _look(run_id: str, options: EtcdOptions, arguments: argparse.Namespace) -> bool:
+    """Print what is so: of a live run by its etcd, and of any by its directory. Whether it has ended."""
+    from elasticrt.rendezvous.records import Keys
+
+    story = None
+    if arguments.json or Path(arguments.log_dir, run_id).is_dir():
+        story = run_dir.read(run_dir.find(run_id, arguments.log_dir))
+    if story is not None and arguments.json:
+        write(sys.stdout, json.dumps(as_object(story)) + "\n")
+        return story.result is not None
+    try:
+        with _store(run_id, options) as store:
+            show(store, Keys(run_id), arguments, options)
+    except ConfigError:
+        if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
+            raise
+        write(sys.stdout, plain("\n".join(head(story))) + "\n")
+        return True
+    if story is not None:
+        write(sys.stdout, plain("\n".join((paces(story), worth(story), changes(story)))) + "\n")
+    return story is not None and story.result is not None
 
 
 def show(store: Store, keys: Keys, _: argparse.Namespace, __: EtcdOptions) -> int:

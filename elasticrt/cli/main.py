@@ -78,12 +78,12 @@ class _Formatter(logging.Formatter):
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import audit, control, doctor, launch, playground, run, serve_etcd
+    from elasticrt.cli import audit, control, doctor, launch, playground, report, run, serve_etcd
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, launch, playground, serve_etcd, control, doctor, audit):
+    for command in (run, launch, playground, serve_etcd, control, report, doctor, audit):
         command.add_parser(commands)
     return parser
 

@@ -25,6 +25,11 @@ FRAME_MAX_BYTES = 40 * 1024 * 1024
 bytes of a control character."""
 
 
+UNSURE = "unsure: "
+"""How the reason of a Reply begins when etcd did not answer: what was asked for may have been done or not. It may be
+asked for again."""
+
+
 @dataclass(frozen=True)
 class Start:
     """Start one worker.
@@ -141,7 +146,7 @@ class Claim:
     """Ask to build `name` for all nodes that share the directory. Answered by Reply.
 
     Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>", "wait: <who builds>" or
-    "unsure: <why>" (etcd did not answer: the claim may have been made or not), and another Claim follows later.
+    "unsure: <why>", and another Claim follows later.
     """
 
     request: int

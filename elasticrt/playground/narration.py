@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 from elasticrt.ipc.wording import counted
-from elasticrt.story import sentences
+from elasticrt.story import report, sentences
 from elasticrt.story.fold import Chapter, Story
 
 OFFER_AFTER_STEPS = 30
@@ -170,20 +170,7 @@ class Narration:
         return 0, "the run succeeded"
 
     def summary(self, now: float, stopped_by: str = "") -> Lines:
-        """The table of generations, then time and speed, then the verdict, or that the simulation was stopped."""
-        story = self.story
-        rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again")]
-        for chapter in story.chapters:
-            pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
-            counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
-            rows.append((str(chapter.number), chapter.cause, *counts, pause, f"{chapter.redone:,}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "-" * max(map(len, lines)))
-        # Steps are reported ten times a second, the last one by its commit. The first resume point is where we began.
-        steps = max(story.step, story.checkpoint) - (story.chapters[0].resume_step if story.chapters else 0)
-        times = f"wall time {now - self.started_at:.1f} s, {counted(steps, 'step')}"
-        if story.first_step_at is not None and story.last_step_at > story.first_step_at:
-            times += f", {(steps - 1) / (story.last_step_at - story.first_step_at):.1f} steps/s"
+        """Where the time went, what each change cost, the verdict, or that the simulation was stopped."""
+        times = f"wall time {now - self.started_at:.1f} s, {report.paces(self.story)}"
         end = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
-        return (Line(""), *map(Line, lines), Line(""), Line(f"{times}. {end}"))
+        return (Line(""), *map(Line, report.body(self.story)), Line(""), Line(f"{times}. {end}"))

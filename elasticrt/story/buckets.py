@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import groupby
 
 from elasticrt import events
 
@@ -51,6 +52,13 @@ _PHASES = {
     "restore": RESTORE,
     "first_step": TRAIN,
 }
+
+
+SPANS_MAX = 4000
+"""So many spans of a life are kept; then training is told in coarser pieces."""
+
+_TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
+_PIECE = 64
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class LifeSpans:
         self.begin = self._cursor = begin
         self._redone_until = redone_until
         self._spans: list[Span] = []
+        self._spans_max = SPANS_MAX
         self._mode = "start"  # Then "idle", without a seat; "seated", before the first step; "training"; "over".
         self._generation = 0  # The newest that has trained here,
         self._newest = 0  # and the newest with a seat for this node.
@@ -207,6 +216,9 @@ class LifeSpans:
         else:
             self._spans.append(Span(self._cursor, end, bucket))
         self._cursor = end
+        if len(self._spans) > self._spans_max:
+            self._spans = coarser(self._spans)
+            self._spans_max = max(SPANS_MAX, 2 * len(self._spans))
 
     def _train_to(self, end: float) -> None:
         """From the cursor to `end` it trained, but for what the marks say."""
@@ -224,6 +236,24 @@ class LifeSpans:
         self._base = seconds
         self._to(min(end, self._redone_until.get(self._generation, -math.inf)), REDONE)
         self._to(end, TRAIN)
+
+
+def coarser(spans: Sequence[Span]) -> list[Span]:
+    """The same totals in fewer spans: of up to 64 neighbours of training each bucket is one piece."""
+    found: list[Span] = []
+    for trains, group in groupby(spans, lambda span: span.bucket in _TRAINING):
+        mine = list(group)
+        if not trains:
+            found += mine
+            continue
+        for begin in range(0, len(mine), _PIECE):
+            piece = mine[begin : begin + _PIECE]
+            at = piece[0].begin
+            for bucket, spent_s in totals(piece).items():
+                found.append(Span(at, at + spent_s, bucket))
+                at += spent_s
+            found[-1] = Span(found[-1].begin, piece[-1].end, found[-1].bucket)
+    return found
 
 
 def together(lives: Iterable[Iterable[Span]]) -> list[Span]:

@@ -152,7 +152,7 @@ class Story:
         checkpoints: how many there were.
         troubles: what has failed, in order.
         result: how the run has ended; `text`: the report of a failed one.
-        begin, last: when the first event was, and the last.
+        begin, last: when the first event was, and the last; 0 before there is one.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Story:
         self.troubles: list[Trouble] = []
         self.result: events.Result | None = None
         self.text = ""
-        self.begin: float | None = None
+        self.begin = 0.0
         self.last = 0.0
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
@@ -204,7 +204,7 @@ class Story:
     def tell(self, record: events.Record) -> float:  # noqa: PLR0912  One table of kinds.
         """Take note of an event; when it happened."""
         at, event, node = self.clocks.when(record), record.event, record.node
-        self.begin = at if self.begin is None else min(self.begin, at)
+        self.begin = min(self.begin or at, at)
         self.last = max(self.last, at)
         if isinstance(event, events.AgentStarted):
             self._agent_started(event, record, at)
@@ -220,6 +220,8 @@ class Story:
                 self._phases(event)
             case events.Step():
                 self._step(event, at)
+            case events.Progress() if event.step > self.step:  # Of a node without rank 0, and of its own events only.
+                self._stepped(event.generation, event.step, at)
             case events.Committed():
                 if event.step >= self.checkpoint:
                     self.checkpoint, self.checkpoint_at = event.step, at

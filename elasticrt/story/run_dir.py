@@ -6,6 +6,7 @@ from pathlib import Path
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import files, records
+from elasticrt.events import VERSION
 from elasticrt.story.fold import Story, told
 
 
@@ -26,17 +27,22 @@ def find(run: str, log_dir: str) -> Path:
 
 
 def read(directory: Path) -> Story:
-    """The story that its files tell by now. Raises ConfigError for files that cannot be read."""
+    """The story that its files tell by now. Raises ConfigError for files that cannot be read, or say nothing."""
     try:
-        return told(record for path in files(directory) for record in records(path))
+        story = told(record for path in files(directory) for record in records(path))
     except OSError as error:
         raise ConfigError(
             explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))
         ) from None
+    if not story.lives:
+        got, expected = "no start of an agent", f"events of version {VERSION}"
+        raise ConfigError(explain("events that say nothing", str(directory), got=got, expected=expected))
+    return story
 
 
 def newest(log_dir: str) -> list[Path]:
-    """The directories of all runs below `log_dir`, that with the newest event first."""
+    """The directories of all runs below `log_dir` whose events can be read, that with the newest event first."""
     found = {path: files(path) for path in Path(log_dir).glob("*") if path.is_dir()}
-    written = {path: max(file.stat().st_mtime for file in kept) for path, kept in found.items() if kept}
+    readable = {path: kept for path, kept in found.items() if any(next(records(file), None) for file in kept)}
+    written = {path: max(file.stat().st_mtime for file in kept) for path, kept in readable.items()}
     return sorted(written, key=written.__getitem__, reverse=True)

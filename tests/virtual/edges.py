@@ -73,6 +73,9 @@ class VirtualEvents:
         self.sim = sim
         self.node = node
 
+    def follow(self, heard: Callable[[events.Record], object]) -> None:
+        """See `EventLog`. What a virtual agent knows of its story is never asked for."""
+
     def rename(self, node: str) -> None:
         """See `EventLog`."""
         self.node = node

@@ -131,7 +131,8 @@ def test_a_stand_is_looked_at_closer_ever_more_rarely() -> None:
         pytest.param(StallLimits(), (105, 145), 810.0, True, id="twenty times as long as that"),
         pytest.param(StallLimits(hang_s=0.0), (0, 0), 1e6, False, id="switched off"),
         pytest.param(StallLimits(hang_s=1e3), (0, 0), 601.0, False, id="told to wait longer"),
-        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1e6, False, id="too early in the generation"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1799.0, False, id="early in the generation"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1801.0, True, id="three times as long"),
     ],
 )
 def test_stalled(limits: StallLimits, quiet: tuple[float, float], age: float, stalls: bool) -> None:

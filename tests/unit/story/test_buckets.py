@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from elasticrt import events
-from elasticrt.story.buckets import together, totals
+from elasticrt.story.buckets import SPANS_MAX, together, totals
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 100, "agree": 200, "stop": 0, "script": 50, "init": 50, "restore": 100, "first_step": 500}
@@ -130,3 +130,15 @@ def test_the_present_counts_while_a_node_lives():
     told = story([*THREE_STEPS, (5.0, "a", events.MemberLost("b", "b lost"))])
     a, b = told.lives
     assert (told.spans_of(a, 10.0)[-1].end, told.spans_of(b, 10.0)[-1].end) == (10.0, 4.0)
+
+
+def test_a_long_life_is_kept_in_few_spans():
+    """However long a node trains, what is kept of it is bounded, and no second is lost."""
+    ticks = [(10.0 + 5 * n, "a", events.Progress(1, 50 * (n + 1), 1.0 * n, 0.5 * n, 0.25 * n)) for n in range(1500)]
+    told = story([*THREE_STEPS, *ticks])
+    spans = told.spans_of(told.lives[0])
+    assert len(spans) < SPANS_MAX
+    spent = totals(spans)
+    assert (spent["data wait"], spent["pause"]) == (pytest.approx(1499.0), pytest.approx(374.75))
+    assert sum(spent.values()) == pytest.approx(told.last)
+    assert all(left.end == pytest.approx(right.begin) for left, right in pairwise(spans))

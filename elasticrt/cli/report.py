@@ -1,0 +1,178 @@
+"""`elasticrt report`, `runs`, `events` and `logs`: what a run's directory tells, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from elasticrt import events
+from elasticrt.errors import EXIT_OK, ConfigError, explain
+from elasticrt.event_log import files
+from elasticrt.ipc.file_modes import opener
+from elasticrt.ipc.std_streams import write
+from elasticrt.run_options import RunOptions
+from elasticrt.story import report, run_dir
+from elasticrt.story.fold import Clocks
+from elasticrt.story.page import page
+from elasticrt.text import plain
+
+LOOK_EVERY_S = 0.2
+RUNS_SHOWN = 20
+
+REPORT = """\
+examples:
+  elasticrt report calm-fox-k7m2p
+  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html      needs matplotlib
+
+Nodes without a shared directory each have the events of their own: copy them into one to see them together.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Register the commands."""
+    made = _command(subparsers, "report", show, "show how a run went: where its time went, what changes cost", REPORT)
+    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
+    runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", "", run=False)
+    runs.set_defaults(run=None)
+    text = "show the runs of this machine on a page of a browser, until interrupted"
+    shown = _command(subparsers, "dashboard", show_dashboard, text, "", run=False)
+    shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
+    listed = _command(
+        subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", ""
+    )
+    listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
+    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", "")
+    logs.add_argument("rank", metavar="RANK", nargs="?", type=int, help="of this global rank only")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
+
+
+def _command(
+    subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = True
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. Reads the run's directory; no etcd is needed.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if run:
+        parser.add_argument(
+            "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
+        )
+    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    parser.set_defaults(func=act)
+    return parser
+
+
+def directory_of(arguments: argparse.Namespace) -> Path:
+    """The directory of the run that was named, else of the newest. Raises ConfigError where there is none."""
+    if arguments.run is not None:
+        return run_dir.find(arguments.run, arguments.log_dir)
+    found = run_dir.newest(arguments.log_dir)
+    if not found:
+        what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
+        raise ConfigError(explain(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy))
+    return found[0]
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print the report, or write it. Raises ConfigError for a run that is not there, and where it can't be written."""
+    story = run_dir.read(directory_of(arguments))
+    if not arguments.html:
+        write(sys.stdout, plain("\n".join(report.report(story))) + "\n")
+        return EXIT_OK
+    text = page(story)
+    try:
+        with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(explain("the report cannot be written", arguments.html, got=str(error.strerror))) from None
+    write(sys.stdout, f"written: {arguments.html}\n")
+    return EXIT_OK
+
+
+def show_runs(arguments: argparse.Namespace) -> int:
+    """Print a line for each run."""
+    rows = [("run", "begun", "nodes", "steps", "goodput", "")]
+    found = run_dir.newest(arguments.log_dir)
+    for directory in found[:RUNS_SHOWN]:
+        story = run_dir.read(directory)
+        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
+        nodes = str(len({life.node for life in story.lives}))
+        rows.append(
+            (directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", report.state(story))
+        )
+    lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
+    if len(found) > RUNS_SHOWN:
+        lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")
+    write(sys.stdout, plain("\n".join(lines)) + "\n")
+    return EXIT_OK
+
+
+def show_dashboard(arguments: argparse.Namespace) -> int:
+    """Serve the page. Raises ConfigError where the address cannot be had."""
+    from elasticrt.cli.dashboard import serve
+
+    return serve(arguments.listen, arguments.log_dir)
+
+
+def show_events(arguments: argparse.Namespace) -> int:
+    """Print the lines of all nodes in the order of time; with `follow` those that come, until interrupted."""
+    directory, clocks = directory_of(arguments), Clocks()
+    for batch in looks(lambda: files(directory), follow=arguments.follow):
+        lines = [line for text in batch.values() for line in text.splitlines()]
+        known = [(clocks.when(record), line) for line in lines if (record := events.decode(line)) is not None]
+        write(sys.stdout, "".join(f"{line}\n" for _, line in sorted(known, key=lambda each: each[0])))
+    return EXIT_OK
+
+
+def show_logs(arguments: argparse.Namespace) -> int:
+    """Print what workers have printed, generation by generation; with `follow` what they print from now on, too.
+
+    Raises ConfigError where nothing is kept.
+    """
+    directory, rank = directory_of(arguments), arguments.rank
+    pattern = f"generation-*/rank-{'*' if rank is None else rank}.*"
+
+    def logs() -> list[Path]:
+        found = [path for path in (directory / "logs").glob(pattern) if path.suffix in (".out", ".err")]
+        return sorted(found, key=lambda path: (int(path.parent.name.rpartition("-")[2]), path.name))
+
+    if not logs() and not arguments.follow:
+        got = "no such rank" if rank is not None else "nothing was printed, or it was not kept"
+        raise ConfigError(explain("no logs", str(directory / "logs"), got=got, expected="files rank-R.NODE.out, .err"))
+    before = None
+    for batch in looks(logs, follow=arguments.follow):
+        for path, text in batch.items():
+            if path != before:
+                write(sys.stdout, f"==> {path.relative_to(directory)} <==\n")
+                before = path
+            write(sys.stdout, text)
+    return EXIT_OK
+
+
+def looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
+    """What the files have more than at the look before: whole lines while somebody may write the rest."""
+    offsets: dict[Path, int] = {}
+    while True:
+        batch = {}
+        for path in paths():
+            with path.open("rb") as file:
+                file.seek(offsets.get(path, 0))
+                data = file.read()
+            data = data[: data.rfind(b"\n") + 1] if follow else data
+            if data:
+                offsets[path] = offsets.get(path, 0) + len(data)
+                batch[path] = data.decode(errors="replace")
+        yield batch
+        if not follow:
+            return
+        time.sleep(LOOK_EVERY_S)

@@ -1,0 +1,210 @@
+"""The report of a run as text: how it ended, where its time went, what each change cost, what failed. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from elasticrt.ipc.wording import counted
+from elasticrt.story.buckets import BUCKETS, TRAIN, totals
+from elasticrt.story.fold import Chapter, Story
+
+NODES_SHOWN = 4
+"""More nodes than that get one column together."""
+
+PHASES_SHOWN = 3
+PHASE_S_MIN = 0.005
+CHANGES_SHOWN = 12
+FAILURES_SHOWN = 3
+
+
+def report(story: Story, now: float | None = None) -> list[str]:
+    """All of it. `now`: for a run that still lives."""
+    return [*head(story, now), "", *body(story, now)]
+
+
+def head(story: Story, now: float | None = None) -> list[str]:
+    """What the run is, how it ended, how far it came, and what part of its time was of use."""
+    nodes = list(dict.fromkeys(life.node for life in story.lives))
+    lines = [f"run {story.run_id}: {state(story)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
+    return [*lines, paces(story), worth(story, now), changes(story)]
+
+
+def summary(story: Story) -> list[str]:
+    """A few lines for the end of an agent, from what it has written itself: one node's view."""
+    if not story.chapters:
+        return []
+    lines = [paces(story), worth(story), changes(story)]
+    by_node = Counter(trouble.node for trouble in story.troubles)
+    if by_node:
+        lines.append("failures: " + ", ".join(f"{node} ({count})" for node, count in by_node.most_common(NODES_SHOWN)))
+    return lines
+
+
+def body(story: Story, now: float | None = None) -> list[str]:
+    """Where the time went, the generations, and what failed."""
+    lines = [*time_table(story, now), "", *generation_table(story)]
+    failures = failure_lines(story)
+    return [*lines, "", *failures] if failures else lines
+
+
+def state(story: Story) -> str:
+    """How it ended, or where it stands."""
+    if story.result is not None:
+        return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
+    if story.alive():
+        last = datetime.fromtimestamp(story.last, timezone.utc)
+        return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
+    codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
+    return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
+
+
+def paces(story: Story) -> str:
+    """How many steps it made, how fast, and what is saved of them."""
+    steps = made(story)
+    text = counted(steps, "step")
+    took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
+    if took_s > 0:
+        text += f", {(steps - 1) / took_s:.1f} steps/s"
+    if story.scalars:
+        text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
+    return text + (f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint")
+
+
+def made(story: Story) -> int:
+    """Steps that the run has come forward, as far as the events tell.
+
+    Steps are reported ten times a second, the last one by its commit. The first resume point is where it began.
+    """
+    return max(story.step, story.checkpoint) - (story.chapters[0].resume_step if story.chapters else 0)
+
+
+def worth(story: Story, now: float | None = None) -> str:
+    """What part of the time went into steps that count, and what took most of the rest."""
+    spent = totals(story.spans(now))
+    total_s = sum(spent.values())
+    rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
+    shares = ", ".join(f"{name} {spent_s / total_s:.1%}" for spent_s, name in rest)
+    return f"goodput {story.goodput(now):.1%} of {seconds(total_s)}" + (f"; {shares}" if shares else "")
+
+
+def changes(story: Story) -> str:
+    """How often the membership has changed, and what that has cost."""
+    lost = sum(chapter.redone for chapter in story.chapters)
+    again = f"{counted(lost, 'step')} done again" if lost else "no step lost"
+    pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
+    longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
+    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}; {again}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them by name."""
+    shown = ", ".join(names[: NODES_SHOWN + 1])
+    return shown if len(names) <= NODES_SHOWN + 1 else f"{shown}, and {len(names) - NODES_SHOWN - 1} more"
+
+
+def seconds(value_s: float) -> str:
+    """A duration for people: `0.07 s`, `41.2 s`, `1 h 04 min`."""
+    if value_s < 1:
+        return f"{value_s:.2f} s"
+    if value_s < 120:
+        return f"{value_s:.1f} s"
+    minutes = round(value_s / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
+    """The report for programs: values that JSON has, seconds and steps."""
+    result = None if story.result is None else vars(story.result)
+    chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.chapters]
+    return {
+        "run_id": story.run_id,
+        "run_dir": story.run_dir,
+        "state": state(story),
+        "result": result,
+        "begin": story.begin,
+        "last": story.last,
+        "nodes_alive": list(story.alive()),
+        "step": story.step,
+        "epoch": story.epoch,
+        "scalars": dict(story.scalars),
+        "checkpoint": story.checkpoint,
+        "goodput": story.goodput(now),
+        "seconds": totals(story.spans(now)),
+        "seconds_by_node": story.by_node(now),
+        "generations": chapters,
+        "failures": [vars(trouble) for trouble in story.troubles],
+    }
+
+
+# Tables.
+
+
+def columns(story: Story, now: float | None = None) -> dict[str, dict[str, float]]:
+    """Seconds by bucket: of the run, and of each node, or of all nodes together where they are many."""
+    nodes = story.by_node(now)
+    whole = {"run": totals(story.spans(now))}
+    if len(nodes) <= NODES_SHOWN:
+        return whole | nodes
+    names = dict.fromkeys(name for spent in nodes.values() for name in spent)
+    return whole | {"all nodes": {name: sum(spent.get(name, 0.0) for spent in nodes.values()) for name in names}}
+
+
+def time_table(story: Story, now: float | None = None) -> list[str]:
+    """Where the time went: seconds and shares by bucket."""
+    found = columns(story, now)
+    names = [name for name in BUCKETS if any(name in spent for spent in found.values())]
+    rows = [("where the time went", *found)]
+    sums = {column: sum(spent.values()) for column, spent in found.items()}
+    for name in names:
+        rows.append((name, *(share(spent.get(name, 0.0), sums[column]) for column, spent in found.items())))
+    rows.append(("in all", *(share(total_s, total_s) for total_s in sums.values())))
+    return table(rows)
+
+
+def share(spent_s: float, total_s: float) -> str:
+    """`12.1 s  4.20%`, or a dash for nothing."""
+    return f"{seconds(spent_s):>8} {spent_s / total_s:>7.2%}" if spent_s and total_s else "-"
+
+
+def generation_table(story: Story) -> list[str]:
+    """A row for each generation with its cost; of very many the first and the last."""
+    rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
+    left_out = len(story.chapters) - CHANGES_SHOWN
+    for place, chapter in enumerate(story.chapters):
+        if left_out > 0 and 1 <= place <= left_out:
+            continue
+        pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
+        counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
+        rows.append((str(chapter.number), chapter.cause, *counts, pause, f"{chapter.redone:,}", longest(chapter)))
+    lines = table(rows)
+    return [*lines[:3], f"... {counted(left_out, 'generation')} ...", *lines[3:]] if left_out > 0 else lines
+
+
+def longest(chapter: Chapter) -> str:
+    """The phases that took most of a pause."""
+    ordered = sorted(chapter.phases.items(), key=lambda phase: -phase[1])
+    shown = [f"{name} {took_s:.2f} s" for name, took_s in ordered[:PHASES_SHOWN] if took_s >= PHASE_S_MIN]
+    return ", ".join(shown)
+
+
+def failure_lines(story: Story) -> list[str]:
+    """What failed, by node, the node with most failures first."""
+    by_node: dict[str, list[str]] = {}
+    for trouble in story.troubles:
+        by_node.setdefault(trouble.node, []).append(trouble.what)
+    lines = ["failures by node"] if by_node else []
+    for node, what in sorted(by_node.items(), key=lambda item: -len(item[1])):
+        kinds = list(dict.fromkeys(what))
+        more = f"; and {len(kinds) - FAILURES_SHOWN} more" if len(kinds) > FAILURES_SHOWN else ""
+        lines.append(f"  {node}: {len(what)} ({'; '.join(kinds[:FAILURES_SHOWN])}{more})")
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows with their columns in line, and a rule below the first."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,0 +1,148 @@
+"""What is reported of a run: as text, as a page, and by the commands that read its directory."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+
+import pytest
+
+from elasticrt import events
+from elasticrt.cli.main import main
+from elasticrt.story.page import page
+from elasticrt.story.report import report
+from tests.unit.story.told import THREE_STEPS, begun, story
+
+PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
+LOST = [
+    *THREE_STEPS,
+    (8.0, "a", events.Step(1, 40, 0, {"loss": 0.5})),
+    (10.0, "a", events.MemberLost("b", "b lost")),
+    (10.0, "a", begun(2, "a", "lost", "b lost")),
+    (10.5, "a", events.FirstStep(2, 31, 30, 0.5, 10)),
+    (10.5, "a", events.Recovery(2, 0.5, PAUSE)),
+    (12.0, "a", events.Step(2, 60, 1, {"loss": 0.25})),
+    (12.0, "a", events.Committed(60, 2)),
+    (13.0, "a", events.Result("succeeded", 0, "all ended well")),
+    (13.0, "a", events.AgentStopped(0)),
+]
+TEXT = """\
+run calm-fox: succeeded: all ended well
+2 nodes: a, b
+60 steps, 7.4 steps/s, loss 0.25; newest checkpoint: step 60
+goodput 57.7% of 13.0 s; start 11.5%, redone steps 11.5%, set-up 7.7%
+1 change of membership, the longest pause 0.50 s; 10 steps done again
+
+where the time went  run               a                 b
+train                   7.5 s  57.69%     7.5 s  57.69%  0.50 s  14.29%
+redone steps            1.5 s  11.54%     1.5 s  11.54%  -
+detect                 0.10 s   0.77%    0.10 s   0.77%  -
+agree                  0.20 s   1.54%    0.20 s   1.54%  -
+re-form                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
+set-up                  1.0 s   7.69%     1.0 s   7.69%   1.0 s  28.57%
+restore                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
+start                   1.5 s  11.54%     1.0 s   7.69%   1.0 s  28.57%
+waiting for nodes      0.50 s   3.85%     1.0 s   7.69%  0.50 s  14.29%
+in all                 13.0 s 100.00%    13.0 s 100.00%   3.5 s 100.00%
+
+generation  cause   nodes  world size  from step  pause   steps done again  longest phases
+1           start   2      2           0          -       0          start 0.50 s, script 0.50 s, first_step 0.50 s
+2           b lost  1      1           30         0.50 s  10                agree 0.20 s, detect 0.10 s, restore 0.10 s
+
+failures by node
+  b: 1 (b lost)"""
+
+
+def words_of(text):
+    """The words of each line, but for rules."""
+    return [line.split() for line in text.splitlines() if set(line) != {"-"}]
+
+
+def test_the_report_as_text():
+    """Result, goodput, the time of the run and of each node, the generations with their cost, the failures."""
+    assert words_of("\n".join(report(story(LOST)))) == words_of(TEXT)
+
+
+def test_a_run_of_many_nodes_and_generations_is_short():
+    """Many nodes share a column, many generations show their first and last, and no line is without end."""
+    many = [
+        (float(at), name, events.AgentStarted(1, "r", "e", "d", "m", 1, 99))
+        for at, name in enumerate(f"n{place}" for place in range(40))
+    ]
+    changes = [(50.0 + number, "n0", begun(number, "ab", "lost", "a lost")) for number in range(1, 60)]
+    lines = report(story([*many, *changes]))
+    assert len(lines) < 30
+    assert "40 nodes: n0, n1, n2, n3, n4, and 35 more" in lines
+    assert "... 47 generations ..." in lines
+    assert any(line.endswith("all nodes") for line in lines)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The directory of the runs: one of them is that of `LOST`, with half a line at its end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ELASTICRT_LOG_DIR", raising=False)
+    directory = tmp_path / "elasticrt_runs" / "calm-fox"
+    (directory / "logs" / "generation-1").mkdir(parents=True)
+    (directory / "logs" / "generation-1" / "rank-0.a.out").write_text("hello\n")
+    for at, node, event in LOST:
+        line = events.encode(event, node, at, datetime.fromtimestamp(at, timezone.utc))
+        with (directory / f"events-{node}.jsonl").open("ab") as file:
+            file.write(line + b"\n")
+    with (directory / "events-b.jsonl").open("ab") as file:
+        file.write(b'{"v": 1, "eve')
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["calm-fox"], ["elasticrt_runs/calm-fox"], []])
+def test_an_ended_run_is_reported_from_its_directory(run, capsys, words):
+    """By its name, by its directory, or as the newest; no etcd is asked."""
+    assert main(["report", *words]) == 0
+    assert words_of(capsys.readouterr().out) == words_of(TEXT)
+
+
+@pytest.mark.slow  # matplotlib takes a second to import.
+def test_a_page_needs_nothing_else(run, capfd):
+    """The page is one file: the plots are inside it, nothing is loaded, and its ink is that of the page."""
+    pytest.importorskip("matplotlib")
+    assert main(["report", "--html", "report.html"]) == 0
+    text = (run / "report.html").read_text()
+    assert text.count("<svg") == 1
+    assert "currentColor" in text
+    assert "b lost" in text
+    assert not [word for word in ("<script", "<link", "src=", "url(http", "@import") if word in text]
+    assert capfd.readouterr().out == "written: report.html\n"
+    assert main(["report", "--html", "nowhere/report.html"]) == 2
+    assert "cannot be written (nowhere/report.html): got No such file" in capfd.readouterr().err
+
+
+def test_a_page_without_matplotlib(monkeypatch):
+    """One sentence says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Exception, match="pip install matplotlib"):
+        page(story(LOST))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        ("runs", 0, "calm-fox"),
+        ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
+        ("logs calm-fox 7", 2, "no such rank"),
+        ("report other", 2, "no such run (other)"),
+        ("runs --log-dir nowhere", 0, "no runs in nowhere"),
+        ("events --log-dir nowhere", 2, "there is no run here (nowhere)"),
+    ],
+)
+def test_what_a_directory_tells(run, capfd, words, code, shown):
+    """The commands that read a run's directory say what is there, or in one line what is not."""
+    assert main(words.split()) == code
+    said = capfd.readouterr()
+    assert shown in said.out + said.err
+
+
+def test_events_come_in_the_order_of_time(run, capsys):
+    """The lines of all nodes, merged; a line that is half is left out."""
+    assert main(["events", "calm-fox"]) == 0
+    found = [events.decode(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each.time, each.node, each.event) for each in found if each] == LOST
