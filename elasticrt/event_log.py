@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 
 TAIL_BYTES = 1 << 16
+PIECE_BYTES = 1 << 20
 
 
 def files(directory: Path) -> list[Path]:
@@ -30,12 +31,18 @@ def files(directory: Path) -> list[Path]:
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
     """What a file of events says, in the order it was written; of its last `tail_bytes` bytes only, if given.
 
-    Lines that cannot be read are left out: a killed agent or a full disk ends a file within one. Raises OSError.
+    Lines that cannot be read are left out: a killed agent or a full disk ends a file within one. The file is open only
+    while a piece of it is read, because a run may have thousands of them. Raises OSError.
     """
-    with path.open("rb") as file:
-        if tail_bytes is not None:
-            file.seek(max(0, path.stat().st_size - tail_bytes))
-        for line in file:
+    at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
+    rest, data = b"", b" "
+    while data:
+        with path.open("rb") as file:
+            file.seek(at)
+            data = file.read(PIECE_BYTES)
+        at += len(data)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines if data else [rest]:
             record = events.decode(line)
             if record is not None:
                 yield record

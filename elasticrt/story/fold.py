@@ -9,8 +9,9 @@ wall clock; between machines by the wall clock that each had when its first even
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from elasticrt import events
@@ -31,7 +32,7 @@ class Clocks:
         """When `record` happened. Those of one node are to be asked for in the order they were written."""
         if isinstance(record.event, events.AgentStarted) and record.event.machine:
             self._machines[record.node] = record.event.machine
-        machine = self._machines.get(record.node, f"the machine of {record.node}")
+        machine = self._machines.get(record.node) or f"the machine of {record.node}"
         return self._zeros.setdefault(machine, record.time - record.at) + record.at
 
 
@@ -228,7 +229,7 @@ class Story:
                 self.checkpoints += 1
             case events.WorkerEnded() if event.failure and not event.collateral:
                 self.troubles.append(Trouble(at, node, event.failure, event.generation))
-            case events.MemberLost():
+            case events.MemberLost() if not self._has_left(event.lost):
                 number = self.chapter.number if self.chapter is not None else 0
                 self.troubles.append(Trouble(at, event.lost, event.how, number))
             case events.Failure():
@@ -321,6 +322,10 @@ class Story:
         if chapter is not None and chapter.redone and step >= chapter.resume_step + chapter.redone:
             self._redone_until[generation] = min(at, self._redone_until[generation])
 
+    def _has_left(self, node: str) -> bool:
+        life = self._present.get(node)
+        return life is not None and life.code is not None
+
     def _was_short(self, generation: int) -> bool:
         """Whether too few nodes were left of the generation before, so that the others waited for more."""
         chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
@@ -356,10 +361,13 @@ class Story:
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
 
-def told(records: Iterable[events.Record]) -> Story:
-    """The story of events that come node by node, each node's in the order they were written."""
+def told(*sources: Iterable[events.Record]) -> Story:
+    """The story of events that come from several sources, such as a file for each node: each in order."""
     story = Story()
-    known = [(story.clocks.when(record), record) for record in records]
-    for _, record in sorted(known, key=lambda each: each[0]):
+
+    def timed(source: Iterable[events.Record]) -> Iterator[tuple[float, events.Record]]:
+        return ((story.clocks.when(record), record) for record in source)
+
+    for _, record in heapq.merge(*map(timed, sources), key=lambda each: each[0]):
         story.tell(record)
     return story
