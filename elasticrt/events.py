@@ -235,10 +235,12 @@ class Committed:
     Attributes:
         step: the step it holds.
         generation: that saved it.
+        bytes: its size.
     """
 
     step: int
     generation: int
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -362,6 +364,27 @@ class Paused(Stalled):
 
 
 @dataclass(frozen=True)
+class Culprit:
+    """Steps stand still, and the others wait for these ranks. A warning: nothing is ended. The node of rank 0 says it.
+
+    Attributes:
+        generation: the generation.
+        step: the last step, counted over the whole run.
+        age_s: seconds since then.
+        ranks: global ranks; none where no rank is behind the others.
+        nodes: theirs, or nodes that do not answer.
+        reason: what they do, where in the script, and what the others wait for.
+    """
+
+    generation: int
+    step: int
+    age_s: float
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class Failure:
     """The report of a run that has failed.
 
@@ -431,6 +454,7 @@ Event = (
     | Stalled
     | Late
     | Paused
+    | Culprit
     | Failure
     | Result
     | AgentStopped

@@ -272,15 +272,19 @@ def endpoints(text: str) -> tuple[Address, ...]:
     return parse_endpoints(text)
 
 
-def host_and_port(text: str) -> tuple[str, int]:
-    """`HOST:PORT`."""
-    host, colon, port = text.rpartition(":")
-    if not colon:
-        raise ValueError("HOST:PORT")
-    return check_host(host, "--peer"), whole(1, 65535)(port)
+def host_and_port(where: str, default: str = "") -> Callable[[str], tuple[str, int]]:
+    """A parser for HOST:PORT, given with the option `where`; with a `default` host for PORT alone as well.
+
+    It raises ConfigError for a host that is none.
+    """
+
+    def parse(text: str) -> tuple[str, int]:
+        host, colon, port = text.rpartition(":")
+        if not colon and not default:
+            raise ValueError("HOST:PORT")
+        return check_host(host, where) if colon else default, whole(0, 65535)(port)
+
+    return parse
 
 
-def health_address(text: str) -> tuple[str, int]:
-    """`PORT` or `HOST:PORT`, loopback without a host. Raises ConfigError for a host that is none."""
-    host, colon, port = text.rpartition(":")
-    return check_host(host, "--health-port") if colon else "127.0.0.1", whole(0, 65535)(port)
+health_address = host_and_port("--health-port", "127.0.0.1")

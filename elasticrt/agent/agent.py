@@ -11,8 +11,8 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elasticrt import events
@@ -59,6 +59,14 @@ AT_ONCE_S = 1.0
 
 TURN_S = 1.0
 """A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the workers of other nodes are in a generation, as their agents say."""
+
+    generation: int
+    by_node: Mapping[str, object]
 
 
 class Agent(Side):
@@ -153,6 +161,10 @@ class Agent(Side):
         self._attend()
         ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
         self.node.do_what_is_due(now, [other for other in ended if other != node])
+        asks = self.node.asks_for_positions(now)
+        if asks:
+            others = [seat for seat in view.order() if seat.node != node]
+            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(asks, found)))
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
@@ -226,11 +238,13 @@ class Agent(Side):
             case WorkerSaid(message=message) if isinstance(message, Request):
                 self._send_errand(event)
             case Commit():
-                self.voice.event(events.Committed(step=event.step, generation=event.generation))
+                self.voice.event(events.Committed(step=event.step, generation=event.generation, bytes=event.size))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
                 self.node.stalled(event)
+            case Positions(generation, by_node):
+                self.node.blame(generation, by_node)
 
     # Coming.
 
@@ -254,6 +268,7 @@ class Agent(Side):
             settings.run_id,
             lambda: (self.member.me.record.incarnation, self.member.me.started),
             self._known,
+            lambda: [each.to_json() for each in self.node.hangs.positions],
         )
         self.node.seating.ports.bind(address)
         record = MemberRecord(

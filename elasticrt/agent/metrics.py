@@ -38,6 +38,7 @@ class Metrics:
 
         self._story = Story()
         self._spent: Counter[str] = Counter(dict.fromkeys(BUCKETS, 0.0))
+        self._saved: events.Committed | None = None
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
         self._now = 0.0
@@ -47,8 +48,11 @@ class Metrics:
     def tell(self, record: events.Record) -> None:
         """Take note of an event of this node."""
         self._story.tell(record)
-        if isinstance(record.event, events.Copied):
-            self._copied = record.event
+        match record.event:
+            case events.Committed():
+                self._saved = record.event
+            case events.Copied():
+                self._copied = record.event
 
     def text(self, noted: HealthState, now: float) -> bytes:
         """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
@@ -92,8 +96,10 @@ class Metrics:
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Workers of this node that failed, and nodes it has taken out.", "", {"": failed})
         yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})
-        yield _gauge("checkpoint_step", "The newest of them.", story.checkpoint or None)
-        yield _gauge("checkpoint_timestamp_seconds", "When that was, since 1970.", story.checkpoint_at)
+        if self._saved is not None:
+            yield _gauge("checkpoint_step", "The newest of them.", self._saved.step)
+            yield _gauge("checkpoint_bytes", "Its size.", self._saved.bytes)
+            yield _gauge("checkpoint_timestamp_seconds", "When it was committed, since 1970.", story.checkpoint_at)
         if self._copied is not None:
             yield _gauge("copy_step", "The newest copy of the state in this node's memory.", self._copied.step)
             yield _gauge("copy_bytes", "Its size.", self._copied.bytes)

@@ -1,7 +1,8 @@
 """What workers ask of etcd, carried out for them: commits and shared preparations, all fenced by their generation.
 
 On a thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
-answered exactly once. An answer of "no" says why; the worker warns its user and goes on training.
+answered exactly once. An answer of "no" says why; the worker warns its user and goes on training. After one that is
+unsure, because etcd is away, it asks again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import Built, Claim, Own, Reply, Request, Save
+from elasticrt.ipc.messages import UNSURE, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
@@ -132,8 +133,7 @@ class StoreRequests:
                 return self._claim(errand, request)
             return self._settle(errand, request)
         except StoreUnavailable as error:
-            unsure = "" if isinstance(request, Save) else "unsure: "
-            return Reply(request.request, False, f"{unsure}etcd does not answer: {error}")
+            return Reply(request.request, False, f"{UNSURE}etcd does not answer: {error}")
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 
@@ -172,7 +172,9 @@ class StoreRequests:
                     raise
                 log.warning("commit of step %d: outcome unknown, reading back (%s)", head.step, error)
             if not self._pause():
-                return Reply(request.request, False, "etcd does not answer: the outcome of the commit is unknown")
+                return Reply(
+                    request.request, False, f"{UNSURE}etcd does not answer: the outcome of the commit is unknown"
+                )
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
         current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)

@@ -12,7 +12,7 @@ get their seats is in `agent.seating`, who sets up beside the training in `agent
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +181,8 @@ class Supervisor:
         self._start_missing(now)
         self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
         self._end_stopped(now)
+        if self._state.failed_at is None and self._state.running and not self._state.holding:
+            self.hangs.look_closer(now, self.pages.of(self._state), self._workers, self._state.number)
         if self._state.failed_at is None and self._state.running:
             self.hangs.ask_if_stalled(now, self._workers, self._state.number)
         self.look_for_laggards(now, elsewhere)
@@ -244,6 +246,20 @@ class Supervisor:
         if missing and self._joining.beside is not None:
             envs = [beside_env(self._settings, *self._joining.beside, rank) for rank in missing]
             self.seating.start_beside(self._workers, envs)
+
+    def asks_for_positions(self, now: float) -> int:
+        """The generation in which it is time `now` to ask the other nodes where their workers are; 0: it is not.
+
+        The node of rank 0 asks.
+        """
+        state = self._state
+        due, first = self.hangs.is_to_ask(now), state.seat is not None and state.seat.index == 0
+        return state.number if due and first and state.running else 0
+
+    def blame(self, generation: int, others: Mapping[str, object]) -> None:
+        """The other nodes have said where their workers are in `generation`."""
+        if self._state.running and generation == self._state.number:
+            self.hangs.blame(generation, self._names, others)
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""
@@ -500,6 +516,11 @@ class Supervisor:
         The next generation ends them. Were it done here, other nodes' would fail of that before they have shown theirs.
         """
         state = self._state
+        if event.why == "closer":
+            if self._is_current(event):
+                pages = dict(zip(sorted(state.seated), self.pages.of(state), strict=False))
+                self.hangs.placed(event, state.ranks, pages, self._workers.pids(state.number))
+            return
         if event.why != "late" and (not self._is_current(event) or state.seat is None or state.failed_at is not None):
             return
         failure = self.hangs.told(event, state.ranks)
@@ -530,11 +551,16 @@ class Supervisor:
             self._events.write(events.Step(event.generation, step.step, step.epoch, step.scalars))
 
     def _copied(self, event: WorkerSaid, copied: Copied) -> None:
-        """Keep it. Not after a failure: what has been reported then is what the others count on."""
+        """Keep it. Not after a failure: what has been reported then is what the others count on.
+
+        But where workers live on, no copy is counted on; and those whose collective in a pause has lost a peer leave
+        their newest step behind after that one's end was told.
+        """
         generation = self._state.generation
         if event.fd < 0:
             return
-        if not self._is_current(event) or generation is None or self._state.failed_at is not None:
+        counted_on = self._state.failed_at is not None and not self._able()
+        if not self._is_current(event) or generation is None or counted_on:
             self._close_file(event.fd)
             return
         copy = Copy(copied.step, copied.epoch, copied.size, copied.digest, generation.world_size, copied.place)

@@ -212,10 +212,38 @@ class CheckpointDirectory:
         return CheckpointError(explain("the checkpoint directory can't be used", str(self.path), got=str(error)))
 
 
+class _Reader(io.RawIOBase):
+    """Bytes as a file, without a copy of them."""
+
+    def __init__(self, payload: bytes | bytearray | memoryview) -> None:
+        self._payload = memoryview(payload)
+        self._at = 0
+
+    def seekable(self) -> bool:
+        """As `io` has it."""
+        return True
+
+    def readable(self) -> bool:
+        """As `io` has it."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As `io` has it."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._payload)}[whence]
+        return self._at
+
+    def readinto(self, room: Any) -> int:
+        """As `io` has it."""
+        part = self._payload[self._at : self._at + len(room)]
+        room[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
 def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError."""
     try:
-        data = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        data = torch.load(_Reader(payload), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"torch.load(weights_only=True) refuses it: {str(error)[:200]}") from error
     if not isinstance(data, dict):

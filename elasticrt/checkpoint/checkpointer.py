@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, duplicate
-from elasticrt.checkpoint.commits import TAKEN, DirectoryHead
+from elasticrt.checkpoint.commits import COMMIT_TIMEOUT_S, TAKEN, DirectoryHead, NoAnswer
 from elasticrt.checkpoint.manifest import PAYLOAD, Manifest, stem_of
 from elasticrt.checkpoint.restoring import Restoring, State
 from elasticrt.checkpoint.snapshot import Snapshot, Snapshots, Use
@@ -41,7 +41,7 @@ from elasticrt.text import packed
 
 _log = logging.getLogger(__name__)
 
-SAVE_TIMEOUT_S = 600.0
+SAVE_TIMEOUT_S = COMMIT_TIMEOUT_S
 """A save that takes longer than this is stuck in the file system; whoever waits for it goes on with a warning."""
 
 
@@ -108,9 +108,10 @@ class Checkpointer:
             epoch: the epoch that the next step belongs to.
             about: plain JSON values for readers of the manifest.
 
-        Waits for a save that is still in flight, at most 10 min. Raises ConfigError when something in `state` can't be
-        saved, CheckpointError for a directory that can't be used, DuplicateError (exit code 7) when another live run
-        saves to it, TypeError and ValueError for other arguments that can't be; a write that fails is a warning.
+        Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
+        something in `state` can't be saved, CheckpointError for a directory that can't be used, DuplicateError (exit
+        code 7) when another live run saves to it, TypeError and ValueError for other arguments that can't be; a write
+        that fails is a warning.
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
@@ -118,8 +119,11 @@ class Checkpointer:
         if uses:
             self.snapshots.take(state, uses)
 
-    def to_disk(self, *, step: int, epoch: int, about: Mapping[str, Any] | None) -> list[Use]:
-        """What saves the snapshot that is to be taken next; nothing on other ranks than 0. For the rest see `save`."""
+    def to_disk(self, *, step: int, epoch: int, about: Mapping[str, Any] | None, patient: bool = True) -> list[Use]:
+        """What saves the snapshot that is to be taken next; nothing on other ranks than 0. For the rest see `save`.
+
+        Without `patient` a save that would have to wait for etcd is left out, with a warning.
+        """
         for name, value in (("step", step), ("epoch", epoch)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(explain(f"{name} is not a whole number", "Checkpointer.save", got=value))
@@ -134,7 +138,12 @@ class Checkpointer:
         run.total = max(run.total, step)
         if collectives.rank_and_world()[0] != 0 or not self.wait():
             return []
-        self._directory.claim(self._head.take)
+        try:
+            self._directory.claim(partial(self._head.take, patient=patient))
+        except NoAnswer as error:
+            _log.warning("step %d is not saved: %s", step, error)
+            self._missed(NoAnswer, step, self._generation, str(error))
+            return []
         self._saves = True
         return [partial(self._write_guarded, self._draft(step, epoch, dict(about or {})))]
 

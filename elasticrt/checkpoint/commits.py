@@ -13,6 +13,8 @@ import logging
 import os
 import re
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -21,16 +23,22 @@ from elasticrt.distributed import agent_client
 from elasticrt.errors import CheckpointError, explain
 from elasticrt.ipc.directory_owner import Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Own, Reply, Save
+from elasticrt.ipc.messages import UNSURE, Own, Reply, Request, Save
 
 _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 1200.0
 """Longer than an agent lives without etcd: one that has not answered by then never will."""
 
-OWN_TIMEOUT_S = 90.0
+ASK_AGAIN_S = 1.0
+"""Between two questions while etcd is away."""
+
 TAKEN, UNWRITABLE = "taken: ", "unwritable: "
 """How an agent's refusal begins where another live run saves to the directory, and where it can't be written to."""
+
+
+class NoAnswer(RuntimeError):  # noqa: N818  It is no error of anybody's.
+    """The agent cannot say what was asked: etcd is away."""
 
 
 def place_of(directory: str, node: str) -> str:
@@ -111,14 +119,15 @@ class DirectoryHead:
         head = self._ask(take=False).data.get("head")
         return None if head is None else Commit.from_fields(head)
 
-    def take(self) -> Owner | None:
+    def take(self, *, patient: bool = True) -> Owner | None:
         """Take the directory for this run; without an agent, who has it if somebody lives who does.
 
-        Raises DuplicateError when another live run saves there, RuntimeError when the agent can't say.
+        While etcd is away that is waited for if `patient`. Raises DuplicateError when another live run saves there,
+        NoAnswer when the agent can't say.
         """
         if self.worker is None:
             return take_alone(self._path)
-        self._ask(take=True)
+        self._ask(take=True, patient=patient)
         return None
 
     def move(self, worker: WorkerEnv) -> None:
@@ -148,24 +157,20 @@ class DirectoryHead:
         with self.run.committing:
             if self.worker is not None and self._agent is not None:
                 replaces = self.run.newest if descends else ""
-                pending = self._agent.request(lambda number: Save(number, asdict(commit), replaces))
-                reply = pending.wait(COMMIT_TIMEOUT_S)
+                reply = self._answered(lambda number: Save(number, asdict(commit), replaces), patient=True)
                 if reply is None:
                     what = f"the agent does not say whether it has committed step {commit.step}"
-                    raise RuntimeError(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
+                    raise NoAnswer(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
                 if not reply.ok:
                     return reply.reason or "refused without a reason"
             self.run.newest = commit.nonce
             self.run.heads[self.place] = commit
             return ""
 
-    def _ask(self, *, take: bool) -> Reply:
+    def _ask(self, *, take: bool, patient: bool = True) -> Reply:
         """What the agent knows of this directory."""
-        if self._agent is None:
-            return Reply(0, ok=True)
-        pending = self._agent.request(lambda number: Own(number, str(self._path), self.place, take))
-        reply = pending.wait(OWN_TIMEOUT_S)
-        reason = f"no answer in {OWN_TIMEOUT_S:.0f} s" if reply is None else reply.reason
+        reply = self._answered(lambda number: Own(number, str(self._path), self.place, take), patient=patient)
+        reason = f"no answer in {COMMIT_TIMEOUT_S:.0f} s" if reply is None else reply.reason
         if reply is not None and reply.ok:
             return reply
         if reason.startswith(TAKEN):
@@ -173,4 +178,18 @@ class DirectoryHead:
         if reason.startswith(UNWRITABLE):
             got = reason.removeprefix(UNWRITABLE)
             raise CheckpointError(explain("the checkpoint directory can't be used", self._shown, got=got))
-        raise RuntimeError(explain("the agent cannot say who saves here", self._shown, got=reason))
+        raise NoAnswer(explain("the agent cannot say who saves here", self._shown, got=reason))
+
+    def _answered(self, make: Callable[[int], Request], *, patient: bool) -> Reply | None:
+        """The agent's answer; while etcd is away that is asked for again if `patient`. None: there was none."""
+        if self._agent is None:
+            return Reply(0, ok=True)
+        deadline, told = time.monotonic() + COMMIT_TIMEOUT_S, False
+        while True:
+            reply = self._agent.request(make).wait(max(0.0, deadline - time.monotonic()))
+            if reply is None or not patient or not reply.reason.startswith(UNSURE):
+                return reply
+            if not told:
+                _log.warning("%s waits for etcd: %s", self._shown, reply.reason.removeprefix(UNSURE))
+                told = True
+            time.sleep(ASK_AGAIN_S)

@@ -18,6 +18,7 @@ from elasticrt.checkpoint.manifest import History, Manifest
 from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Choice, Offer, choose, told_once
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
+from elasticrt.distributed.shared_payload import share_payload
 from elasticrt.errors import CheckpointError
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.text import unpacked
@@ -89,13 +90,13 @@ class Search:
                 return Outcome(choice, self._all_troubles(offers, passed_over=choice.what == "refuse"))
             source = offers[choice.rank]
             payload, data = self._proven() if self._rank == choice.rank else (bytearray(), {})
-            sent = collectives.broadcast_bytes(payload, choice.rank)
-            if not sent:
-                continue
             fields = source.manifest
             manifest = Manifest(Commit.from_fields(fields["commit"]), fields["run"], fields["world_size"])
+            sent = share_payload(payload, manifest.commit.size, manifest.commit.digest, choice.rank)
+            if not sent:
+                continue
             if self._rank != choice.rank:
-                data = parse(collectives.intact(sent, manifest.commit.size, manifest.commit.digest))
+                data = parse(sent)
             troubles = self._all_troubles(offers, passed_over=source.kind == OLDER)
             return Outcome(choice, troubles, manifest, data, source.who if choice.rank else "")
 

@@ -1,7 +1,7 @@
 """Restoring, by all ranks together: from the copy in memory that the run resumes from, or the best checkpoint on disk.
 
 Rank 0 says where the run goes on. A rank that has the checkpoint verifies and opens it, and the others get its bytes
-(`locate`). So nodes need no shared directory, and can't disagree.
+(`locate`), each machine once. So nodes need no shared directory, and can't disagree.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.locate import Outcome, Search
 from elasticrt.checkpoint.stateful import OURS
 from elasticrt.distributed import collectives
+from elasticrt.distributed.shared_payload import share_payload
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain
 from elasticrt.ipc.env import Commit, Copy
@@ -207,8 +208,7 @@ class Restoring:
 def _from_memory(search: Search, copy: Copy, payload: bytearray) -> State:
     """What rank 0 has read of its `copy`, on all ranks, which open it at the same time."""
     search.exchange()
-    sent = collectives.broadcast_bytes(payload)
-    data = parse(sent if payload else collectives.intact(sent, copy.size, copy.digest))
+    data = parse(share_payload(payload, copy.size, copy.digest))
     ours = data.get(OURS)
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import io
 import json
-import mmap
 import socket
 import struct
 import time
@@ -45,8 +44,10 @@ PIECE_BYTES = 8 * 1024 * 1024
 PACK_BYTES = 1024 * 1024
 """Small tensors travel together, up to so much."""
 
+SPARE_COPIES = 2
+"""Tensors like each parameter that an optimizer keeps, at the most: more than that are made when they come."""
+
 ROW_BYTES = 64 * 1024
-HUGE_BYTES = 2 * 1024 * 1024
 _NUMBER = struct.Struct("!Q")
 _MARK = "elasticrt-tensor"
 
@@ -80,8 +81,37 @@ def plan(standings: Sequence[Standing]) -> Plan | None:
     return Plan(level[0], behind)
 
 
+class Spare:
+    """Memory on the host for what a newcomer has not yet: touched while nobody waits for it.
+
+    An optimizer makes its state in its first step, for Adam two tensors like each parameter. Memory that is new takes
+    several times as long to be written to as what is received takes to come.
+
+    Args:
+        parameters: of the newcomer's modules. Nothing is made where there is little room.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        here = [each.detach() for each in parameters if each.device.type == "cpu"]
+        if SPARE_COPIES * sum(map(_size, here)) > available_bytes() // 2:
+            here = []
+        self._tensors: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        for each in here:
+            made = [torch.empty(each.shape, dtype=each.dtype).zero_() for _ in range(SPARE_COPIES)]
+            self._tensors.setdefault((each.shape, each.dtype), []).extend(made)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
+        """A tensor with any content, of this memory where it fits, else a new one."""
+        fitting = self._tensors.get((shape, dtype)) if device == "cpu" else None
+        return fitting.pop() if fitting else torch.empty(shape, dtype=dtype, device=device)
+
+
 def share(
-    mine: Standing, meeting: Meeting, state: Callable[[], dict[str, Any]], overwrites: Callable[[], None]
+    mine: Standing,
+    meeting: Meeting,
+    state: Callable[[], dict[str, Any]],
+    overwrites: Callable[[], None],
+    spare: Spare | None = None,
 ) -> dict[str, Any] | None:
     """Agree on the furthest state. What this rank has to take over, None if it is as far as anybody. Collective.
 
@@ -92,6 +122,7 @@ def share(
             plain values. What the receiver has may lack parts.
         overwrites: called before this rank's own tensors are written to: until all is here they are of no step. A rank
             whose state is whole receives beside it, where there is room: should the sender die, nothing is lost.
+        spare: memory for what this rank's own state lacks.
 
     Raises RuntimeError when nobody has a state, or when it does not arrive as it was sent; DistNetworkError when a rank
     is gone; Overtaken when another generation has begun.
@@ -113,7 +144,7 @@ def share(
         if place + 1 < len(chain):
             behind = stack.enter_context(_accepted(listening, chain[place + 1], meeting))
         if before is not None:
-            return _receive(state(), before, behind, overwrites, keeps=mine.whole)
+            return _receive(state(), spare or Spare(), before, behind, overwrites, keeps=mine.whole)
         if behind is not None:
             _send(state(), behind)
     return None
@@ -122,7 +153,7 @@ def share(
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
     """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
     tensors: list[torch.Tensor] = []
-    told: dict[str, Any] = _filled(parse(bytearray(_outlined(state, tensors))), state, [])
+    told: dict[str, Any] = _filled(parse(bytearray(_outlined(state, tensors))), state, Spare(), [])
     for pack in islice(_packs(tensors), 1):
         _checksum(torch.split(_together(pack), PIECE_BYTES)[0])
     return told
@@ -233,7 +264,7 @@ def _send(state: dict[str, Any], behind: Line) -> None:
 
 
 def _receive(
-    own: dict[str, Any], before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], spare: Spare, before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
     def passed(size: int) -> bytearray:
         room = bytearray(size)
@@ -244,7 +275,7 @@ def _receive(
 
     told = parse(passed(_NUMBER.unpack(passed(_NUMBER.size))[0]))
     places: list[torch.Tensor] = []
-    filled: dict[str, Any] = _filled(told, own, places)
+    filled: dict[str, Any] = _filled(told, own, spare, places)
     beside = keeps and sum(map(_size, places)) < available_bytes() // 2
     targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
     if not beside:
@@ -331,33 +362,22 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _filled(told: Any, own: Any, places: list[torch.Tensor]) -> Any:
-    """`told` with a tensor for each mark: this rank's own where it fits, else a new one. They are appended in order."""
+def _filled(told: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
+    """`told` with a tensor for each mark: this rank's own where it fits, else a spare one. They are appended in
+    order."""
     if isinstance(told, tuple) and len(told) == 4 and told[0] == _MARK:
         dtype, shape, device = getattr(torch, told[1]), torch.Size(told[2]), told[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device
-        place = own if fits else _fresh(shape, dtype, device)
+        place = own if fits else spare.take(shape, dtype, device)
         places.append(place)
         return place
     if isinstance(told, dict):
         has = own if isinstance(own, dict) else {}
-        return {key: _filled(each, has.get(key), places) for key, each in told.items()}
+        return {key: _filled(each, has.get(key), spare, places) for key, each in told.items()}
     if isinstance(told, (list, tuple)):
         has_list = own if isinstance(own, (list, tuple)) and len(own) == len(told) else [None] * len(told)
-        return type(told)(_filled(each, mine, places) for each, mine in zip(told, has_list, strict=True))
+        return type(told)(_filled(each, mine, spare, places) for each, mine in zip(told, has_list, strict=True))
     return told
-
-
-def _fresh(shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A new tensor. A large one is of huge pages where the kernel has them: touching small ones costs more than
-    receiving does."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    first, end = -(-tensor.data_ptr() // mmap.PAGESIZE), (tensor.data_ptr() + _size(tensor)) // mmap.PAGESIZE
-    if device == "cpu" and _size(tensor) >= HUGE_BYTES:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((end - first) * mmap.PAGESIZE), mmap.MADV_HUGEPAGE
-        )
-    return tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

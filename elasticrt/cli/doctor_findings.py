@@ -6,14 +6,13 @@ Sizes are in bytes, times in seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from elasticrt.store.protocol import ServerStatus
 
 Level = Literal["ok", "warn", "fail"]
-LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 MIB, GIB = 1 << 20, 1 << 30
 
 QUOTA_BYTES = 2 * GIB
@@ -31,11 +30,6 @@ class Finding:
     level: Level
     what: str
     remedy: str = ""
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """The gravest level of them."""
-    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
 def line(name: str, finding: Finding) -> str:
@@ -64,16 +58,16 @@ def _version(text: str, parts: int) -> tuple[int, ...]:
 
 
 def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own: bool, open_to_all: bool) -> Finding:
-    """An etcd `where` reads and writes take so long.
+    """An etcd `where` reads and writes take so long; where it tells of troubles, none is tried.
 
     `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login.
     """
     version, quota = _version(server.version, 3), server.quota_bytes or QUOTA_BYTES
     troubles, unsafe = "; ".join(server.troubles), not own and (3, 5, 0) <= version < (3, 5, 3)
     place = "starts here, for agents of this machine alone" if own else f"at {where}"
-    times = f"reads in {_ms(read_s)}, writes in {_ms(write_s)}"
+    times = "" if troubles else f"reads in {_ms(read_s)}, writes in {_ms(write_s)}, "
     return _judged(
-        f"etcd {server.version} {place}: {times}, {_size(server.used_bytes)} of {_size(quota)} used",
+        f"{server.version} {place}: {times}{_size(server.used_bytes)} of {_size(quota)} used",
         ("NOSPACE" in troubles, "fail", f"; {troubles}", "Compact and defragment it, then `etcdctl alarm disarm`"),
         (troubles, "fail", f"; {troubles}", "Look at the member that is named, and that a majority runs"),
         (version < (3, 4), "fail", "; it is too old", "Use etcd 3.4.23 or newer, not 3.5.0 to 3.5.2"),

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from contextlib import ExitStack, suppress
-from statistics import median
 from typing import Any
 
 from elasticrt.cli.doctor_findings import Finding, peer
@@ -57,7 +56,7 @@ def ask_peer(host: str, port: int) -> Finding:
         found = dict(zip(ours, _ask(host, port, ours)[1]["errors"], strict=True))
     errors = {f"from there to {own}:{each}": error for each, error in found.items()}
     errors |= {f"from here to port {each}": _why_not_reached(host, each) for each in answer["ports"]}
-    rtt_s = median(times) / 2  # Once for the connection, once for the answer.
+    rtt_s = sorted(times)[2] / 2  # Once for the connection, once for the answer.
     return peer(f"{host}:{port}", errors, seen_as=answer["seen"], own=own, rtt_s=rtt_s, ahead_s=ahead_s)
 
 

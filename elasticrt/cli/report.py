@@ -39,6 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
     runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", "", run=False)
     runs.set_defaults(run=None)
+    text = "show the runs of this machine on a page of a browser, until interrupted"
+    shown = _command(subparsers, "dashboard", show_dashboard, text, "", run=False)
+    shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
     listed = _command(
         subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", ""
     )
@@ -114,10 +117,17 @@ def show_runs(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def show_dashboard(arguments: argparse.Namespace) -> int:
+    """Serve the page. Raises ConfigError where the address cannot be had."""
+    from elasticrt.cli.dashboard import serve
+
+    return serve(arguments.listen, arguments.log_dir)
+
+
 def show_events(arguments: argparse.Namespace) -> int:
     """Print the lines of all nodes in the order of time; with `follow` those that come, until interrupted."""
     directory, clocks = directory_of(arguments), Clocks()
-    for batch in _looks(lambda: files(directory), follow=arguments.follow):
+    for batch in looks(lambda: files(directory), follow=arguments.follow):
         lines = [line for text in batch.values() for line in text.splitlines()]
         known = [(clocks.when(record), line) for line in lines if (record := events.decode(line)) is not None]
         write(sys.stdout, "".join(f"{line}\n" for _, line in sorted(known, key=lambda each: each[0])))
@@ -140,7 +150,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         got = "no such rank" if rank is not None else "nothing was printed, or it was not kept"
         raise ConfigError(explain("no logs", str(directory / "logs"), got=got, expected="files rank-R.NODE.out, .err"))
     before = None
-    for batch in _looks(logs, follow=arguments.follow):
+    for batch in looks(logs, follow=arguments.follow):
         for path, text in batch.items():
             if path != before:
                 write(sys.stdout, f"==> {path.relative_to(directory)} <==\n")
@@ -149,7 +159,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
+def looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
     """What the files have more than at the look before: whole lines while somebody may write the rest."""
     offsets: dict[Path, int] = {}
     while True:

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from functools import lru_cache
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.messages import Done, Message, Release, Reply, Reseat
+from elasticrt.ipc.messages import Done, Look, Message, Release, Reply, Reseat
 from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ class AgentClient:
         if self.usable:
             with self._lock:
                 self._send(message, fds)
+
+    def listen(self) -> None:
+        """From now on listen to the agent all the time."""
+        if self.usable:
+            with self._lock:
+                self._read_in_background()
 
     def follow(self, on_seat: Callable[[], object]) -> None:
         """From now on listen to the agent all the time; a thread calls `on_seat` when a new seat has come."""
@@ -198,6 +205,8 @@ class AgentClient:
                 pending.answer(message)
         elif isinstance(message, Release):
             self._release()
+        elif isinstance(message, Look):
+            _tell_collectives()
         else:
             _log.warning("the agent sent a %s, which is not for a worker", type(message).__name__)
 
@@ -222,6 +231,17 @@ class AgentClient:
                 os.close(self._seat[1].listen_fd)
             self._seat = self._announced, seat
             self._news.notify_all()
+
+
+def _tell_collectives() -> None:
+    """Write on the status page how many collectives of the default group have begun."""
+    page, dist = status_page(), sys.modules.get("torch.distributed")
+    if page is None or dist is None:
+        return
+    try:
+        page.begun = dist.group.WORLD._get_sequence_number_for_group() if dist.is_initialized() else 0
+    except (RuntimeError, AttributeError) as error:  # The main thread is just leaving the group, or making another.
+        _log.debug("how many collectives have begun is not known: %s", error)
 
 
 def take_seat(seat: WorkerEnv) -> None:

@@ -6,7 +6,6 @@ or alone, each is the identity.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,6 @@ import torch
 import torch.distributed as dist
 
 from elasticrt.errors import ConfigError, explain
-
-_CHUNK_BYTES = 64 * 1024 * 1024
-"""Large enough for full bandwidth, small enough not to double the memory of a GPU that only passes bytes on."""
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -111,30 +107,10 @@ def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> by
     size = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=place)
     dist.broadcast(size, source)
     buffer = bytearray(data) if mine else bytearray(int(size.item()))
-    for start in range(0, len(buffer), _CHUNK_BYTES):
-        view = memoryview(buffer)[start : start + _CHUNK_BYTES]
-        chunk = torch.frombuffer(view, dtype=torch.uint8)
-        travelling = chunk.to(place)
+    if buffer:
+        content = torch.frombuffer(buffer, dtype=torch.uint8)
+        travelling = content.to(place)
         dist.broadcast(travelling, source)
-        if travelling is not chunk:
-            chunk.copy_(travelling)
+        if travelling is not content:
+            content.copy_(travelling)
     return buffer
-
-
-def intact(payload: bytes | bytearray | memoryview, size: int, digest: str) -> bytes | bytearray | memoryview:
-    """What has arrived, held against its size in bytes and its SHA-256 before anybody makes anything of it.
-
-    Raises RuntimeError: what was sent is good, so the next generation may get it whole.
-    """
-    found = hashlib.sha256(payload).hexdigest()
-    if len(payload) != size or found != digest:
-        raise RuntimeError(
-            explain(
-                "the state has changed on its way to this rank",
-                f"rank {rank_and_world()[0]}",
-                got=f"{len(payload)} bytes with SHA-256 {found[:12]}...",
-                expected=f"{size} bytes with SHA-256 {digest[:12]}...",
-                remedy="If it happens again, the memory or the network of this node is bad",
-            )
-        )
-    return payload

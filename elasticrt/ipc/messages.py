@@ -8,7 +8,7 @@ Who says what:
 * agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
 * parent -> agent: Warm, Started, Exited.
 * worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built.
-* agent -> worker: Reply, Reseat, Release.
+* agent -> worker: Reply, Reseat, Release, Look.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ HANDED_OVER_CODE = 79
 FRAME_MAX_BYTES = 40 * 1024 * 1024
 """A frame holds at most an environment and a command line. The kernel limits both together to 6 MiB, and JSON makes six
 bytes of a control character."""
+
+
+UNSURE = "unsure: "
+"""How the reason of a Reply begins when etcd did not answer: what was asked for may have been done or not. It may be
+asked for again."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class Claim:
     """Ask to build `name` for all nodes that share the directory. Answered by Reply.
 
     Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>", "wait: <who builds>" or
-    "unsure: <why>" (etcd did not answer: the claim may have been made or not), and another Claim follows later.
+    "unsure: <why>", and another Claim follows later.
     """
 
     request: int
@@ -235,10 +240,15 @@ class Release:
     """The worker may end: there is no other seat for it, or the group whose store it holds has ended."""
 
 
+@dataclass(frozen=True)
+class Look:
+    """Steps stand still: the worker is to write on its status page how many collectives it has begun."""
+
+
 Request = Save | Own | Claim | Built
 FromParent = Warm | Started | Exited
 FromWorker = Step | Copied | Damaged | Left | Done | Request
-Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release
+Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | Look
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 

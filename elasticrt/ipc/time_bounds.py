@@ -32,6 +32,16 @@ stops processes in another way, is not meant ..."""
 STOPPED_UNEXPECTED_S = 10.0
 """... and after so long when no step is to be expected of it, as in a pause."""
 
+CLOSER_S = 3.0
+"""When no step has come for so long, or for several times as long as usual, each agent looks where its workers are: not
+in every slow step. It looks again after twice the time, and so on."""
+
+PLACES_S = 2.5
+"""So long later the agents of all nodes have done so, and that of rank 0 asks them. Stacks take STACKS_S_MAX."""
+
+BLAME_AGAIN_S = 60.0
+"""People are told again after so long that the others wait for the same rank at the same place."""
+
 LATE_S = 2.0
 """Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
 expected of it or it was meeting others, or sharing their state, the stacks are kept ..."""

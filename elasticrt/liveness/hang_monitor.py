@@ -15,8 +15,11 @@ of the workers, for people:
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +28,15 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import in_sessions, stat
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.ipc.time_bounds import LOOK_IDLE_S, LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S
-from elasticrt.liveness.stacks import Stacks, keep
-from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stopped
+from elasticrt.ipc.time_bounds import BLAME_AGAIN_S, CLOSER_S, LOOK_IDLE_S, LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S
+from elasticrt.liveness.culprit import Position, doing, find, from_json
+from elasticrt.liveness.stacks import Stacks, keep, main_thread
+from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stand, Stopped
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
 from elasticrt.workers.group import WorkerGroup
+
+log = logging.getLogger(__name__)
 
 WARN_PART = 0.5
 """At this part of the time after which nothing moves for sure, people are warned."""
@@ -46,6 +52,9 @@ class HangMonitor:
         say: tells people.
         take: asks workers for their stacks, as `stacks.take`.
         state_of: the kernel's letter for what a process is doing, as `proc.state_of`.
+
+    Attributes:
+        positions: where this node's workers are, while their steps stand still for long; may be read by any thread.
     """
 
     def __init__(
@@ -76,13 +85,18 @@ class HangMonitor:
         self._told_pause = False
         self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
         self._stopped = Stopped()
+        self._stand = Stand()
+        self.positions: tuple[Position, ...] = ()
+        self._blamed: dict[str, float] = {}  # Whom people know of, and since when.
+        self._blamed_step = 0, ""  # Who was to blame last, and after which step.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
 
     def wake_at(self) -> list[float]:
         """When to look again."""
-        return [at for at in (self._look_at or self._idle_until, self._idle_look_at) if at is not None]
+        times = (self._look_at or self._idle_until, self._idle_look_at, self._stand.ask_at)
+        return [at for at in times if at is not None]
 
     def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
         """Look at the pages of all running workers, if it is time `now` (seconds of the monotonic clock).
@@ -125,6 +139,78 @@ class HangMonitor:
         found = [] if moving else [rank for rank, pid in pids.items() if self._state_of(pid) == "T"]
         self._stopped = self._stopped.looked(found, now)
         return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
+
+    def look_closer(self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int) -> None:
+        """When no step has come for long by `now`, find out where the workers are; `placed` gets it."""
+        at = [max(page.step_at_ns, page.beat_at_ns) / 1e9 for page in pages]
+        if not at or not all(at):
+            return
+        step = sum(page.step or page.beats for page in pages)
+        usual_s = statistics.median(self._pace.recent) if self._pace.recent else 0.0
+        bound_s = max(self._limits.standing_factor * usual_s, CLOSER_S)
+        if self._limits.hang_s:
+            bound_s = min(bound_s, WARN_PART * self._limits.hang_s)
+        before, self._stand = self._stand, self._stand.looked(step, max(at), now, bound_s)
+        if before.step != step:
+            self.positions = ()
+        if self._stand.times > before.times:
+            group.look(generation)
+            self.ask(group, Stacks("closer", generation, min(page.step for page in pages), now - max(at), False))
+
+    def placed(
+        self, stacks: Stacks, ranks: Mapping[int, int], pages: Mapping[int, StatusPage], pids: Mapping[int, int]
+    ) -> None:
+        """The `stacks` for `look_closer` have come. `ranks`: global ones; all three by local rank."""
+        if not self._stand.times:
+            return  # It has moved meanwhile.
+        found = []
+        for local_rank, lines in stacks.lines.items():
+            page = pages.get(local_rank)
+            if page is None or local_rank not in ranks:
+                continue
+            what, place = doing(main_thread(lines))
+            last_ns = max(page.step_at_ns, page.beat_at_ns)
+            found.append(
+                Position(
+                    rank=ranks[local_rank],
+                    step=page.step or page.beats,
+                    age_s=round(max(0, time.monotonic_ns() - last_ns) / 1e9, 1),
+                    stepping=bool(page.stepping or not page.entered),
+                    state=self._state_of(pids.get(local_rank, 0)),
+                    doing=what,
+                    place=place,
+                    begun=page.begun,
+                )
+            )
+        self.positions = tuple(found)
+
+    def is_to_ask(self, now: float) -> bool:
+        """Whether it is time `now` to ask the other nodes where their workers are: once for each look at the own."""
+        if self._stand.ask_at is None or now < self._stand.ask_at:
+            return False
+        self._stand = replace(self._stand, ask_at=None)
+        return bool(self.positions)
+
+    def blame(self, generation: int, nodes: Sequence[str], others: Mapping[str, object]) -> None:
+        """Tell whom the others wait for, from where workers are: those here, and the `others`' by node.
+
+        Not when the steps have moved on, nor soon of who is in a pause; people are told the same again only after a
+        while. `nodes`: all of the generation.
+        """
+        if not self.positions:
+            return
+        by_node = {self._settings.node: self.positions, **dict(_positions(others))}
+        culprit = find(by_node, [node for node in nodes if node not in by_node])
+        step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
+        if culprit is None or (culprit.resting and not 0 < self._limits.hang_s <= age_s):
+            return
+        self._blamed_step = step, culprit.reason
+        who = culprit.ranks, culprit.nodes, culprit.reason
+        self._events.write(events.Culprit(generation, step, age_s, *who))
+        now = time.monotonic()
+        if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
+            self._blamed[culprit.key] = now
+            self._say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
 
     def standing_since(self, now: float) -> float | None:
         """See `StallDetector.standing_since`."""
@@ -187,6 +273,8 @@ class HangMonitor:
             message = f"rank {min(lines)} did not end, and did nothing for {age_s:.0f} s, after {stacks.ended} had"
         else:
             message = f"no progress for {age_s:.0f} s after step {stacks.step:,}"
+            if self._blamed_step[0] == stacks.step and self._blamed_step[1]:
+                message += f": {self._blamed_step[1]}"
             keep(stacks, lines, node, directory)
             kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
             said = {str(rank): tuple(each) for rank, each in lines.items()}
@@ -215,6 +303,15 @@ def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
     """The same of workers without a Loop, where one may take more steps than another: the oldest newest beat counts."""
     last = min(pages, key=lambda page: page.beat_at_ns)
     return Sight(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)
+
+
+def _positions(by_node: Mapping[str, object]) -> Iterator[tuple[str, list[Position]]]:
+    """What other agents have said, as positions."""
+    for node, said in by_node.items():
+        try:
+            yield node, [from_json(each) for each in said] if isinstance(said, list) else []
+        except ValueError as error:
+            log.warning("where the workers of %s are is not known: %s", node, error)
 
 
 def where(lines: Sequence[str]) -> str:

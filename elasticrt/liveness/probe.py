@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.time_bounds import PROBE_STEP_S, PROBE_STEPS
@@ -39,17 +39,19 @@ class ProbeServer:
         run_id: the agent's run.
         state: gives (incarnation, generation), from any thread.
         seats: those that it may be asked about: never does it connect to an address that came with a question.
+        workers: where its workers are, as JSON values; empty while their steps do not stand.
 
     Raises ConfigError when the address is not this machine's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
         self,
         prober: Prober,
         address: str,
         run_id: str,
         state: Callable[[], tuple[str, int]],
         seats: Callable[[], Iterable[Seat]] = tuple,
+        workers: Callable[[], Sequence[object]] = tuple,
     ) -> None:
         listener = listen(address, CONNECTIONS_MAX)
         self.port: int = listener.getsockname()[1]
@@ -57,6 +59,7 @@ class ProbeServer:
         self._run_id = run_id
         self._state = state
         self._seats = seats
+        self._workers = workers
         self._checks: dict[str, list[tuple[Client, dict[str, object]]]] = {}  # Who waits for a word about whom.
         self._server = RequestServer(
             prober.thread,
@@ -87,7 +90,7 @@ class ProbeServer:
         incarnation, generation = self._state()
         answer = {"nonce": nonce, "run": self._run_id, "incarnation": incarnation, "generation": generation}
         if "about" not in question:
-            self._answer(client, answer)
+            self._answer(client, {**answer, "workers": self._workers()} if "workers" in question else answer)
         elif not self._check(client, answer, question["about"]):
             self._answer(client, {**answer, "about": "unknown"})
 

@@ -45,6 +45,9 @@ WITNESSES = 2
 """So many others are asked about a seat that has not answered within a step."""
 
 LINE_MAX_BYTES = 512
+ANSWER_MAX_BYTES = 1 << 14
+"""Of an answer that says where an agent's workers are: a hundred bytes and more for each."""
+
 GENERATION_MAX = 2**53
 CLOSE_S = 2.0
 
@@ -61,10 +64,11 @@ def nobody(_: Seat) -> Sequence[Seat]:
     return ()
 
 
-def new_question(about: str = "") -> tuple[str, bytes]:
-    """A nonce, and the line that asks with it, `about` another life if that is given."""
+def new_question(about: str = "", *, workers: bool = False) -> tuple[str, bytes]:
+    """A nonce, and the line that asks with it, `about` another life, or where the `workers` are, if that is given."""
     nonce = secrets.token_hex(8)
-    return nonce, json.dumps({"nonce": nonce, "about": about} if about else {"nonce": nonce}).encode() + b"\n"
+    more = {"about": about} if about else {"workers": True} if workers else {}
+    return nonce, json.dumps({"nonce": nonce, **more}).encode() + b"\n"
 
 
 def fields_in(line: bytes) -> dict[str, Any] | None:
@@ -123,13 +127,15 @@ class Gathering:
 class _Question:
     """One seat's: every PROBE_STEP_S a try, `made` so far of `steps`. Those under way are `open` until one is answered.
 
-    `done` gets the answer, and its fields. `agreed`: a witness has heard nothing either.
+    `done` gets the answer, and its fields. `agreed`: a witness has heard nothing either. `workers`: where those are is
+    asked as well.
     """
 
     seat: Seat
     done: Callable[[Answer, dict[str, Any]], None]
     steps: int
     witnesses: Witnesses = nobody
+    workers: bool = False
     made: int = 0
     open: list[_Try] = field(default_factory=list)
     agreed: bool = False
@@ -178,6 +184,13 @@ class Prober:
         """
         self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
 
+    def ask_for_workers(self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None]) -> None:
+        """Ask where those seats' agents see their workers; `done` gets what they say, by node, when all have answered.
+
+        From any thread; `done` is called from the prober's.
+        """
+        self.thread.call(partial(self._ask_for_workers, tuple(seats), done))
+
     def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
         """Ask a seat once, for another agent, besides all else; `done` gets the answer. For the prober's thread."""
         self._begin(_Question(seat, lambda answer, _: done(seat, answer), steps=1))
@@ -206,6 +219,22 @@ class Prober:
                 heard(number if type(number) is int and 0 <= number <= GENERATION_MAX else 0)
 
             self._begin(_Question(seat, done, LISTEN_STEPS))
+
+    def _ask_for_workers(self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None]) -> None:
+        said: dict[str, object] = {}
+        missing = {seat.incarnation for seat in seats}
+        if not seats:
+            done(said)
+        for seat in seats:
+
+            def one(answer: Answer, fields: dict[str, Any], seat: Seat = seat) -> None:
+                missing.discard(seat.incarnation)
+                if answer == "alive" and "workers" in fields:
+                    said[seat.node] = fields["workers"]
+                if not missing:
+                    done(said)
+
+            self._begin(_Question(seat, one, LISTEN_STEPS, workers=True))
 
     def _not_asked(self, seats: Iterable[Seat]) -> list[Seat]:
         """Those that are not being asked already; from now on they are."""
@@ -277,7 +306,9 @@ class Prober:
         if failure:
             self._failed(one, failure)
             return
-        one.nonce, text = new_question("" if one.seat is one.question.seat else one.question.seat.incarnation)
+        question = one.question
+        about = "" if one.seat is question.seat else question.seat.incarnation
+        one.nonce, text = new_question(about, workers=question.workers)
         try:
             one.connection.send(text)  # A fresh connection has room for a line.
         except OSError as error:
@@ -299,7 +330,7 @@ class Prober:
                 self._tried(one, "silent", {})
             else:
                 self._tried(one, "alive" if fields.get("incarnation") == one.seat.incarnation else "dead", fields)
-        elif not piece or len(one.text) > LINE_MAX_BYTES:
+        elif not piece or len(one.text) > ANSWER_MAX_BYTES:
             self._tried(one, "silent", {})
 
     def _failed(self, one: _Try, failure: int) -> None:

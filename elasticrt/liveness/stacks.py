@@ -37,7 +37,7 @@ class Stacks:
         ended: who has ended, in words, where these workers are waited for.
     """
 
-    why: Literal["stalled", "late", "paused", "waited_for"]
+    why: Literal["stalled", "late", "paused", "waited_for", "closer"]
     generation: int
     step: int
     age_s: float
@@ -77,6 +77,17 @@ def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, direct
                 file.write("\n".join([f"after {stacks.age_s:.1f} s without a step:", *lines, "", ""]))
         except OSError as error:
             log.warning("stacks are not kept: %s: %s", path, error.strerror)
+
+
+def main_thread(lines: Sequence[str]) -> list[str]:
+    """The frames of the first thread in these `lines`, innermost first; none where a worker has not answered."""
+    frames: list[str] = []
+    for line in lines:
+        if line.startswith("  File "):
+            frames.append(line)
+        elif frames:
+            break
+    return frames
 
 
 def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:

@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
+from elasticrt.ipc.time_bounds import AWAY_S, PLACES_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of so many measurements: neither one slow step nor a fast one matters."""
@@ -35,7 +35,8 @@ class StallLimits:
         standing_s, standing_factor: steps stand when none came for so long, and for so many times the usual.
         hang_s, hang_factor: nothing moves when none came for so long, and for so many times the longest time that was
             seen in this generation; `hang_s` 0: that is never said.
-        hang_from: nothing is said of a hang before a generation's step with this number.
+        hang_from, early_factor: before a generation's step with this number it takes so many times as long. First steps
+            compile, and do other things for the first time; nothing tells that from a hang.
     """
 
     standing_s: float = 0.75
@@ -43,6 +44,7 @@ class StallLimits:
     hang_s: float = 600.0
     hang_factor: float = 20.0
     hang_from: int = 20
+    early_factor: float = 3.0
 
 
 IDLE_SHARE = 0.01
@@ -119,10 +121,31 @@ class StallDetector:
 
     def stalled_s(self, now: float, *, part: float = 1.0) -> float | None:
         """For how long nothing has moved at `now`, if that is too long to be right (or `part` of too long)."""
-        if not self.expected or not self.limits.hang_s or self.step - self.first + 1 < self.limits.hang_from:
+        if not self.expected or not self.limits.hang_s or not self.first:
             return None
-        age = now - self.since
-        return age if age >= part * max(self.limits.hang_s, self.limits.hang_factor * self.longest) else None
+        age, limit = now - self.since, max(self.limits.hang_s, self.limits.hang_factor * self.longest)
+        if self.step - self.first + 1 < self.limits.hang_from:
+            limit *= self.limits.early_factor
+        return age if age >= part * limit else None
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How often it was looked closer at steps that stand still, and when the other nodes are to be asked next.
+
+    `step` names the stand: the sum of all workers' steps.
+    """
+
+    step: int = 0
+    times: int = 0
+    ask_at: float | None = None
+
+    def looked(self, step: int, at: float, now: float, bound_s: float) -> Stand:
+        """After a look at `now`: the newest step ended `at`. A closer look is due after `bound_s`, twice that, ..."""
+        before = self if step == self.step else Stand(step)
+        if now - at < bound_s * 2**before.times:
+            return before
+        return Stand(step, before.times + 1, now + PLACES_S)
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._redone_until: dict[int, float] = {}
+        self._seen: dict[int, tuple[float, int]] = {}  # Of generations that do steps again: when it was at which step.
         self._stride = self._skipped = 1
 
     @property
@@ -221,7 +222,7 @@ class Story:
                 self._phases(event)
             case events.Step():
                 self._step(event, at)
-            case events.Progress() if event.step > self.step:  # Of a node without rank 0, and of its own events only.
+            case events.Progress() if event.step > self.newest:  # Steps may be left out of a file.
                 self._stepped(event.generation, event.step, at)
             case events.Committed():
                 if event.step >= self.checkpoint:
@@ -319,8 +320,14 @@ class Story:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at
         self.step, self.newest, self.last_step_at = max(self.step, step), step, max(at, self.last_step_at)
         chapter = self._numbers.get(generation)
-        if chapter is not None and chapter.redone and step >= chapter.resume_step + chapter.redone:
-            self._redone_until[generation] = min(at, self._redone_until[generation])
+        if chapter is None or self._redone_until[generation] < math.inf:
+            return
+        before_at, before = self._seen.get(generation, (at, step))
+        there = chapter.resume_step + chapter.redone
+        if step >= there:  # Not each step is told: in between they are taken to have come at an even pace.
+            share = (there - before) / (step - before) if step > before else 1.0
+            self._redone_until[generation] = before_at + max(0.0, share) * (at - before_at)
+        self._seen[generation] = (at, step)
 
     def _has_left(self, node: str) -> bool:
         life = self._present.get(node)

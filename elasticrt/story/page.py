@@ -159,14 +159,14 @@ def plots(story: Story) -> str:
 def _ribbon(axis: Any, ribbons: Mapping[str, Sequence[Span]], place: Any) -> None:
     for row, spans in enumerate(ribbons.values()):
         for bucket, colour in COLOURS.items():
-            mine = [span for span in _coarse(spans) if span.bucket == bucket]
+            mine = [span for span in coarse(spans) if span.bucket == bucket]
             bars = [(place(span.begin), place(span.end) - place(span.begin)) for span in mine]
             axis.broken_barh(bars, (-row - 0.4, 0.8), facecolors=colour, linewidth=0)
     axis.set_yticks([-row for row in range(len(ribbons))], list(ribbons))
     axis.set_title("where the time went")
 
 
-def _coarse(spans: Sequence[Span]) -> Sequence[Span]:
+def coarse(spans: Sequence[Span]) -> Sequence[Span]:
     """The same in few enough pieces: of very many each column of the plot is in the bucket that most of it is in."""
     if len(spans) <= COLUMNS:
         return spans

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.checkpoint.state_transfer import Standing
@@ -52,13 +54,14 @@ class InPlace:
     Args:
         modules: the Loop's objects; DDP modules among them get new reducers.
         give_up: called by another thread when the main thread can't come back from the group that it has lost.
+        undoable: whether a step is open, and would be undone if it failed now.
 
     Attributes:
         worker: who this process is now; None without an agent.
         possible: whether this process can go on in place.
     """
 
-    def __init__(self, modules: Iterable[object], give_up: Callable[[], object]) -> None:
+    def __init__(self, modules: Iterable[object], give_up: Callable[[], object], undoable: Callable[[], bool]) -> None:
         found = [layer for each in modules if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
         self._layers = [layer for layer in found if isinstance(layer, DistributedDataParallel)]
         self.worker = agent_client.worker_env()
@@ -66,7 +69,11 @@ class InPlace:
         self._link = agent_client.agent_link()
         self.possible = False
         self._give_up = give_up
+        self._undoable = undoable
+        self._thread = 0  # In which steps are made.
+        self._refusal: RemovableHandle | None = None
         self._meeting: regroup.Meeting | None = None
+        self._spare: state_transfer.Spare | None = None
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
 
     @property
@@ -87,8 +94,7 @@ class InPlace:
         if against:
             _log.info("workers are started anew when the membership changes: %s", against)
             return
-        self._link.follow(self._cut)
-        self.possible = True
+        self._follow()
         self._page.in_place = IN_PLACE
 
     def end(self) -> None:
@@ -153,14 +159,34 @@ class InPlace:
             return False
         agent_client.take_seat(seat)
         self.worker = seat
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            refusal.remove()
         return True
 
+    def _follow(self) -> None:
+        """From now on this thread, which makes the steps, may have to leave its group."""
+        assert self._link is not None, "who can go on in place has an agent"
+        self._thread = threading.get_ident()
+        self._link.follow(self._cut)
+        self.possible = True
+
     def _cut(self) -> None:
-        """A seat has come, says the thread that listens to the agent: the main thread may be waiting in its group."""
+        """A seat has come, says the thread that listens to the agent: the main thread may be waiting in its group, or
+        be on the way into it."""
         regroup.cut()
+        self._refusal = self._refusal or register_module_forward_pre_hook(self._refuse)
         look = threading.Timer(STUCK_S, self._end_if_stuck)
         look.daemon = True
         look.start()
+
+    def _refuse(self, *_: object) -> None:
+        """A module is called, in a world that has come to its end: what is computed now would be thrown away.
+
+        This costs nothing as long as no seat has come. Between two modules a step may fail as in a collective.
+        """
+        if self._overtaken() and threading.get_ident() == self._thread and self._undoable():
+            raise dist.DistNetworkError("connection closed by peer: another generation has begun")
 
     def _end_if_stuck(self) -> None:
         """A collective that waits for the rest of a message can't be ended; but its process can, with all that it has.
@@ -198,13 +224,15 @@ class InPlace:
         regroup.rebuild(self._layers)
         regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
+        if any(isinstance(each, torch.optim.Optimizer) and not each.state for each in large.values()):
+            parameters = (each.parameters() for each in large.values() if isinstance(each, torch.nn.Module))
+            self._spare = state_transfer.Spare([each for owner in parameters for each in owner if each.requires_grad])
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
 
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""
         assert self._link is not None and self._page is not None, "who sets up beside others has an agent"
-        self._link.follow(self._cut)
-        self.possible = True
+        self._follow()
         self._page.in_place = READY
         self._link.say(Left(0))
 
@@ -236,4 +264,6 @@ class InPlace:
     ) -> dict[str, Any] | None:
         """Agree with those who have met on the furthest state: see `state_transfer.share`."""
         assert self._meeting is not None, "ranks share after they have met"
-        return state_transfer.share(standing, self._meeting, state, overwrites)
+        told = state_transfer.share(standing, self._meeting, state, overwrites, self._spare)
+        self._spare = None
+        return told

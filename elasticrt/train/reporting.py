@@ -70,6 +70,8 @@ class Reporter:
     def begin(self, step: int) -> None:
         """This process has the state as of `step`, and is about to draw the next batch."""
         agent_client.show_stacks()
+        if self._link is not None:
+            self._link.listen()
         self._resumed_from = step
         self._first, self._next_ns = True, 0
         if self._page is not None:

@@ -85,15 +85,19 @@ class Saving:
         if save or copy:
             self.take(save=save, copy=copy)
 
-    def take(self, *, save: bool, copy: bool) -> None:
-        """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`."""
+    def take(self, *, save: bool, copy: bool, patient: bool = False) -> None:
+        """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`.
+
+        `patient`: see `Checkpointer.to_disk`.
+        """
         since_ns = time.monotonic_ns()
         position, state, uses = self._state.position, self._state.collect(), []
         if copy:
             uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
         if save:
             self._reporter.expect_steps(expected=False)
-            uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=self._state.about())
+            about = self._state.about()
+            uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=about, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
             self.checkpointer.snapshots.take(state, uses)
@@ -105,7 +109,7 @@ class Saving:
         if self._is_first:
             self._wait()
             if self._state.position != self._saved or self.checkpointer.missed:
-                self.take(save=True, copy=False)
+                self.take(save=True, copy=False, patient=True)
             self._wait()
 
     def _wait(self) -> None:

@@ -64,7 +64,7 @@ class World:
         self._optimizers = optimizers
         self._reporter = reporter
         self._told = 0  # The world size of the Change before.
-        self.in_place = InPlace(objects.values(), self._give_up)
+        self.in_place = InPlace(objects.values(), self._give_up, lambda: undo.in_step and not optimizers.touched)
         self.size = self.resumed_size = 1
         self.moves = 0
         self.on_change: list[Callable[[Change], None]] = []

@@ -9,6 +9,14 @@ from elasticrt.ipc.env import WorkerEnv, inherited
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
 
+DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # Torch asks for huge pages for large tensors on the host. After a change of the membership gradients, buckets and
+    # what a newcomer receives are new memory: touching small pages takes several times as long as writing to them.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""What workers have in their environment, unless the user's says otherwise."""
+
 
 def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = False) -> dict[str, str]:
     """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
@@ -16,7 +24,7 @@ def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = Fa
     As under torchrun, several workers share the cores by using one thread each, and errors of NCCL end the process that
     meets them, unless the variables for that say otherwise. `fresh`: a new run does not resume from a directory.
     """
-    result = {**({"ELASTICRT_FRESH": "1"} if fresh else {}), "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **inherited(env)}
+    result = {**({"ELASTICRT_FRESH": "1"} if fresh else {}), **DEFAULTS, **inherited(env)}
     if workers > 1:
         result.setdefault("OMP_NUM_THREADS", "1")
     return result

@@ -18,7 +18,7 @@ from pathlib import Path
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory
-from elasticrt.ipc.messages import Release, Reply, Reseat, Signal, Start
+from elasticrt.ipc.messages import Look, Release, Reply, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
 from elasticrt.settings import Command, LogOptions
@@ -180,6 +180,11 @@ class WorkerGroup:
     def signal(self, number: int, generation: int, local_ranks: Sequence[int] = ()) -> None:
         """Pass any other signal on to main processes of `generation`, all or `local_ranks`. None shall end of it."""
         self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
+
+    def look(self, generation: int) -> None:
+        """Have workers of `generation` write on their pages how many collectives they have begun."""
+        for worker in self._of(generation):
+            worker.tell(Look())
 
     def release(self, generation: int) -> None:
         """Let workers of `generation` end that wait for its end, for the sake of its store, or for another seat."""

@@ -150,7 +150,7 @@ def _parts(station: Station, seated_at: float) -> dict[str, float]:
 
 
 class Peaks:
-    """By how much the workers' memory has grown at its highest since this was made."""
+    """By how much the memory of all workers together has been more at its highest than when this was made."""
 
     def __init__(self, station: Station) -> None:
         self._pids = [worker.process.pid for worker in station.workers.values()]
@@ -160,12 +160,19 @@ class Peaks:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
             self._before = sum(self._word(pid, "VmRSS") for pid in self._pids)
 
-    def more_bytes(self) -> int | None:
-        """None where the kernel does not tell."""
-        try:
-            return sum(self._word(pid, "VmHWM") for pid in self._pids) - self._before if self._before else None
-        except OSError:
-            return None
+    def note(self) -> str:
+        """In words; "" where the kernel does not tell."""
+        with contextlib.suppress(OSError):
+            if self._before:
+                more = sum(self._word(pid, "VmHWM") for pid in self._pids) - self._before
+                return f"peak of all workers: {self._before / 1e6:,.0f} + {more / 1e6:,.0f} MB"
+        return ""
+
+    @classmethod
+    def highest(cls, station: Station) -> str:
+        """The same of all that workers have done since they were started."""
+        most = sum(cls._word(worker.process.pid, "VmHWM") for worker in station.workers.values())
+        return f"peak of all workers: {most / 1e6:,.0f} MB"
 
     @staticmethod
     def _word(pid: int, name: str) -> int:
@@ -205,12 +212,13 @@ def changes(backend: str, device: str, workers: int, size_mb: float, env: dict[s
         rows.append(_joined(here, where, size_mb, peaks))
         _pass(here)
 
+        peaks = Peaks(here)
         began = time.monotonic()
         here.hold(save=True)
         held_s = time.monotonic() - began
         here.seat()
         _gone_on(here)
-        rows.append(Row("save and hold", where, size_mb, {"save": held_s}))
+        rows.append(Row("save and hold", where, size_mb, {"save": held_s}, peaks.note()))
         _pass(here)
 
         here.freeze(workers - 1)
@@ -227,7 +235,7 @@ def changes(backend: str, device: str, workers: int, size_mb: float, env: dict[s
         here.begin(workers)
         if not all(1 < mark.step <= newest + 1 for mark in here.firsts().values()):
             raise Failed("a start of all workers did not go on from the checkpoint")
-        rows.append(Row("restore", where, size_mb, {"restore": here.entered_s()}))
+        rows.append(Row("restore", where, size_mb, {"restore": here.entered_s()}, Peaks.highest(here)))
         _pass(here)
         check(here)
     return rows
@@ -238,9 +246,7 @@ def _joined(here: Station, where: str, size_mb: float, peaks: Peaks) -> Row:
     last = max(mark.at for mark in here.marks())
     seated_at = here.seat()
     gone_on_at = _gone_on(here)
-    more = peaks.more_bytes()
-    grown = "" if more is None or not size_mb else f"peak of all workers + {more / 1e6:,.0f} MB"
-    return Row("join", where, size_mb, {"pause": gone_on_at - last, **_parts(here, seated_at)}, grown)
+    return Row("join", where, size_mb, {"pause": gone_on_at - last, **_parts(here, seated_at)}, peaks.note())
 
 
 def alone(backend: str, device: str, env: dict[str, str] | None = None) -> list[Row]:

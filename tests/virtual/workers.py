@@ -319,6 +319,9 @@ class VirtualGroup:
             group.stopping = True
             self.process.sim.engine.after(after_s, group.end, "killed")
 
+    def look(self, generation: int) -> None:
+        """See `WorkerGroup`."""
+
     def release(self, generation: int | None = None) -> None:
         """See `WorkerGroup`. Nobody lingers here."""
         for worker in self._of(generation):

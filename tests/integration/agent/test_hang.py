@@ -91,12 +91,6 @@ def _stacks(run: Cluster) -> dict[int, str]:
         pytest.param(
             "keeps-the-interpreter", r"keeps_the_interpreter", id="W07-keeps-the-interpreter", marks=pytest.mark.slow
         ),
-        pytest.param(
-            "is-stopped",
-            r"stopped by a signal",
-            id="W08-is-stopped",
-            marks=pytest.mark.slow,
-        ),
         pytest.param("waits-for-more-than-others", r"in barrier|barrier \(", id="W09-barrier", marks=pytest.mark.slow),
     ],
 )
@@ -118,6 +112,41 @@ def test_a_hang_is_shown_and_ended(tmp_path: Path, way: str, shows: str) -> None
         for rank in (0, 1):
             (path,) = (run.run_dir / "logs" / "generation-1").glob(f"rank-{rank}.*.stacks")
             assert path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        pytest.param("sleeps", r"is in the script's own code .* in stuck_here; rank 0 waits for it", id="L5-sleeps"),
+        pytest.param(
+            "waits-for-more-than-others", r"waits in a collective .*stuck\.py", id="W09-barrier", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_one_that_the_others_wait_for_is_named(tmp_path: Path, way: str, words: str) -> None:
+    """W09, L5: long before the time of a hang rank, node and place in the script are told; nothing is ended."""
+    with _run(tmp_path, way, "--hang-timeout", "10m") as run:
+        run.start("n0")
+        run.start("n1")
+        run.wait("somebody is named", lambda: bool(run.events("culprit")))
+        (named,) = run.events("culprit")
+        (second,) = [name for name, agent in run.agents.items() if 1 in agent.worker_pids()]
+        assert (named["ranks"], named["nodes"]) == ([1], [second]), run.story()
+        assert re.search(rf"^rank 1 on {second} {words}", named["reason"]), named
+        assert [event["number"] for event in run.events("generation") if event["node"] == "n0"] == [1]
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_named_and_ended(tmp_path: Path) -> None:
+    """W08: what a signal has stopped is found without waiting for the time of a hang, in any script with a Loop."""
+    with _run(tmp_path, "is-stopped", "--hang-timeout", "10m") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        causes = [event["cause"] for event in run.events("generation") if event["node"] == "n0"]
+        assert len(causes) == 2, run.story()
+        assert re.fullmatch(r"rank 1 on n[01] is stopped \(SIGSTOP\)", causes[1]), causes
+        assert run.events("stalled") == []
 
 
 def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
@@ -157,12 +186,14 @@ def test_a_long_pause_is_told_with_the_places_of_its_workers(tmp_path: Path) -> 
         assert {event["number"] for event in run.events("generation")} == {1}
 
 
-def test_a_worker_that_dies_in_a_pause_costs_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_that_dies_in_a_pause_costs_no_step(tmp_path: Path, nodes: int) -> None:
     """L5: the others' evaluation fails with it; they leave their newest step behind, and the next generation has it."""
-    with _run(tmp_path, "in-place-pause", always="kill") as run:
-        run.start("n0")
-        run.start("n1")
-        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+    where = ["--nnodes", str(nodes), "--nproc-per-node", str(4 // nodes - 1)]
+    with _run(tmp_path, "in-place-pause", *where, always="kill") as run:
+        for number in range(nodes):
+            run.start(f"n{number}")
+        assert set(run.ended().values()) == {0}, run.story()
         begun = {event["number"]: event["resume_step"] for event in run.events("generation")}
         assert begun.pop(1) == 0
         assert begun, run.story()

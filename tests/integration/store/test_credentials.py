@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt.cli import doctor_looks
+from elasticrt.cli.doctor import DoctorOptions
+from elasticrt.cli.doctor_looks import looked
 from elasticrt.errors import ConfigError
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.protocol import Address, Credentials, Put, StoreRefused, StoreUnavailable, Txn
+from elasticrt.store.protocol import Address, Credentials, Put, StoreFull, StoreRefused, StoreUnavailable, Txn
 from tests.contract.conftest import Inbox
 from tests.servers import EtcdServer, etcd_server, wait_until, wheel_binary
 
@@ -100,6 +103,33 @@ def test_login_missing(guarded: EtcdServer, connect: Connect) -> None:
     """Without a login the server's demand for one is passed on."""
     with pytest.raises(StoreRefused, match=r"user name is empty.*--etcd-user"):
         connect(guarded.address).read("/elasticrt/mine/")
+
+
+def test_what_doctor_says_of_a_login(guarded: EtcdServer, tmp_path: Path) -> None:
+    """Without one, and where it may not write, the check fails with the reason; below its own run it goes through."""
+    login(tmp_path)
+    job = {"etcd_user": "job", "etcd_password_file": str(tmp_path / "password")}
+    for run_id, user, fails, words in (
+        ("mine", {}, True, "--etcd-user"),
+        ("other", job, True, "permission denied"),
+        ("mine", job, False, "writes in"),
+    ):
+        ((_, finding),) = looked(
+            "etcd", doctor_looks.etcd, DoctorOptions(etcd=(guarded.address,), run_id=run_id, **user)
+        )
+        assert (finding.level == "fail", words in finding.what) == (fails, True), finding
+
+
+def test_what_doctor_says_of_a_full_etcd() -> None:
+    """The alarm is named, with the remedy; nothing is tried."""
+    with etcd_server(options=("--quota-backend-bytes", "262144")) as server:
+        store = EtcdStore((server.address,))
+        with pytest.raises(StoreFull):
+            for number in range(100):
+                store.commit(Txn((), (Put(f"/a{number}", bytes(16384)),)))
+        store.close()
+        ((_, finding),) = looked("etcd", doctor_looks.etcd, DoctorOptions(etcd=(server.address,)))
+    assert (finding.level, "NOSPACE" in finding.what, "defragment" in finding.remedy) == ("fail", True, True)
 
 
 def test_login_expires(guarded: EtcdServer, connect: Connect, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ TOLD: list[Entry] = [
     (4.0, "a", events.FirstStep(1, 1, 0, None, 0)),
     (4.0, "a", events.SetUp(1, {"start": 500, "script": 500, "init": 250, "restore": 250, "first_step": 500})),
     (9.0, "a", events.Progress(1, 50, 0.5, 0.25, 0.0)),
-    (9.5, "a", events.Committed(50, 1)),
+    (9.5, "a", events.Committed(50, 1, 1 << 20)),
     (9.6, "a", events.Copied(1, 50, 4096)),
     (10.0, "a", events.MemberLost("b", "its port refuses")),
     (10.01, "a", begun(2, "a")),

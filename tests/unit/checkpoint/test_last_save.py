@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elasticrt import CheckpointError, Loop
+from elasticrt import Checkpointer, CheckpointError, Loop
+from elasticrt.checkpoint import commits
+from elasticrt.ipc.messages import UNSURE, Message, Own, Reply, Save
 from tests.fake_worker import Agent, under
 
 
@@ -77,6 +79,45 @@ def test_a_commit_that_is_refused_at_the_end(tmp_path: Path, monkeypatch: pytest
     """F08: that is a failure like any other: the next generation trains what is missing."""
     with under(Agent(head="0123456789abcdef"), monkeypatch), pytest.raises(RuntimeError, match="the head is 0123"):
         train(tmp_path / "ckpt")
+
+
+class WithoutEtcd(Agent):
+    """An agent that `away` times cannot say, to each kind of question."""
+
+    def __init__(self, away: int) -> None:
+        self.left = {Own: away, Save: away}
+        super().__init__(answer=self.say)
+
+    def say(self, message: Message) -> Reply | None:
+        """What an agent says to `message`."""
+        if isinstance(message, (Own, Save)) and self.left[type(message)]:
+            self.left[type(message)] -= 1
+            return Reply(message.request, ok=False, reason=f"{UNSURE}etcd does not answer")
+        return self.fenced(message)
+
+
+def test_saves_wait_for_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E03: the first question, the commits and the last save are asked again until etcd answers; nothing is lost."""
+    monkeypatch.setattr(commits, "ASK_AGAIN_S", 0.01)
+    agent = WithoutEtcd(away=2)
+    with under(agent, monkeypatch):
+        train(tmp_path / "ckpt", "1 steps")
+    assert agent.left == {Own: 0, Save: 0}
+    assert agent.of(Save)[-1].commit["step"] == 3
+    assert agent.head == agent.of(Save)[-1].commit["nonce"]
+
+
+def test_a_save_between_two_steps_does_not_wait_for_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E03: where it is not known who saves there it is left out, so that training goes on; the next one makes it up."""
+    monkeypatch.setattr(commits, "ASK_AGAIN_S", 0.01)
+    agent = WithoutEtcd(away=1)
+    with under(agent, monkeypatch):
+        saver = Checkpointer(tmp_path / "ckpt")
+        assert saver.to_disk(step=1, epoch=0, about=None, patient=False) == []
+        assert saver.missed
+        saver.save({"w": torch.zeros(5)}, step=2)
+        saver.finish()
+    assert {save.commit["step"] for save in agent.of(Save)} == {2}
 
 
 SCRIPT = """

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from elasticrt.cli import doctor, doctor_findings
-from elasticrt.cli.doctor import DoctorOptions, looked
+from elasticrt.cli import doctor_findings, doctor_looks
+from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import GIB, MIB, Finding
+from elasticrt.cli.doctor_looks import looked
 from elasticrt.cli.main import main
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.protocol import ServerStatus
@@ -46,9 +47,9 @@ def peer(**changes: Any) -> Finding:
 
 
 CASES: list[tuple[Finding, str, str]] = [
-    (etcd(HEALTHY), "ok", "etcd 3.5.21 at https://e:2379: reads in 1.0 ms, writes in 2.0 ms, 40 MiB of 2.0 GiB used"),
+    (etcd(HEALTHY), "ok", "3.5.21 at https://e:2379: reads in 1.0 ms, writes in 2.0 ms, 40 MiB of 2.0 GiB used"),
     (etcd(HEALTHY, own=True), "ok", "starts here, for agents of this machine alone"),
-    (etcd(ServerStatus("3.5.1", 0, 0, ()), own=True), "ok", "etcd 3.5.1"),
+    (etcd(ServerStatus("3.5.1", 0, 0, ()), own=True), "ok", "3.5.1 starts here"),
     (etcd(ServerStatus("3.5.1", 0, 0, ())), "warn", "can lose its last writes"),
     (etcd(ServerStatus("3.3.27", 0, 0, ())), "fail", "too old"),
     (etcd(ServerStatus("3.6.4", 7 * GIB, 8 * GIB, ())), "warn", "7.0 GiB of 8.0 GiB used; nearly full"),
@@ -150,7 +151,7 @@ def only(look: Callable[..., Any], **options: Any) -> Finding:
 )
 def test_an_etcd_that_is_not_there(endpoint: str, words: str) -> None:
     """It fails with the reason, at once."""
-    finding = only(doctor._etcd, etcd=parse_endpoints(endpoint), insecure_etcd="invalid" in endpoint)
+    finding = only(doctor_looks.etcd, etcd=parse_endpoints(endpoint), insecure_etcd="invalid" in endpoint)
     assert finding.level == "fail"
     assert words in finding.what
 
@@ -158,14 +159,14 @@ def test_an_etcd_that_is_not_there(endpoint: str, words: str) -> None:
 @pytest.mark.parametrize("directory", ["/proc/ckpt", "/sys", "/dev/null/ckpt"])
 def test_a_checkpoint_directory_that_cannot_be_used(directory: str) -> None:
     """It fails with the place and the reason."""
-    finding = only(doctor._checkpoints, checkpoint=Path(directory))
+    finding = only(doctor_looks.checkpoints, checkpoint=Path(directory))
     assert finding.level == "fail"
     assert directory in finding.what
 
 
 def test_a_checkpoint_directory_that_is_not_there_yet(tmp_path: Path) -> None:
     """What is above it is looked at; nothing is made, and nothing is left there."""
-    finding = only(doctor._checkpoints, checkpoint=tmp_path / "a" / "b")
+    finding = only(doctor_looks.checkpoints, checkpoint=tmp_path / "a" / "b")
     assert "flushes in" in finding.what
     assert not list(tmp_path.iterdir())
 
@@ -202,13 +203,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
 @pytest.mark.slow
 def test_torch() -> None:
     """torch is loaded in a process of its own, which says what it finds."""
-    (name, finding), (other, _) = looked("torch", doctor._torch, DoctorOptions())
+    (name, finding), (other, _) = looked("torch", doctor_looks.torch, DoctorOptions())
     assert (name, finding.level, other) == ("torch", "ok", "gpus")
 
 
 def test_two_machines() -> None:
     """Who asks is reached as well, and says so; where nobody listens, that is told."""
-    finding = only(doctor._peer, peer=("127.0.0.1", free_port()))
+    finding = only(doctor_looks.peer, peer=("127.0.0.1", free_port()))
     assert (finding.level, "refused" in finding.what) == ("fail", True)
     command = [sys.executable, "-m", "elasticrt", "doctor", "--listen", "--local-addr", "127.0.0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listening:
@@ -218,7 +219,7 @@ def test_two_machines() -> None:
             with socket.create_connection(("127.0.0.1", port)) as nonsense:
                 nonsense.sendall(b"[]\n")
                 assert nonsense.recv(1) == b""
-            finding = only(doctor._peer, peer=("127.0.0.1", port))
+            finding = only(doctor_looks.peer, peer=("127.0.0.1", port))
         finally:
             listening.kill()
     assert finding.level == "ok", finding

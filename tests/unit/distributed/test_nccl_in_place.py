@@ -114,7 +114,7 @@ def test_an_optimizer_does_not_step_with_what_an_aborted_kernel_left(
     with under(agent, monkeypatch):
         link = agent_client.agent_link()
         assert link is not None
-        here = InPlace([], lambda: None)
+        here = InPlace([], lambda: None, lambda: False)
         here._backend, here.possible = backend, True
 
         def synchronize() -> None:
@@ -136,3 +136,33 @@ def test_an_optimizer_does_not_step_with_what_an_aborted_kernel_left(
         assert waited == [True]
         assert here.lost(raised.value, 7)
         assert here.lost(ValueError("nan in the loss"), 7), "the script has worked with what was left"
+
+
+def test_a_step_is_left_at_its_next_module_when_a_seat_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could be undone raises there, in the thread that makes the steps alone, and until the seat is taken."""
+    agent, layer, raised = Agent(), torch.nn.Linear(1, 1), []
+    with under(agent, monkeypatch):
+        undoable = True
+        here = InPlace([], lambda: None, lambda: undoable)
+        here._follow()
+        layer(torch.ones(1))
+        seat = agent_client.worker_env()
+        assert seat is not None
+        came, real = threading.Event(), here._cut
+        monkeypatch.setattr(here, "_cut", lambda: (real(), came.set()))
+        here._follow()
+        agent.channel.send(Reseat(replace(seat, generation=2).to_env()))
+        assert came.wait(30)
+        with pytest.raises(dist.DistNetworkError) as error:
+            layer(torch.ones(1))
+        assert here.lost(error.value, 7)
+        other = threading.Thread(target=lambda: raised.append(layer(torch.ones(1))))
+        other.start()
+        other.join(30)
+        undoable = False
+        raised.append(layer(torch.ones(1)))
+        assert len(raised) == 2
+        undoable = True
+        assert here.wait_for_seat()
+        layer(torch.ones(1))
+        assert not torch.nn.modules.module._global_forward_pre_hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import struct
 import threading
@@ -122,6 +123,22 @@ def test_an_answer_to_an_earlier_question_counts(heard: Heard) -> None:
         heard.prober.ask([_seat(LIFE, listener.getsockname()[1])])
         assert heard.wait(1) == {LIFE: ["alive"]}
         late.join(20)
+
+
+def test_where_workers_are_is_told_by_all_that_answer(heard: Heard) -> None:
+    """L5: what each agent says of its workers arrives by node, at once for all; who says nothing is left out."""
+    many = [[rank, 25, 3.5, True, "S", "gradients", "train.py:40 in main", 7] for rank in range(64)]
+    found: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        there = AnsweringAgent(LIFE, workers=lambda: many)
+        there.start()
+        stack.callback(there.close)
+        silent = stack.enter_context(answering(lambda connection: connection.recv(512) and connection.recv(512)))
+        seats = [_seat(LIFE, there.port), _seat(OTHER, there.port), _seat("c" * 16, silent)]
+        heard.prober.ask_for_workers(seats, found.put)
+        assert found.get(timeout=20) == {seats[0].node: many}
+    heard.prober.ask_for_workers([], found.put)
+    assert found.get(timeout=20) == {}
 
 
 def test_more_are_asked_than_may_be_connected_at_once(heard: Heard) -> None:

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.ipc.time_bounds import AWAY_S, LOOK_S
+from elasticrt.ipc.time_bounds import AWAY_S, LOOK_S, PLACES_S
 from elasticrt.liveness.hang_monitor import sight_of_beats
-from elasticrt.liveness.stall_detector import Sight, StallDetector, StallLimits
+from elasticrt.liveness.stall_detector import Sight, StallDetector, StallLimits, Stand
 
 
 def _watched(
@@ -109,6 +109,19 @@ def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
     assert pace.standing_since(101.3) == pytest.approx(101.2)
 
 
+def test_a_stand_is_looked_at_closer_ever_more_rarely() -> None:
+    """L5: after 3 s, 6 s, 12 s and so on; another step begins anew, and the other nodes are asked after each look."""
+    stand, looks = Stand(), []
+    for tick in range(1, 300):
+        now = 100.0 + tick / 10
+        step, at = (7, 100.0) if now < 120.0 else (8, 120.0)
+        before, stand = stand, stand.looked(step, at, now, 3.0)
+        if stand.times > before.times:
+            looks.append(round(now - 100.0, 1))
+            assert stand.ask_at == pytest.approx(now + PLACES_S)
+    assert looks == [3.0, 6.0, 12.0, 23.0, 26.0]
+
+
 @pytest.mark.parametrize(
     ("limits", "quiet", "age", "stalls"),
     [
@@ -118,7 +131,8 @@ def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
         pytest.param(StallLimits(), (105, 145), 810.0, True, id="twenty times as long as that"),
         pytest.param(StallLimits(hang_s=0.0), (0, 0), 1e6, False, id="switched off"),
         pytest.param(StallLimits(hang_s=1e3), (0, 0), 601.0, False, id="told to wait longer"),
-        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1e6, False, id="too early in the generation"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1799.0, False, id="early in the generation"),
+        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1801.0, True, id="three times as long"),
     ],
 )
 def test_stalled(limits: StallLimits, quiet: tuple[float, float], age: float, stalls: bool) -> None:

@@ -1,0 +1,154 @@
+"""`elasticrt dashboard`: a page that shows the runs of this machine while they go on. It reads their directories alone.
+
+It takes no orders. Only this machine's own users reach it, unless another address is given; then a token is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from hmac import compare_digest
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from elasticrt import events
+from elasticrt.agent.health_server import is_foreign
+from elasticrt.cli.report import looks
+from elasticrt.errors import EXIT_OK, ConfigError, explain
+from elasticrt.event_log import files
+from elasticrt.ipc.std_streams import write
+from elasticrt.option_values import host_and_port
+from elasticrt.store.address import is_loopback
+from elasticrt.store.protocol import Address
+from elasticrt.story import run_dir
+from elasticrt.story.board import board
+from elasticrt.story.fold import Story
+
+PAGE = Path(__file__).with_name("dashboard.html")
+REQUEST_S = 10.0
+STREAMS_MAX = 32
+TELL_EVERY_S = 1.0
+"""A page hears of a living run at least so often, so that its ages grow; and this end learns that a page is gone."""
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def serve(listen: str, log_dir: str) -> int:
+    """Show the runs below `log_dir` at [HOST:]PORT. Raises ConfigError where that cannot be had."""
+    try:
+        host, port = host_and_port("--listen", "127.0.0.1")(listen)
+        server = Server(host, port, log_dir)
+    except (OSError, ValueError) as error:
+        got, remedy = f"{listen}: {getattr(error, 'strerror', None) or error}", "Choose another one"
+        raise ConfigError(explain("the page cannot be served", "--listen", got=got, remedy=remedy)) from None
+    with server:
+        write(sys.stdout, f"{server.url}\n")
+        server.serve_forever()
+    return EXIT_OK
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the runs below `log_dir` at `host` and `port` (0: any free one); `url` leads there. Raises OSError."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, log_dir: str) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), Handler)
+        self.log_dir = log_dir
+        self.streams = threading.BoundedSemaphore(STREAMS_MAX)
+        self.names = {"", "localhost", host.lower(), socket.gethostname().lower()}
+        self.token = "" if is_loopback(Address("http", host, port)) else secrets.token_urlsafe(24)
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104  Compared, not bound.
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
+
+
+class Refusal(Exception):  # noqa: N818  It is an answer: a status and a text.
+    """Why a request gets nothing else."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one page: `/` is the page, `/runs` the names of runs, `/updates?run=NAME` what happens in one."""
+
+    server: Server
+    timeout = REQUEST_S
+    server_version, sys_version = "elasticrt", ""
+
+    def do_GET(self) -> None:
+        """Answer."""
+        asked = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+        answers = {"/": self._page, "/runs": self._runs, "/updates": self._updates}
+        with suppress(ConnectionError, TimeoutError):  # The page is gone.
+            try:
+                self._check(query)
+                answers.get(asked.path, self._nothing)(query)
+            except Refusal as refusal:
+                status, text = refusal.args
+                self._answer("text/plain; charset=utf-8", text.encode(), status)
+
+    def _page(self, _: dict[str, str]) -> None:
+        self._answer("text/html; charset=utf-8", PAGE.read_bytes())
+
+    def _runs(self, _: dict[str, str]) -> None:
+        names = [path.name for path in run_dir.newest(self.server.log_dir)]
+        self._answer("application/json", json.dumps(names).encode())
+
+    def _nothing(self, _: dict[str, str]) -> None:
+        raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
+
+    def _check(self, query: dict[str, str]) -> None:
+        if is_foreign([f"{name}: {value}" for name, value in self.headers.items()], self.server.names):
+            raise Refusal(HTTPStatus.FORBIDDEN, "ask by an address, or a name of this machine")
+        if self.server.token and not compare_digest(query.get("token", "").encode(), self.server.token.encode()):
+            raise Refusal(HTTPStatus.FORBIDDEN, "use the whole address that `elasticrt dashboard` has printed")
+
+    def _answer(self, kind: str, content: bytes | None, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Connection": "close"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def _updates(self, query: dict[str, str]) -> None:
+        """Say what is known of a run, and again whenever it is more, until the page is gone."""
+        directory = next((each for each in run_dir.newest(self.server.log_dir) if each.name == query.get("run")), None)
+        if directory is None:
+            raise Refusal(HTTPStatus.NOT_FOUND, "no such run")
+        if not self.server.streams.acquire(blocking=False):
+            raise Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")
+        try:
+            self._answer("text/event-stream", None)
+            self._tell(directory)
+        finally:
+            self.server.streams.release()
+
+    def _tell(self, directory: Path) -> None:
+        story, told_at = Story(), 0.0
+        for batch in looks(lambda: files(directory), follow=True):
+            decoded = [events.decode(line) for text in batch.values() for line in text.splitlines()]
+            known = [(story.clocks.when(record), record) for record in decoded if record is not None]
+            for _, record in sorted(known, key=lambda each: each[0]):
+                story.tell(record)
+            if story.lives and (known or time.monotonic() - told_at >= TELL_EVERY_S):
+                told_at = time.monotonic()
+                self.wfile.write(b"data: " + json.dumps(board(story, time.time())).encode() + b"\n\n")
+                self.wfile.flush()
+
+    def log_message(self, format: str, *_: Any) -> None:  # noqa: A002  Its name is http.server's.
+        """Nothing is said of each request."""

@@ -1,0 +1,226 @@
+"""What `elasticrt doctor` looks at: each look has a deadline, and none of them loads torch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+from elasticrt.agent.file_limits import files_needed
+from elasticrt.agent.network_interfaces import interface_of, interfaces, why_no_loopback
+from elasticrt.agent.store_discovery import address_towards, check_listening, outward_address
+from elasticrt.cli import configure
+from elasticrt.cli import doctor_findings as findings
+from elasticrt.cli.doctor import DoctorOptions
+from elasticrt.cli.doctor_findings import Finding
+from elasticrt.cli.doctor_reach import ask_peer
+from elasticrt.cli.slurm import Slurm
+from elasticrt.ipc.cgroups import available_bytes, text_of
+from elasticrt.option_values import NODES_MAX
+from elasticrt.store import embedded, etcd_server
+from elasticrt.store.address import is_loopback
+from elasticrt.store.protocol import Address, Put, Txn
+
+LOOK_S = 120.0
+"""What one look may take: torch takes more than a minute to load from a cold disk in the network."""
+
+TORCH = """
+import json, torch, torch.distributed as dist
+print(json.dumps({
+    "torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip, "gloo": dist.is_gloo_available(),
+    "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
+}))
+"""
+
+
+Look = Callable[[DoctorOptions], Iterator[tuple[str, Finding]]]
+
+
+def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_S) -> list[tuple[str, Finding]]:
+    """What `look` finds within `wait_s` seconds. What cannot be seen is told under its `title`, and hides no other."""
+    found: list[tuple[str, Finding]] = []
+
+    def work() -> None:
+        try:
+            found.extend(look(options))
+        except Exception as error:  # noqa: BLE001  As said above.
+            found.append((title, Finding("fail", str(error) or repr(error))))
+
+    thread = threading.Thread(target=work, name="elasticrt-doctor", daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    late = [(title, Finding("fail", f"no answer within {wait_s:g} s"))] if thread.is_alive() else []
+    return [*found, *late]
+
+
+def etcd(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """Each endpoint; without one an etcd of this machine's own, started for this."""
+    endpoints, serve = configure.where_etcd_is(options)
+    if serve is not None:
+        etcd_server.claim(serve, "--rdzv-endpoint")
+    for endpoint in endpoints:
+        yield "etcd", _asked(endpoint, options, own=False)
+    if endpoints:
+        return
+    data = embedded.make_data()
+    etcd = etcd_server.EtcdProcess(etcd_server.find_binary(), data, etcd_server.socket_in(data), uuid4().hex)
+    try:
+        etcd.start()
+        yield "etcd", _asked(etcd.address, options, own=True)
+    finally:
+        etcd.stop()
+        embedded.remove_data(data)
+
+
+def _asked(endpoint: Address, options: DoctorOptions, *, own: bool) -> Finding:
+    from elasticrt.store.etcd import EtcdStore
+
+    check_listening((endpoint,))
+    store, read_s, write_s = EtcdStore((endpoint,), configure.read_credentials(options)), 0.0, 0.0
+    key = f"/elasticrt/{options.run_id or 'doctor'}/doctor/{uuid4().hex}"
+    try:
+        server = store.status()
+        if not server.troubles:
+            read_s = _median_s(lambda: store.read(key))
+            lease = store.grant(10.0).lease_id
+            write_s = _median_s(lambda: store.commit(Txn((), (Put(key, b"", lease),), "see whether it may write")))
+            store.revoke(lease)
+    finally:
+        store.close()
+    open_to_all = endpoint.scheme == "http" and not is_loopback(endpoint) and options.etcd_user is None
+    return findings.etcd(str(endpoint), server, read_s, write_s, own=own, open_to_all=open_to_all)
+
+
+def _median_s(act: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        act()
+        times.append(time.monotonic() - began)
+    return sorted(times)[2]
+
+
+def own_address(options: DoctorOptions) -> tuple[str, str]:
+    """The address that `run` would publish, and why that one. Raises ConfigError, StoreUnavailable."""
+    endpoints, serve = configure.where_etcd_is(options)
+    told = configure.own_address(options.local_addr, NODES_MAX)
+    if told is not None:
+        return told, "as --local-addr says"
+    if endpoints or serve is not None:
+        where = serve or endpoints[0]
+        return address_towards(where), f"the way to etcd at {where} begins there"
+    return outward_address() or "127.0.0.1", "the way to other machines begins there; they need an --etcd"
+
+
+def network(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """The address that this node would publish, its name, and 127.0.0.1."""
+    yield "loopback", findings.loopback(why_no_loopback())
+    own, why = own_address(options)
+    told = os.environ.get("GLOO_SOCKET_IFNAME")
+    yield "address", findings.address(own, why, interface_of(own), told, interfaces())
+    host, began, error, addresses, back = socket.gethostname(), time.monotonic(), "", set[str](), ""
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        back = socket.getnameinfo((own, 0), 0)[0]
+    except OSError as failure:
+        error = failure.strerror or str(failure)
+    yield "names", findings.names(host, addresses, back, error, time.monotonic() - began)
+
+
+def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """What the kernel gives out, and how much."""
+    first, last = map(int, text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split())
+    lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
+    used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
+    yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
+    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())  # All zero: it only looks.
+    yield "clock", findings.clock({-1: None, 5: False}.get(state, True))
+    room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
+    yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    files, processes, locked = (resource.getrlimit(kind)[1] for kind in kinds)
+    needed = files_needed(configure.count_workers(None, os.environ), NODES_MAX, serves=True)
+    rdma = any(Path("/sys/class").glob("infiniband/*"))
+    yield "limits", findings.limits(files, needed, processes, locked, rdma=rdma)
+
+
+def checkpoints(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """A write to the checkpoint directory, or to what is above one that is not there yet."""
+    if options.checkpoint is None:
+        return
+    wanted, error, flush_s = options.checkpoint.absolute(), "", 0.0
+    there = next(each for each in (wanted, *wanted.parents) if each.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".elasticrt-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            began = time.monotonic()
+            os.fsync(file.fileno())
+            flush_s = time.monotonic() - began
+    except OSError as failure:
+        error = f"{there} cannot be written to: {failure.strerror}"
+    mounts = [line.split(" - ") for line in text_of(Path("/proc/self/mountinfo")).splitlines()]
+    kinds = {place.split()[2]: what.split()[0] for place, what in mounts}
+    device, room = there.stat().st_dev, os.statvfs(there)
+    kind = kinds.get(f"{os.major(device)}:{os.minor(device)}", "unknown")
+    yield "checkpoints", findings.checkpoints(str(wanted), error, kind, room.f_bavail * room.f_frsize, flush_s)
+
+
+def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """torch and what it sees of GPUs, in a process of its own."""
+    command, error, seen = [os.environ.get("PYTHON_EXEC", sys.executable), "-c", TORCH], "", {}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S - 5, check=False)
+        if done.returncode == 0:
+            seen = json.loads(done.stdout.splitlines()[-1])
+        else:
+            error = next(reversed(done.stderr.splitlines()), f"importing torch ends it with {done.returncode}")
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        error = str(failure)
+    yield "torch", findings.torch(platform.python_version(), seen, error)
+    if seen:
+        shown = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+        yield "gpus", findings.gpus(len(shown), seen)
+
+
+def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """What SLURM or Kubernetes says."""
+    slurm = Slurm.from_env(os.environ)
+    if slurm is not None:
+        said = f"job {slurm.job}, step {slurm.step}, node {slurm.node or 'none'} of {slurm.job_nodes}"
+        yield "slurm", findings.slurm(said, slurm.step_nodes, meets=bool(options.etcd or options.meet_at))
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        cpus = len(os.sched_getaffinity(0))
+        yield "kubernetes", findings.kubernetes(socket.gethostname(), available_bytes(), cpus)
+
+
+def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """The way to the machine where `--listen` was said, and back."""
+    assert options.peer is not None
+    try:
+        yield "peer", ask_peer(*options.peer)
+    except OSError as error:
+        remedy = "Start `elasticrt doctor --listen` there, and let nodes reach each other at all ports"
+        yield "peer", Finding("fail", f"{options.peer[0]}:{options.peer[1]}: {error.strerror or error}", remedy)
+
+
+LOOKS: dict[str, Look] = {
+    "etcd": etcd,
+    "network": network,
+    "machine": machine,
+    "checkpoints": checkpoints,
+    "torch": torch,
+    "scheduler": scheduler,
+}

@@ -1,0 +1,217 @@
+"""Who is to blame when steps stand still: from what each rank is doing to the one that the others wait for. Pure.
+
+A rank is doing one of these, by the stack of its main thread: it waits in a collective, it is in backward (which may
+compute or wait for the gradients' sum), or it does something else: the script's own code, a loader, a save. How many
+collectives it has begun tells those that wait in backward from those that compute there.
+
+What is said is a warning. It ends nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+from elasticrt.text import cut
+
+PLACE_MAX_BYTES = 120
+RANKS_MAX = 4
+"""So many ranks are named at most: more of them at once are no single culprit."""
+
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+_LIBRARY = re.compile(
+    r"/site-packages/|/dist-packages/|/lib/python3|^<|/elasticrt/(train|distributed|data|checkpoint)/"
+)
+_LOADER = re.compile(r"/torch/utils/data/|/elasticrt/train/batches\.py$|/elasticrt/data/")
+_KINDS = (
+    ("gradients", re.compile(r"/torch/autograd/|/torch/nn/parallel/distributed\.py$|/torch/_tensor\.py$")),
+    ("collective", re.compile(r"/torch/distributed/|/elasticrt/distributed/(collectives|barrier|group_store)\.py$")),
+    ("loader", _LOADER),
+    ("save", re.compile(r"/elasticrt/train/saving\.py$|/elasticrt/checkpoint/|/torch/serialization\.py$")),
+)
+"""What a function of a library is doing, by its file."""
+
+STATES = {
+    "T": "is stopped by a signal (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits inside the kernel, as for a disk or a file server",
+    "Z": "has ended, and its agent has not been told yet",
+}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one rank is. Wrong values raise ValueError: another agent has sent them.
+
+    Attributes:
+        rank: its global rank.
+        step: the last step that it has finished; `age_s`: how long ago.
+        stepping: whether a step is to be expected of it: not in `loop.pause`, between epochs, or in a save.
+        state: the kernel's letter for its main thread.
+        doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "loader", "save", "code", or ""
+            where its stack is not known.
+        place: where in the script: "train.py:12 in step".
+        begun: how many collectives of the default group it has begun; 0: not known.
+    """
+
+    rank: int
+    step: int
+    age_s: float
+    stepping: bool
+    state: str
+    doing: str
+    place: str = ""
+    begun: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no position, cut what is too long."""
+        for each in fields(self):
+            wanted = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[str(each.type)]
+            if type(getattr(self, each.name)) not in wanted:
+                raise ValueError(f"field {each.name!r} of a position is no {each.type}")
+        object.__setattr__(self, "place", cut(self.place, PLACE_MAX_BYTES))
+
+    def to_json(self) -> list[int | float | bool | str]:
+        """As it travels: the attributes in their order."""
+        return list(astuple(self))
+
+
+def from_json(found: object) -> Position:
+    """The reverse of `to_json`. Raises ValueError for anything else."""
+    if not isinstance(found, list) or len(found) != len(fields(Position)):
+        raise ValueError("not a position")
+    return Position(*found)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Whom the others wait for, and why that is known.
+
+    Attributes:
+        ranks: global ranks; none where no rank is to blame.
+        nodes: theirs, without repetitions.
+        reason: in words, with what the others wait for.
+        resting: no step is expected of these ranks: they may be right, and the others wait for no mistake.
+    """
+
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    reason: str
+    resting: bool = False
+
+    @property
+    def key(self) -> str:
+        """The same for the same finding at another time."""
+        return re.sub(r" for \d+ s", "", self.reason)
+
+
+def doing(stack: Sequence[str]) -> tuple[str, str]:
+    """What the main thread does by its `stack`, innermost line first, and where in the script that is."""
+    frames = [found for line in stack if (found := _FRAME.match(line))]
+    files = [frame["file"] for frame in frames]
+    own = next((number for number, file in enumerate(files) if not _LIBRARY.search(file)), len(files))
+    if not frames:
+        return "", ""
+    frame = frames[own if own < len(frames) else 0]
+    place = f"{frame['file'].rpartition('/')[2]}:{frame['line']} in {frame['name']}"
+    for file in files[:own]:  # What the script's innermost function has called.
+        for kind, pattern in _KINDS:
+            if pattern.search(file):
+                return kind, place
+    return ("loader" if any(_LOADER.search(file) for file in files[own:]) else "code"), place
+
+
+def find(by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = ()) -> Culprit | None:
+    """Whom the others wait for, from where each node's ranks are; None while nobody waits, or too many are late.
+
+    `silent`: nodes that have not answered. One without positions has answered that its steps do not stand so far.
+    """
+    all_ranks = [(position, node) for node, positions in by_node.items() for position in positions]
+    most = max((position.begun for position, _ in all_ranks), default=0)
+    halted = [(each, node) for each, node in all_ranks if each.state in ("T", "t", "Z")]
+    if halted:
+        return _culprit(halted, all_ranks, most)
+    waiting = [(each, node) for each, node in all_ranks if _waits(each, most)]
+    busy = [(each, node) for each, node in all_ranks if not _waits(each, most)]
+    if not waiting:
+        return None
+    awaited = [(each, node) for each, node in busy if not _rests(each)]
+    if awaited or busy:
+        return _culprit(awaited or busy, all_ranks, most)
+    if silent:
+        verb = "does" if len(silent) == 1 else "do"
+        return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
+    return _odd_one_out(all_ranks) if all(by_node.values()) else None
+
+
+def _rests(position: Position) -> bool:
+    """Whether a rank may be right to make no step: in `loop.pause`, or between two epochs."""
+    return not position.stepping and position.doing in ("code", "")
+
+
+def _waits(position: Position, most: int) -> bool:
+    """Whether a rank waits for others; in backward only if nobody has begun more collectives than it."""
+    if position.doing == "collective":
+        return True
+    return position.doing == "gradients" and position.begun >= most
+
+
+def _culprit(blamed: list[tuple[Position, str]], all_ranks: list[tuple[Position, str]], most: int) -> Culprit | None:
+    if len(blamed) > max(RANKS_MAX, len(all_ranks) // 2) or not blamed:
+        return None
+    blamed = sorted(blamed, key=lambda each: each[0].rank)
+    waiting = [each for each in all_ranks if each not in blamed and _waits(each[0], most)]
+    said = [*_names(blamed), *([_waiting(waiting, " for it")] if waiting else [])]
+    return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each, _ in blamed))
+
+
+def _odd_one_out(all_ranks: list[tuple[Position, str]]) -> Culprit:
+    """All wait: those in another collective than most are to blame; of two, the one that has begun fewer."""
+    groups: dict[tuple[str, str, int], list[tuple[Position, str]]] = {}
+    for each, node in all_ranks:
+        groups.setdefault((each.doing, each.place, each.begun), []).append((each, node))
+    if len(groups) == 1:
+        first = all_ranks[0][0]
+        where = f" at {first.place}" if first.place else ""
+        return Culprit((), (), f"all {len(all_ranks)} ranks wait in the same collective{where}: no rank is to blame")
+    ordered = sorted(
+        groups.values(), key=lambda group: (len(group), group[0][0].doing != "collective", group[0][0].begun)
+    )
+    odd, usual = ordered[0], ordered[-1][0][0]
+    return _named(odd, f"{'; '.join(_names(odd))}, others in another one at {usual.place or 'an unknown place'}")
+
+
+def _named(blamed: list[tuple[Position, str]], reason: str, *, resting: bool = False) -> Culprit:
+    nodes = tuple(dict.fromkeys(node for _, node in blamed))
+    return Culprit(tuple(each.rank for each, _ in blamed), nodes, reason, resting)
+
+
+def _names(blamed: list[tuple[Position, str]]) -> list[str]:
+    return [f"rank {each.rank} on {node} {_what(each)}" for each, node in blamed[:RANKS_MAX]]
+
+
+def _waiting(waiting: list[tuple[Position, str]], what: str) -> str:
+    """Who waits `what`, and where."""
+    first = waiting[0][0]
+    who = f"rank {first.rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
+    return f"{who}{what} in a collective{f' at {first.place}' if first.place else ''}"
+
+
+def _what(position: Position) -> str:
+    """What a rank does, in words that follow its name."""
+    if position.state in STATES and (position.state != "D" or not position.place):
+        return STATES[position.state]
+    at = f": {position.place}" if position.place else ""
+    age = f"for {position.age_s:.0f} s"
+    if _rests(position):
+        return f"is in no step {age} (loop.pause, or between epochs){at}"
+    words = {
+        "collective": "waits in a collective",
+        "gradients": "computes gradients",
+        "loader": "waits for its data loader",
+        "save": "saves",
+        "code": "is in the script's own code",
+        "": "does not say what it does",
+    }
+    return f"{words.get(position.doing, position.doing)} {age}{at}"

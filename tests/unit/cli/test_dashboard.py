@@ -1,0 +1,130 @@
+"""`elasticrt dashboard`: what it shows, to whom, and that a browser can draw it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrt import events
+from elasticrt.cli.dashboard import Server
+from elasticrt.story.board import board
+from tests.browser import browser
+from tests.unit.story.told import THREE_STEPS, Entry, begun, story
+
+KILLED: list[Entry] = [
+    (10.0, "a", events.MemberLost("b", "its port refuses")),
+    (10.01, "a", begun(2, "a", cause="lost node b: its port refuses")),
+    (10.05, "a", events.FirstStep(2, 61, 60, 0.08, 0)),
+]
+LOSSES: list[Entry] = [(4.0 + at, "a", events.Step(1, 10 * at, 0, {"loss": 2.0 / at})) for at in range(1, 6)]
+
+
+def write(directory: Path, entries: list[Entry]) -> None:
+    """As the agents of these nodes write them."""
+    directory.mkdir(exist_ok=True)
+    for at, node, event in entries:
+        with (directory / f"events-{node}.jsonl").open("ab") as file:
+            file.write(events.encode(event, node, at, datetime.fromtimestamp(at, timezone.utc)) + b"\n")
+
+
+def test_what_is_shown() -> None:
+    """Nodes with their ranks, the time in the ribbon, the curves, and what happened in sentences."""
+    shown = board(story([*THREE_STEPS, *LOSSES, *KILLED]), 11.0)
+    assert json.loads(json.dumps(shown)) == shown
+    assert shown["tiles"]["world size"] == "1"
+    assert shown["tiles"]["step"] == "61"
+    assert [(node["name"], node["state"]) for node in shown["nodes"]] == [("a", "training"), ("b", "gone")]
+    assert set(shown["ribbons"]) == {"run", "a", "b"}
+    assert shown["ribbons"]["run"][0][0] == 0.0
+    assert [point[1] for point in shown["points"]] == [10, 20, 30, 40, 50]
+    said = [text for _, _, text in shown["sentences"]]
+    assert "lost node b: its port refuses at step 60. generation 2: 1 node, world size 1" in said
+    assert "next step 61 after 0.08 s; no step lost" in said
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """One on loopback, with a run."""
+    write(tmp_path / "calm-fox", [*THREE_STEPS, *LOSSES])
+    with Server("127.0.0.1", 0, str(tmp_path)) as served:
+        thread = threading.Thread(target=served.serve_forever, daemon=True)
+        thread.start()
+        yield served
+        served.shutdown()
+        thread.join(10)
+
+
+def ask(server: Server, path: str, host: str = "127.0.0.1", method: str = "GET") -> tuple[int, Any]:
+    """The status, and the answer, which may still be told."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+    connection.request(method, path, headers={"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer
+
+
+def test_who_is_answered(server: Server) -> None:
+    """The page and the runs, by an address or a name of this machine; without the token nobody, where there is one."""
+    assert ask(server, "/runs")[1].read() == b'["calm-fox"]'
+    status, page = ask(server, "/")
+    assert (status, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
+    assert b"http" not in page.read(), "nothing is loaded from elsewhere"
+    assert [ask(server, path)[0] for path in ("/x", "/updates?run=..", "/updates")] == [404, 404, 404]
+    assert ask(server, "/", "evil.example")[0] == 403
+    assert ask(server, "/", method="POST")[0] == 501
+    server.token = "a secret"
+    assert [ask(server, path)[0] for path in ("/", "/runs?token=a", "/?token=a%20secret")] == [403, 403, 200]
+
+
+def test_other_addresses_need_a_token(tmp_path: Path) -> None:
+    """On loopback the address is enough; anywhere else it has a token in it."""
+    with Server("127.0.0.1", 0, str(tmp_path)) as own, Server("0.0.0.0", 0, str(tmp_path)) as open_to_all:
+        assert own.url == f"http://127.0.0.1:{own.server_address[1]}/"
+        assert len(open_to_all.token) > 30
+        assert open_to_all.url.endswith(f"/?token={open_to_all.token}")
+
+
+def test_updates_follow_the_events(server: Server, tmp_path: Path) -> None:
+    """What is known is told at once, and again when the agents have written more."""
+    status, answer = ask(server, "/updates?run=calm-fox")
+    assert (status, answer.headers["Content-Type"]) == (200, "text/event-stream")
+    sizes = (json.loads(line[6:])["tiles"]["world size"] for line in answer if line.startswith(b"data: "))
+    assert next(sizes) == "2"
+    write(tmp_path / "calm-fox", KILLED)
+    assert next(size for size in sizes if size != "2") == "1"
+    answer.close()
+
+
+@pytest.mark.slow
+def test_in_a_browser(tmp_path: Path) -> None:
+    """The page draws a run and follows it, fits on a phone, in the dark as well, and its console has no error."""
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    write(tmp_path / "runs" / "calm-fox", [*THREE_STEPS, *LOSSES])
+    command = [sys.executable, "-m", "elasticrt", "dashboard", "--log-dir", str(tmp_path / "runs")]
+    with browser(tmp_path / "browser") as page, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        try:
+            assert served.stdout is not None
+            url = served.stdout.readline().strip()
+            page.ask("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=2, mobile=True)
+            dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+            page.ask("Emulation.setEmulatedMedia", features=dark)
+            page.ask("Page.navigate", url=url)
+            page.wait_for("document.body.innerText.includes('b training')")
+            assert page.value("document.querySelectorAll('canvas').length") == 5, "run, two nodes, steps/s, loss"
+            assert page.value("document.documentElement.scrollWidth") <= 390
+            assert page.value("getComputedStyle(document.body).colorScheme") == "light dark"
+            write(tmp_path / "runs" / "calm-fox", KILLED)
+            took_s = page.wait_for("document.body.innerText.includes('lost node b')")
+            print(f"shown {took_s:.2f} s after the node was lost")
+            assert page.value("document.body.innerText.includes('b gone')")
+            assert page.errors == []
+        finally:
+            served.kill()

@@ -1,0 +1,153 @@
+"""Who is to blame when steps stand still, as tables: where the ranks are, and who is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticrt.liveness.culprit import Position, doing, find, from_json
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+OURS = "/venv/lib/python3.11/site-packages/elasticrt"
+
+
+def _stack(*frames: str) -> list[str]:
+    """Frames as "file:line in name", innermost first."""
+    split = [frame.partition(" in ") for frame in frames]
+    return [
+        f'  File "{place.rpartition(":")[0]}", line {place.rpartition(":")[2]} in {name}' for place, _, name in split
+    ]
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        pytest.param([], ("", ""), id="no stack"),
+        pytest.param(["/a/train.py:7 in stuck", "/a/train.py:40 in m"], ("code", "train.py:7 in stuck"), id="own"),
+        pytest.param(
+            ["/usr/lib/python3.11/threading.py:320 in wait", "/a/train.py:7 in stuck"],
+            ("code", "train.py:7 in stuck"),
+            id="a lock",
+        ),
+        pytest.param(
+            [f"{TORCH}/distributed/distributed_c10d.py:4000 in barrier", f"{TORCH}/distributed/c10d_logger.py:81 in w",
+             "/a/train.py:9 in <module>"],
+            ("collective", "train.py:9 in <module>"),
+            id="a collective",
+        ),
+        pytest.param(
+            [f"{TORCH}/distributed/distributed_c10d.py:4000 in all_reduce",
+             f"{OURS}/distributed/collectives.py:90 in s",
+             f"{OURS}/checkpoint/locate.py:9 in f", f"{OURS}/train/loop.py:9 in g", "/a/train.py:9 in <module>"],
+            ("collective", "train.py:9 in <module>"),
+            id="a collective of ours",
+        ),
+        pytest.param(
+            [f"{TORCH}/autograd/graph.py:824 in _engine_run_backward", f"{TORCH}/_tensor.py:648 in backward",
+             "/a/train.py:9 in <module>"],
+            ("gradients", "train.py:9 in <module>"),
+            id="backward",
+        ),
+        pytest.param(
+            [f"{TORCH}/nn/parallel/distributed.py:2230 in _sync_buffers", f"{TORCH}/nn/modules/module.py:1 in _call",
+             "/a/train.py:9 in <module>"],
+            ("gradients", "train.py:9 in <module>"),
+            id="buffers before forward",
+        ),
+        pytest.param(
+            ["/a/data.py:3 in __getitem__", f"{TORCH}/utils/data/_utils/fetch.py:52 in fetch",
+             f"{OURS}/train/loop.py:270 in _batches", "/a/train.py:9 in <module>"],
+            ("loader", "data.py:3 in __getitem__"),
+            id="a dataset",
+        ),
+        pytest.param(
+            ["/usr/lib/python3.11/queue.py:180 in get", f"{TORCH}/utils/data/dataloader.py:1 in _try_get_data",
+             f"{OURS}/train/loop.py:270 in _batches", "/a/train.py:9 in <module>"],
+            ("loader", "train.py:9 in <module>"),
+            id="a loader's workers",
+        ),
+        pytest.param(
+            ["/usr/lib/python3.11/threading.py:320 in wait", f"{OURS}/checkpoint/checkpointer.py:5 in wait",
+             f"{OURS}/train/saving.py:100 in last", f"{OURS}/train/loop.py:9 in g", "/a/train.py:9 in <module>"],
+            ("save", "train.py:9 in <module>"),
+            id="a save",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_stack_says(frames: list[str], expected: tuple[str, str]) -> None:
+    """The innermost function of a library that says something, and the innermost place in the script."""
+    assert doing(_stack(*frames)) == expected
+
+
+def _at(rank: int, doing: str = "gradients", *, begun: int = 9, state: str = "S", **more: object) -> Position:
+    fields = {"step": 25, "age_s": 5.0, "stepping": True, "place": f"train.py:{len(doing)} in f", **more}
+    return Position(rank=rank, doing=doing, begun=begun, state=state, **fields)
+
+
+@pytest.mark.parametrize(
+    ("positions", "ranks", "words"),
+    [
+        pytest.param([_at(0), _at(1, "code", begun=7)], (1,), "script's own code for 5 s: train.py:4 in f", id="code"),
+        pytest.param([_at(0, "collective"), _at(1, begun=7)], (1,), "computes gradients", id="slow backward"),
+        pytest.param([_at(0), _at(1, "loader", begun=7)], (1,), "waits for its data loader", id="loader"),
+        pytest.param([_at(1), _at(0, "save", begun=7)], (0,), "saves", id="save"),
+        pytest.param([_at(0), _at(1, "code", stepping=False)], (1,), "in no step for 5 s (loop.pause", id="pause"),
+        pytest.param(
+            [_at(0), _at(1, "code", stepping=False), _at(2, "code")], (2,), "own code for 5 s", id="a pause beside"
+        ),
+        pytest.param([_at(0), _at(1, "", state="T")], (1,), "is stopped by a signal (SIGSTOP)", id="stopped"),
+        pytest.param([_at(0), _at(1, "", state="D", place="")], (1,), "waits inside the kernel", id="disk"),
+        pytest.param([_at(0), _at(1, "", state="S", begun=0)], (1,), "does not say", id="no answer"),
+        pytest.param([_at(0), _at(1), _at(2, "collective")], (2,), "waits in a collective for 5 s", id="mismatch"),
+        pytest.param([_at(0, begun=11), _at(1, "collective", begun=10)], (1,), "waits in a collective", id="of two"),
+        pytest.param([_at(0, begun=0), _at(1, begun=0), _at(2, begun=0)], (), "no rank is to blame", id="network"),
+    ],
+)  # fmt: skip
+def test_who_is_named(positions: list[Position], ranks: tuple[int, ...], words: str) -> None:
+    """The one that is not where the others wait; where all wait, the one that waits elsewhere."""
+    culprit = find({f"n{position.rank}": [position] for position in positions})
+    assert culprit is not None
+    assert culprit.ranks == ranks
+    assert culprit.nodes == tuple(f"n{rank}" for rank in ranks)
+    assert words in culprit.reason
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        pytest.param([], id="nobody"),
+        pytest.param([_at(0, "code"), _at(1, "code")], id="all compute"),
+        pytest.param([_at(0), *(_at(rank, "code", begun=7) for rank in range(1, 9))], id="most compute"),
+    ],
+)
+def test_nobody_is_named(positions: list[Position]) -> None:
+    """While nobody waits, or most are busy, a step is slow, and no rank of it stands out."""
+    assert find({"n0": positions}) is None
+
+
+def test_a_pause_is_no_mistake() -> None:
+    """Who is in no step may be right: that is known of the finding, and not of one that a signal has stopped."""
+    waits, pauses = _at(0), _at(1, "code", stepping=False)
+    found = [find({"n0": [waits, other]}) for other in (pauses, _at(1, "code"), replace(pauses, state="T"))]
+    assert [each is not None and each.resting for each in found] == [True, False, False]
+
+
+def test_a_node_that_says_nothing() -> None:
+    """A node that has not answered is named where all others wait; one whose steps do not stand yet is waited for."""
+    waits = [_at(0), _at(1)]
+    found = find({"n0": waits}, ["n1"])
+    assert found is not None
+    assert (found.ranks, found.nodes) == ((), ("n1",))
+    assert found.reason == "n1 does not answer, and 2 ranks wait in a collective at train.py:9 in f"
+    assert find({"n0": waits, "n1": []}) is None
+    assert find({"n0": [_at(0), _at(1, "code")]}, ["n1"]).ranks == (1,)
+
+
+@pytest.mark.parametrize("wrong", [None, {}, [], [1], [True] * 8, ["1", 2, 3.0, True, "S", "", "", 0], "x" * 8])
+def test_what_another_agent_says_is_checked(wrong: object) -> None:
+    """Anything but a position is refused, and a position arrives as it is."""
+    there = _at(3, "loader")
+    assert from_json(there.to_json()) == there
+    with pytest.raises(ValueError, match="position"):
+        from_json(wrong)
