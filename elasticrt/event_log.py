@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 
 
 TAIL_BYTES = 1 << 16
+PIECE_BYTES = 1 << 20
+
+OFTEN = (events.Step, events.Progress)
+OFTEN_SHARE = 1000
+"""Of kinds that come often the file gets one in each thousandth of the log's age: a week is about 10,000 lines."""
 
 
 def files(directory: Path) -> list[Path]:
@@ -30,12 +35,18 @@ def files(directory: Path) -> list[Path]:
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
     """What a file of events says, in the order it was written; of its last `tail_bytes` bytes only, if given.
 
-    Lines that cannot be read are left out: a killed agent or a full disk ends a file within one. Raises OSError.
+    Lines that cannot be read are left out: a killed agent or a full disk ends a file within one. The file is open only
+    while a piece of it is read, because a run may have thousands of them. Raises OSError.
     """
-    with path.open("rb") as file:
-        if tail_bytes is not None:
-            file.seek(max(0, path.stat().st_size - tail_bytes))
-        for line in file:
+    at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
+    rest, data = b"", b" "
+    while data:
+        with path.open("rb") as file:
+            file.seek(at)
+            data = file.read(PIECE_BYTES)
+        at += len(data)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines if data else [rest]:
             record = events.decode(line)
             if record is not None:
                 yield record
@@ -55,8 +66,37 @@ def success(directory: Path) -> str:
     return newest[1].reason if newest is not None and newest[1].status == "succeeded" else ""
 
 
+class Sparse:
+    """Which lines a file gets: fewer and fewer of those that come often, and the newest of them before any other."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._kept_at: dict[type[events.Event], float] = {}
+        self._held: dict[type[events.Event], bytes] = {}  # The newest of each kind that the file has not got.
+
+    def due(self, kind: type[events.Event], line: bytes, at: float) -> bytes:
+        """What the file gets when `line`, of an event of `kind`, comes `at` this time: nothing, it, or some lines."""
+        self._began = at if self._began is None else self._began
+        if kind not in OFTEN:
+            return self.rest() + line
+        self._held[kind] = line
+        if at - self._kept_at.get(kind, self._began) < (at - self._began) / OFTEN_SHARE:
+            return b""
+        self._kept_at[kind] = at
+        return self._held.pop(kind)
+
+    def rest(self) -> bytes:
+        """What it has not got and is to get."""
+        lines = b"".join(self._held.values())
+        self._held.clear()
+        return lines
+
+
 class EventLog:
-    """Writes events; may be called from any thread. A directory that cannot be written to costs one warning."""
+    """Writes events; may be called from any thread. A directory that cannot be written to costs one warning.
+
+    The file has fewer and fewer of those that come often, but always the newest of them before one of another kind.
+    """
 
     def __init__(self, node: str, directory: Path | None, fd: int = -1) -> None:
         self._node = node
@@ -66,6 +106,7 @@ class EventLog:
         self._file = -1
         self._opened = False
         self._listeners: list[Callable[[events.Record], object]] = []
+        self._sparse = Sparse()
 
     def follow(self, heard: Callable[[events.Record], object]) -> None:
         """From now on `heard` gets each event as well, on the thread that writes it. It must not wait."""
@@ -81,13 +122,14 @@ class EventLog:
         line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
             self._open()
-            self._file = self._put(self._file, line)
+            self._file = self._put(self._file, self._sparse.due(type(event), line, at))
             self._fd = self._put(self._fd, line)
             self._tell(events.Record(event, self._node, at, now.timestamp()))
 
     def close(self) -> None:
         """Close the file. The inherited descriptor stays open until the process ends."""
         with self._lock:
+            self._put(self._file, self._sparse.rest())
             if self._file >= 0:
                 os.close(self._file)
             self._file = -1
@@ -114,7 +156,7 @@ class EventLog:
     @staticmethod
     def _put(fd: int, line: bytes) -> int:
         """Write to a descriptor; the descriptor to go on with, -1 after an error (a full disk ends the log, once)."""
-        if fd < 0:
+        if fd < 0 or not line:
             return fd
         try:
             os.write(fd, line)

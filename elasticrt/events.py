@@ -293,7 +293,7 @@ class WorkerEnded:
         rank: its global rank.
         pid: its process id.
         code: exit code, or minus the signal's number.
-        failure: how it failed, in a line; "" where it has not.
+        failure: how it failed, in a line; "" where it has not, or was ended by its agent.
         collateral: whether it failed only because another one had.
     """
 
@@ -546,12 +546,22 @@ def _seconds(text: str) -> float:
 def _event(kind: type[Any], found: dict[str, Any]) -> Event:
     """Raises KeyError, TypeError for fields that are missing or of another type."""
     values = {}
-    for each in fields(kind):
-        if each.name not in found and (each.default is not MISSING or each.default_factory is not MISSING):
+    for name, types, optional in _FIELDS[kind]:
+        if optional and name not in found:
             continue
-        value, wanted = found[each.name], str(each.type).partition("[")[0]
-        if type(value) not in _TYPES[wanted]:
-            raise TypeError(each.name)
-        values[each.name] = tuple(value) if wanted == "tuple" else value
+        value = found[name]
+        if type(value) not in types:
+            raise TypeError(name)
+        values[name] = tuple(value) if types is _TYPES["tuple"] else value
     event: Event = kind(**values)
     return event
+
+
+_FIELDS = {
+    kind: tuple(
+        (each.name, _TYPES[str(each.type).partition("[")[0]], {each.default, each.default_factory} != {MISSING})
+        for each in fields(kind)
+    )
+    for kind in _NAMES
+}
+"""Of each kind the names of its fields, what JSON makes of them, and whether one may be missing."""

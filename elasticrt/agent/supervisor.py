@@ -82,6 +82,7 @@ class Supervisor:
         self._newest = 0  # The newest generation that was decided to run,
         self._wanted: tuple[Generation, Seat] | None = None  # and it, if its workers are still to be started.
         self._names: tuple[str, ...] = ()
+        self._leaves = False  # Whether this node's workers are ended because it leaves.
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed when.
         self._late_at: float | None = None  # When to look for those that have not taken their new seat.
         self._joining = JoiningWorkers()
@@ -348,7 +349,7 @@ class Supervisor:
 
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
         """Signal `number`, then `grace_s` seconds (until `hurry`, which also folds ends of workers), then SIGKILL."""
-        self._wanted = None
+        self._wanted, self._leaves = None, True
         self._stop_joining()
         generation = self._state.number
         if self._state.handed >= self._state.seated and self._able():  # They wait for a seat, and get none.
@@ -585,10 +586,19 @@ class Supervisor:
             self.progress.remember()
             self._state = replace(state, handed=state.handed | {event.local_rank})
 
+    def _failed_by_itself(self, event: WorkerEnded) -> bool:
+        """Whether nothing else explains that it has ended: no handover, no end that this agent wanted."""
+        if event.generation == 0:
+            return event.local_rank in self._joining.ranks
+        wanted = self._wanted is not None or self._leaves or event.local_rank in self._state.handed
+        first = all(failure.collateral for failure in self._state.failures)  # Then the others of this node are ended.
+        return self._is_current(event) and first and not wanted
+
     def _worker_ended(self, event: WorkerEnded) -> None:
-        failed = event.failure
-        said = (failed.summary, failed.collateral) if failed is not None else ("", False)
-        self._events.write(events.WorkerEnded(event.generation, event.rank, event.pid, event.code, *said))
+        ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code)
+        if event.failure is not None and self._failed_by_itself(event):
+            ended = replace(ended, failure=event.failure.summary, collateral=event.failure.collateral)
+        self._events.write(ended)
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)
         if event.generation == 0:

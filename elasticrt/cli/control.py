@@ -151,7 +151,7 @@ def _look(run_id: str, options: EtcdOptions, arguments: argparse.Namespace) -> b
     from elasticrt.rendezvous.records import Keys
 
     story = None
-    if arguments.json or Path(arguments.log_dir, run_id).is_dir():
+    if arguments.json or run_dir.has_events(Path(arguments.log_dir, run_id)):
         story = run_dir.read(run_dir.find(run_id, arguments.log_dir))
     if story is not None and arguments.json:
         write(sys.stdout, json.dumps(as_object(story)) + "\n")

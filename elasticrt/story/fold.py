@@ -9,8 +9,9 @@ wall clock; between machines by the wall clock that each had when its first even
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from elasticrt import events
@@ -31,7 +32,7 @@ class Clocks:
         """When `record` happened. Those of one node are to be asked for in the order they were written."""
         if isinstance(record.event, events.AgentStarted) and record.event.machine:
             self._machines[record.node] = record.event.machine
-        machine = self._machines.get(record.node, f"the machine of {record.node}")
+        machine = self._machines.get(record.node) or f"the machine of {record.node}"
         return self._zeros.setdefault(machine, record.time - record.at) + record.at
 
 
@@ -177,6 +178,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._redone_until: dict[int, float] = {}
+        self._seen: dict[int, tuple[float, int]] = {}  # Of generations that do steps again: when it was at which step.
         self._stride = self._skipped = 1
 
     @property
@@ -220,7 +222,7 @@ class Story:
                 self._phases(event)
             case events.Step():
                 self._step(event, at)
-            case events.Progress() if event.step > self.step:  # Of a node without rank 0, and of its own events only.
+            case events.Progress() if event.step > self.newest:  # Steps may be left out of a file.
                 self._stepped(event.generation, event.step, at)
             case events.Committed():
                 if event.step >= self.checkpoint:
@@ -228,7 +230,7 @@ class Story:
                 self.checkpoints += 1
             case events.WorkerEnded() if event.failure and not event.collateral:
                 self.troubles.append(Trouble(at, node, event.failure, event.generation))
-            case events.MemberLost():
+            case events.MemberLost() if not self._has_left(event.lost):
                 number = self.chapter.number if self.chapter is not None else 0
                 self.troubles.append(Trouble(at, event.lost, event.how, number))
             case events.Failure():
@@ -318,8 +320,18 @@ class Story:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at
         self.step, self.newest, self.last_step_at = max(self.step, step), step, max(at, self.last_step_at)
         chapter = self._numbers.get(generation)
-        if chapter is not None and chapter.redone and step >= chapter.resume_step + chapter.redone:
-            self._redone_until[generation] = min(at, self._redone_until[generation])
+        if chapter is None or self._redone_until[generation] < math.inf:
+            return
+        before_at, before = self._seen.get(generation, (at, step))
+        there = chapter.resume_step + chapter.redone
+        if step >= there:  # Not each step is told: in between they are taken to have come at an even pace.
+            share = (there - before) / (step - before) if step > before else 1.0
+            self._redone_until[generation] = before_at + max(0.0, share) * (at - before_at)
+        self._seen[generation] = (at, step)
+
+    def _has_left(self, node: str) -> bool:
+        life = self._present.get(node)
+        return life is not None and life.code is not None
 
     def _was_short(self, generation: int) -> bool:
         """Whether too few nodes were left of the generation before, so that the others waited for more."""
@@ -356,10 +368,13 @@ class Story:
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
 
-def told(records: Iterable[events.Record]) -> Story:
-    """The story of events that come node by node, each node's in the order they were written."""
+def told(*sources: Iterable[events.Record]) -> Story:
+    """The story of events that come from several sources, such as a file for each node: each in order."""
     story = Story()
-    known = [(story.clocks.when(record), record) for record in records]
-    for _, record in sorted(known, key=lambda each: each[0]):
+
+    def timed(source: Iterable[events.Record]) -> Iterator[tuple[float, events.Record]]:
+        return ((story.clocks.when(record), record) for record in source)
+
+    for _, record in heapq.merge(*map(timed, sources), key=lambda each: each[0]):
         story.tell(record)
     return story

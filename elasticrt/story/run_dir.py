@@ -29,7 +29,7 @@ def find(run: str, log_dir: str) -> Path:
 def read(directory: Path) -> Story:
     """The story that its files tell by now. Raises ConfigError for files that cannot be read, or say nothing."""
     try:
-        story = told(record for path in files(directory) for record in records(path))
+        story = told(*map(records, files(directory)))
     except OSError as error:
         raise ConfigError(
             explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))
@@ -40,9 +40,13 @@ def read(directory: Path) -> Story:
     return story
 
 
+def has_events(directory: Path) -> bool:
+    """Whether there are events in it that can be read."""
+    return any(next(records(path), None) is not None for path in files(directory))
+
+
 def newest(log_dir: str) -> list[Path]:
     """The directories of all runs below `log_dir` whose events can be read, that with the newest event first."""
-    found = {path: files(path) for path in Path(log_dir).glob("*") if path.is_dir()}
-    readable = {path: kept for path, kept in found.items() if any(next(records(file), None) for file in kept)}
-    written = {path: max(file.stat().st_mtime for file in kept) for path, kept in readable.items()}
+    found = [path for path in Path(log_dir).glob("*") if has_events(path)]
+    written = {path: max(file.stat().st_mtime for file in files(path)) for path in found}
     return sorted(written, key=written.__getitem__, reverse=True)

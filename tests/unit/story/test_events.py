@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 import pytest
 
 from elasticrt import events
-from elasticrt.event_log import EventLog, files, records, success
+from elasticrt.event_log import EventLog, Sparse, files, records, success
 
 VALUES = {"int": 3, "float": 0.5, "str": "text", "bool": True, "float | None": None}
 LISTS = {"tuple[str, ...]": ("a", "b"), "tuple[int, ...]": (1, 2)}
@@ -68,3 +68,14 @@ def test_a_file_is_read_to_its_end(tmp_path):
     log.close()
     assert [record.event.status for record in records(files(tmp_path)[0])] == ["failed", "succeeded"]
     assert success(tmp_path) == "at last"
+
+
+def test_a_file_has_few_of_those_that_come_often():
+    """Of a week of steps it gets a few thousand, the more of them the younger it is, and a change finds the newest."""
+    sparse, week = Sparse(), range(0, 7 * 86_400, 60)
+    kept = [at for at in week if sparse.due(events.Step, b"step", at)]
+    assert kept[:1000] == [*week[:1000]]
+    assert 2000 < len(kept) < 3500
+    assert sparse.due(events.Step, b"newest,", week[-1] + 1) == b""
+    assert sparse.due(events.MemberLost, b"lost", week[-1] + 2) == b"newest,lost"
+    assert sparse.rest() == b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import datetime, timezone
 
@@ -30,12 +31,12 @@ TEXT = """\
 run calm-fox: succeeded: all ended well
 2 nodes: a, b
 60 steps, 7.4 steps/s, loss 0.25; newest checkpoint: step 60
-goodput 57.7% of 13.0 s; start 11.5%, redone steps 11.5%, set-up 7.7%
+goodput 65.6% of 13.0 s; start 11.5%, set-up 7.7%, waiting for nodes 3.8%
 1 change of membership, the longest pause 0.50 s; 10 steps done again
 
 where the time went  run               a                 b
-train                   7.5 s  57.69%     7.5 s  57.69%  0.50 s  14.29%
-redone steps            1.5 s  11.54%     1.5 s  11.54%  -
+train                   8.5 s  65.65%     8.5 s  65.65%  0.50 s  14.29%
+redone steps           0.47 s   3.58%    0.47 s   3.58%  -
 detect                 0.10 s   0.77%    0.10 s   0.77%  -
 agree                  0.20 s   1.54%    0.20 s   1.54%  -
 re-form                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
@@ -127,6 +128,9 @@ def test_a_page_without_matplotlib(monkeypatch):
     ("words", "code", "shown"),
     [
         ("runs", 0, "calm-fox"),
+        ("status", 0, "run calm-fox: succeeded: all ended well\n2 nodes: a, b\n"),
+        ("status --run-id calm-fox --watch", 0, "goodput 65.6%"),
+        ("status --run-id other", 2, "no such run on this machine (run other)"),
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
         ("logs calm-fox 7", 2, "no such rank"),
         ("report other", 2, "no such run (other)"),
@@ -139,6 +143,16 @@ def test_what_a_directory_tells(run, capfd, words, code, shown):
     assert main(words.split()) == code
     said = capfd.readouterr()
     assert shown in said.out + said.err
+
+
+def test_the_state_of_an_ended_run_for_programs(run, capsys):
+    """`status --json` is one object with the result, the seconds by bucket, the generations and the failures."""
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run_id"], found["result"]["status"], found["step"]) == ("calm-fox", "succeeded", 60)
+    assert sum(found["seconds_by_node"]["a"].values()) == pytest.approx(13.0)
+    assert [each["number"] for each in found["generations"]] == [1, 2]
+    assert [each["node"] for each in found["failures"]] == ["b"]
 
 
 def test_events_come_in_the_order_of_time(run, capsys):

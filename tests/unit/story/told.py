@@ -32,7 +32,10 @@ def begun(number: int, nodes: str, kind: str = "lost", cause: str = "", *, in_pl
 
 def story(entries: Iterable[Entry]) -> Story:
     """What they tell together."""
-    return told(record(*entry) for entry in entries)
+    by_node: dict[str, list[events.Record]] = {}
+    for at, node, event in entries:
+        by_node.setdefault(node, []).append(record(at, node, event))
+    return told(*by_node.values())
 
 
 THREE_STEPS: list[Entry] = [
