@@ -385,6 +385,25 @@ class Culprit:
 
 
 @dataclass(frozen=True)
+class Straggler:
+    """A node is slow, and the others wait for it in every step. The node of rank 0 says it, once while it is so.
+
+    Attributes:
+        generation: the generation.
+        step: the last step, counted over the whole run.
+        slow: the node.
+        own_s: seconds that its own work takes in a step.
+        others_s: that of the other nodes, their median.
+    """
+
+    generation: int
+    step: int
+    slow: str
+    own_s: float
+    others_s: float
+
+
+@dataclass(frozen=True)
 class Failure:
     """The report of a run that has failed.
 
@@ -455,6 +474,7 @@ Event = (
     | Late
     | Paused
     | Culprit
+    | Straggler
     | Failure
     | Result
     | AgentStopped

@@ -131,6 +131,7 @@ PURE = (
     "rendezvous/transactions.py",
     "liveness/culprit.py",
     "liveness/stall_detector.py",
+    "liveness/straggler.py",
     "workers/environment.py",
     "workers/group_state.py",
     "workers/failures.py",

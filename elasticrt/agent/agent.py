@@ -268,7 +268,7 @@ class Agent(Side):
             settings.run_id,
             lambda: (self.member.me.record.incarnation, self.member.me.started),
             self._known,
-            lambda: [each.to_json() for each in self.node.hangs.positions],
+            lambda: self.node.hangs.said,
         )
         self.node.seating.ports.bind(address)
         record = MemberRecord(

@@ -48,6 +48,8 @@ class Metrics:
     def tell(self, record: events.Record) -> None:
         """Take note of an event of this node."""
         self._story.tell(record)
+        for life in self._story.lives:
+            self._spent.update(life.spans.painted())  # Now, so that a long life needs no more memory than a short one.
         match record.event:
             case events.Committed():
                 self._saved = record.event
@@ -88,8 +90,6 @@ class Metrics:
         yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
         restarts = story.chapter.restarts if story.chapter is not None else 0
         yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
-        for life in story.lives:
-            self._spent.update(life.spans.painted())
         yield _counter("bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._spent)
         yield _recoveries(story)
         redone, failed = sum(chapter.redone for chapter in story.chapters), len(story.troubles)

@@ -248,18 +248,22 @@ class Supervisor:
             self.seating.start_beside(self._workers, envs)
 
     def asks_for_positions(self, now: float) -> int:
-        """The generation in which it is time `now` to ask the other nodes where their workers are; 0: it is not.
+        """The generation in which it is time `now` to ask the other nodes about their workers; 0: it is not.
 
         The node of rank 0 asks.
         """
         state = self._state
         due, first = self.hangs.is_to_ask(now), state.seat is not None and state.seat.index == 0
+        self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
         return state.number if due and first and state.running else 0
 
     def blame(self, generation: int, others: Mapping[str, object]) -> None:
-        """The other nodes have said where their workers are in `generation`."""
+        """The other nodes have said where their workers are in `generation`, and how long these wait for others."""
         if self._state.running and generation == self._state.number:
-            self.hangs.blame(generation, self._names, others)
+            said = {node: each for node, each in others.items() if isinstance(each, dict)}
+            said = {node: each for node, each in said.items() if each.get("generation") == generation}
+            self.hangs.blame(generation, self._names, said)
+            self.hangs.compare(generation, said)
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""

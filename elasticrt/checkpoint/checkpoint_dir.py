@@ -28,6 +28,7 @@ from elasticrt.checkpoint.manifest import (
     doomed,
 )
 from elasticrt.data.durable_files import Directory, Unfit, open_plain, put, sha256
+from elasticrt.distributed.shared_payload import Kept
 from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.ipc.directory_owner import Holding, Owner
 from elasticrt.ipc.env import Commit
@@ -240,10 +241,15 @@ class _Reader(io.RawIOBase):
         return len(part)
 
 
-def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError."""
+def parse(payload: bytes | bytearray | memoryview | Kept) -> dict[str, Any]:
+    """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError.
+
+    Of one that is kept for this machine the tensors are that very memory, until they are written to.
+    """
+    kept = isinstance(payload, Kept)
     try:
-        data = torch.load(_Reader(payload), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+        source: Any = payload.path if isinstance(payload, Kept) else _Reader(payload)
+        data = torch.load(source, map_location="cpu", weights_only=True, mmap=kept)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"torch.load(weights_only=True) refuses it: {str(error)[:200]}") from error
     if not isinstance(data, dict):

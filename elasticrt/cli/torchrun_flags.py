@@ -232,9 +232,11 @@ class TorchrunFlags(MeetingFlags):
 
     def translated(self, options: RunOptions) -> RunOptions:
         """`options` with what these flags say, and notes on those without effect. Raises ConfigError."""
+        endpoint, notes = self.rdzv_endpoint, []
         if self.standalone:
-            options = _standalone(options)
-        endpoint, notes = "" if self.standalone else self.rdzv_endpoint, []
+            if options.run_id is not None:
+                notes.append(f"--standalone makes a run with a name of its own: not {options.run_id}")
+            endpoint, options = "", _standalone(options)
         if self.master_addr is not None or self.master_port is not None:
             where = f"{_bracketed(self.master_addr or '127.0.0.1')}:{self.master_port or STATIC_PORT}"
             said = f"{where} (--master-addr, --master-port)"

@@ -190,6 +190,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         """Delete a key; whether it was there."""
         return bool(self._ask(op="delete", key=key))
 
+    deleteKey = delete_key  # noqa: N815  As torch's prefixes ask for it.
+
     def has_extended_api(self) -> bool:
         """Whether torch may ask for several things at once."""
         return False

@@ -28,7 +28,25 @@ PIECE_BYTES = 16 * 1024 * 1024
 _NAME = "elasticrt-restored"
 
 
-def share_payload(payload: Payload, size: int, digest: str, source: int = 0) -> Payload:
+class Kept:
+    """A payload in a memory file that ranks of one machine share, for as long as this object lives.
+
+    Args:
+        file: its descriptor, from now on this object's.
+
+    Attributes:
+        path: what it can be opened by, in this process.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self.path = Path(f"/proc/self/fd/{file}")
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+def share_payload(payload: Payload, size: int, digest: str, source: int = 0) -> Payload | Kept:
     """What rank `source` passed in, on every rank, proven to be what it was; empty where that is empty. Collective.
 
     Args:
@@ -44,7 +62,9 @@ def share_payload(payload: Payload, size: int, digest: str, source: int = 0) -> 
     mine = dist.get_rank() == source
     if size <= LARGE_BYTES:
         sent = collectives.broadcast_bytes(payload, source)
-        return sent if mine or not sent else _intact(sent, size, digest)
+        if sent and not mine:
+            _intact(sent, size, digest)
+        return sent
     if not collectives.broadcast_bytes(b"1" if payload else b"", source):
         return b""
     with ExitStack() as stack:
@@ -62,13 +82,14 @@ def share_payload(payload: Payload, size: int, digest: str, source: int = 0) -> 
         damage: RuntimeError | None = None
         if keeps and not mine:
             try:
-                _intact(_mapped(own, size), size, digest)
+                with mmap.mmap(own, size, prot=mmap.PROT_READ) as mapped:
+                    _intact(mapped, size, digest)
             except RuntimeError as error:
                 damage = error
         whole = all(well for (well,) in collectives.gather_numbers([int(damage is None)]))  # And all of it is there.
         if damage is not None or not whole:
             raise damage or RuntimeError(explain("the state has changed on its way to another rank", "restore"))
-        return payload if mine else _mapped(file, size)
+        return payload if mine else Kept(os.dup(file))
 
 
 def _send_to_keepers(payload: Payload, size: int, source: int, file: int, *, takes_part: bool) -> None:
@@ -95,11 +116,6 @@ def _send_to_keepers(payload: Payload, size: int, source: int, file: int, *, tak
         dist.destroy_process_group(group)
 
 
-def _mapped(file: int, size: int) -> memoryview:
-    """The content of a memory file, for as long as somebody holds it."""
-    return memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
-
-
 def _machine() -> int:
     """A number that is the same for processes that see each other in /proc; one of its own where that is not known."""
     try:
@@ -122,7 +138,7 @@ def _opened(pid: int, number: int) -> int:
     return -1
 
 
-def _intact(payload: Payload, size: int, digest: str) -> Payload:
+def _intact(payload: Payload | mmap.mmap, size: int, digest: str) -> None:
     """What has arrived, held against its size and SHA-256 before anybody makes anything of it. Raises RuntimeError."""
     found = hashlib.sha256(payload).hexdigest()
     if len(payload) != size or found != digest:
@@ -135,4 +151,3 @@ def _intact(payload: Payload, size: int, digest: str) -> Payload:
                 remedy="If it happens again, the memory or the network of this node is bad",
             )
         )
-    return payload

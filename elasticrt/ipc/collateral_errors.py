@@ -15,7 +15,8 @@ PEER_IS_GONE = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|connection refused|"
     r"remote process (has )?exited|timed out waiting \d+ ?ms|application timeout caused pair closure|"
     r"connectfullmesh failed|connect timeout|socket timeout|socketstartconnect|ncclremoteerror|"
-    r"nccl communicator was aborted|watchdog caught collective operation timeout|wait timeout after",
+    r"nccl communicator was aborted|watchdog caught collective operation timeout|nccl operation timed out|"
+    r"wait timeout after",
     re.IGNORECASE,
 )
 NEVER_MET = re.compile(

@@ -52,6 +52,7 @@ class StatusPage:
         begun_at_ns: when the script began, and with it the waiting for the first of them.
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
         begun: how many collectives of the default group it had begun when its agent last asked (`messages.Look`), or 0.
+        waited_ns: how long backward has waited for the other ranks' gradients, in the `waits` steps that DDP measured.
         in_place: IN_PLACE while it can go on in another generation without ending; READY when it has set up beside the
             training and waits to be let in; 0 when only a new process could take its place.
         data_ns, save_ns, pause_ns: nanoseconds so far in which the loader was waited for; in which training stood still
@@ -83,6 +84,8 @@ class StatusPage:
     in_place = _Word(16)
     loaded = _Word(17)
     begun = _Word(18)
+    waited_ns = _Word(19)
+    waits = _Word(20)
 
     data_ns = _Word(32)
     save_ns = _Word(33)

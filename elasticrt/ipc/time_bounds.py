@@ -39,6 +39,9 @@ in every slow step. It looks again after twice the time, and so on."""
 PLACES_S = 2.5
 """So long later the agents of all nodes have done so, and that of rank 0 asks them. Stacks take STACKS_S_MAX."""
 
+COMPARE_S = 10.0
+"""Between two comparisons of what the nodes' own work takes. DDP measures one step in a hundred."""
+
 BLAME_AGAIN_S = 60.0
 """People are told again after so long that the others wait for the same rank at the same place."""
 

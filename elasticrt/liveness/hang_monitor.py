@@ -28,10 +28,19 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.proc import in_sessions, stat
 from elasticrt.ipc.status_page import StatusPage
-from elasticrt.ipc.time_bounds import BLAME_AGAIN_S, CLOSER_S, LOOK_IDLE_S, LOOK_IN_PLACE_S, LOOK_S, STANDING_IN_PLACE_S
+from elasticrt.ipc.time_bounds import (
+    BLAME_AGAIN_S,
+    CLOSER_S,
+    COMPARE_S,
+    LOOK_IDLE_S,
+    LOOK_IN_PLACE_S,
+    LOOK_S,
+    STANDING_IN_PLACE_S,
+)
 from elasticrt.liveness.culprit import Position, doing, find, from_json
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stand, Stopped
+from elasticrt.liveness.straggler import Comparison, Waits
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
 from elasticrt.workers.group import WorkerGroup
@@ -54,7 +63,8 @@ class HangMonitor:
         state_of: the kernel's letter for what a process is doing, as `proc.state_of`.
 
     Attributes:
-        positions: where this node's workers are, while their steps stand still for long; may be read by any thread.
+        positions: where this node's workers are, while their steps stand still for long.
+        said: what other agents are told of the workers when they ask; may be read by any thread.
     """
 
     def __init__(
@@ -87,6 +97,8 @@ class HangMonitor:
         self._stopped = Stopped()
         self._stand = Stand()
         self.positions: tuple[Position, ...] = ()
+        self.said: Mapping[str, object] = {}
+        self._comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
         self._blamed: dict[str, float] = {}  # Whom people know of, and since when.
         self._blamed_step = 0, ""  # Who was to blame last, and after which step.
         self._idle_until: float | None = None
@@ -146,8 +158,7 @@ class HangMonitor:
         if not at or not all(at):
             return
         step = sum(page.step or page.beats for page in pages)
-        usual_s = statistics.median(self._pace.recent) if self._pace.recent else 0.0
-        bound_s = max(self._limits.standing_factor * usual_s, CLOSER_S)
+        bound_s = max(self._limits.standing_factor * self.usual_s, CLOSER_S)
         if self._limits.hang_s:
             bound_s = min(bound_s, WARN_PART * self._limits.hang_s)
         before, self._stand = self._stand, self._stand.looked(step, max(at), now, bound_s)
@@ -182,16 +193,48 @@ class HangMonitor:
                     begun=page.begun,
                 )
             )
-        self.positions = tuple(found)
+        self.positions, self._waits_at = tuple(found), 0.0
 
     def is_to_ask(self, now: float) -> bool:
-        """Whether it is time `now` to ask the other nodes where their workers are: once for each look at the own."""
+        """Whether it is time `now` to ask the other nodes about their workers: once for each closer look at the own,
+        and now and then while steps are made."""
+        if now >= self._compare_at and self._pace.recent:
+            self._compare_at = now + COMPARE_S
+            return True
         if self._stand.ask_at is None or now < self._stand.ask_at:
             return False
         self._stand = replace(self._stand, ask_at=None)
         return bool(self.positions)
 
-    def blame(self, generation: int, nodes: Sequence[str], others: Mapping[str, object]) -> None:
+    def look_at_waits(self, now: float, ranks: Mapping[int, int], pages: Sequence[StatusPage]) -> None:
+        """Note at `now` what other agents are told. `ranks`: global ones, by local rank, as the pages are."""
+        if now < self._waits_at:
+            return
+        self._waits_at = now + LOOK_IDLE_S
+        by_rank = zip((ranks[each] for each in sorted(ranks)), pages, strict=False)
+        waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank]
+        self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits}
+
+    def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
+        """Tell which node is slow, from how long all ranks wait for gradients."""
+        own = self._settings.node
+        totals = dict(_waits({own: self.said, **others}))
+        step = self._pace.step
+        before, self._comparison = self._comparison, self._comparison.looked(totals, step, self.usual_s)
+        found = self._comparison.found
+        if found is None or not self._comparison.is_certain or before.is_certain:
+            return
+        self._events.write(
+            events.Straggler(generation, step, found.node, round(found.own_s, 4), round(found.others_s, 4))
+        )
+        self._say(found.reason)
+
+    @property
+    def usual_s(self) -> float:
+        """How long a step takes; 0.0 while that is not known."""
+        return statistics.median(self._pace.recent) if self._pace.recent else 0.0
+
+    def blame(self, generation: int, nodes: Sequence[str], others: Mapping[str, Mapping[str, object]]) -> None:
         """Tell whom the others wait for, from where workers are: those here, and the `others`' by node.
 
         Not when the steps have moved on, nor soon of who is in a pause; people are told the same again only after a
@@ -305,9 +348,19 @@ def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
     return Sight(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)
 
 
-def _positions(by_node: Mapping[str, object]) -> Iterator[tuple[str, list[Position]]]:
+def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, Waits]]:
+    """What agents have said of how long their ranks wait."""
+    for node, fields in by_node.items():
+        said = fields.get("waits")
+        for each in said if isinstance(said, list) else ():
+            if isinstance(each, list) and len(each) == 3 and all(type(number) is int for number in each):
+                yield each[0], Waits(node, each[1], each[2])
+
+
+def _positions(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:
     """What other agents have said, as positions."""
-    for node, said in by_node.items():
+    for node, fields in by_node.items():
+        said = fields.get("workers")
         try:
             yield node, [from_json(each) for each in said] if isinstance(said, list) else []
         except ValueError as error:

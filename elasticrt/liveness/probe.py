@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.time_bounds import PROBE_STEP_S, PROBE_STEPS
@@ -39,7 +39,7 @@ class ProbeServer:
         run_id: the agent's run.
         state: gives (incarnation, generation), from any thread.
         seats: those that it may be asked about: never does it connect to an address that came with a question.
-        workers: where its workers are, as JSON values; empty while their steps do not stand.
+        workers: what is to be said of its workers, as JSON values: where they are, how long they wait.
 
     Raises ConfigError when the address is not this machine's.
     """
@@ -51,7 +51,7 @@ class ProbeServer:
         run_id: str,
         state: Callable[[], tuple[str, int]],
         seats: Callable[[], Iterable[Seat]] = tuple,
-        workers: Callable[[], Sequence[object]] = tuple,
+        workers: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         listener = listen(address, CONNECTIONS_MAX)
         self.port: int = listener.getsockname()[1]
@@ -90,7 +90,7 @@ class ProbeServer:
         incarnation, generation = self._state()
         answer = {"nonce": nonce, "run": self._run_id, "incarnation": incarnation, "generation": generation}
         if "about" not in question:
-            self._answer(client, {**answer, "workers": self._workers()} if "workers" in question else answer)
+            self._answer(client, {**answer, "workers": [], **self._workers()} if "workers" in question else answer)
         elif not self._check(client, answer, question["about"]):
             self._answer(client, {**answer, "about": "unknown"})
 

@@ -230,7 +230,7 @@ class Prober:
             def one(answer: Answer, fields: dict[str, Any], seat: Seat = seat) -> None:
                 missing.discard(seat.incarnation)
                 if answer == "alive" and "workers" in fields:
-                    said[seat.node] = fields["workers"]
+                    said[seat.node] = fields
                 if not missing:
                     done(said)
 

@@ -82,7 +82,7 @@ class Loop:
             raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
         self._shown = os.fspath(directory)
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
-        self._reporter = Reporter()
+        self._reporter = Reporter(stateful_objects.values())
         self._saving = Saving(self._state, self._reporter, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
         self._steps_max: int | None = None

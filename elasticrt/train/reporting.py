@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed import agent_client
+from elasticrt.distributed.wrapping import wrappers
 from elasticrt.errors import explain
 from elasticrt.ipc.messages import Step
+from elasticrt.ipc.status_page import StatusPage
 
 _REPORT_NS = 100_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
+_WARM_UP = 4
+"""So many iterations of a new reducer are not taken for what is usual."""
+
 _NAME_MAX = 64
 
 
@@ -52,14 +59,45 @@ class Scalars:
         return self._read
 
 
+class Waits:
+    """How long this rank waits for the others' gradients, as DDP's own timers have it: of one step in many.
+
+    Args:
+        objects: the Loop's; modules that are in DDP are looked at.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        found = [layer for each in objects if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
+        self._layers: list[Any] = [each for each in found if isinstance(each, DistributedDataParallel)]
+        self._read: dict[int, int] = {}
+
+    def read(self, page: StatusPage) -> None:
+        """Add what was measured since the last time to the page's totals."""
+        waited_ns, new = 0, False
+        for number, layer in enumerate(self._layers):
+            said = layer._get_ddp_logging_data()
+            iteration = said.get("iteration", 0)
+            new = new or iteration not in (self._read.get(number), *range(_WARM_UP))
+            self._read[number] = iteration
+            waited_ns += said.get("backward_comm_time", 0) - said.get("backward_compute_comm_overlap_time", 0)
+        if new:
+            page.waited_ns += max(0, waited_ns)
+            page.waits += 1
+
+
 class Reporter:
     """Steps on the page at once, and in messages: the first of the process, then at most ten a second.
+
+    Args:
+        objects: the Loop's.
 
     Attributes:
         scalars: the user's numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Iterable[object] = ()) -> None:
+        self._waits = Waits(objects)
+        self._waits_at_ns = 0
         self._link = agent_client.agent_link()
         self._page = agent_client.status_page()
         self._resumed_from = 0
@@ -113,6 +151,9 @@ class Reporter:
             self._page.entered = step + 1
         if self._link is not None and now_ns >= self._next_ns:
             self._next_ns = now_ns + _REPORT_NS
+            if self._page is not None and now_ns >= self._waits_at_ns:
+                self._waits_at_ns = now_ns + _READ_NS
+                self._waits.read(self._page)
             message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self.scalars.values(now_ns)))
             if self._link.post(message):
                 self._first = False

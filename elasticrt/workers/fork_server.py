@@ -44,7 +44,8 @@ def note(event: Warm, event_log: EventLog) -> None:
     """Log, and record in `event_log`, that the worker parent can start workers, and how it will, as `event` says."""
     event_log.write(events.ParentWarm(**asdict(event)))
     why = f": {event.reason}" if event.reason else ""
-    log.info("worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
+    level = logging.WARNING if event.reason.startswith("--preload") else logging.INFO
+    log.log(level, "worker parent is warm after %.2f s (%s%s)", event.import_s, event.method, why)
 
 
 class WorkerParent:

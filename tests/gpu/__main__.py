@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ BUDGET_S = 520.0
 
 ROW_S = 30.0
 """What a row takes that has not been run at another size."""
+MB_PER_S = 20.0
+"""How much more state costs a second more, where one size alone has been run."""
 
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 MULTI_RANK_SINCE = (2, 30)
@@ -115,9 +118,15 @@ def shown(row: Row) -> str:
     return f"| {row.what} | {row.where} | {size} | {numbers} | {state} | {note} |"
 
 
-def expected_s(size_mb: float, smaller: tuple[float, float] | None) -> float:
-    """How long a row takes at the most, by the size and time of the same at a smaller size. Pure."""
-    return ROW_S if smaller is None else smaller[1] * max(1.0, size_mb / smaller[0] if smaller[0] else 1.0)
+def expected_s(size_mb: float, known: Sequence[tuple[float, float]]) -> float:
+    """How long a row will take, by the sizes and times of the same at smaller sizes, in order. Pure."""
+    if not known:
+        return ROW_S
+    last_mb, last_s = known[-1]
+    per_mb = 1 / MB_PER_S
+    if len(known) > 1 and last_mb > known[-2][0]:
+        per_mb = max(0.0, (last_s - known[-2][1]) / (last_mb - known[-2][0]))
+    return last_s + max(0.0, size_mb - last_mb) * per_mb
 
 
 HEAD = "| what | where | state of each | median or time | | |\n|---|---|---|---|---|---|"
@@ -142,6 +151,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose first or second column has this word")
     parser.add_argument("--write", type=Path, help="a directory for the results")
     arguments = parser.parse_args()
+    # Told to end, it takes its workers and their directories with it.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         machine = Machine.look()
     except Failed as failed:
@@ -158,7 +169,7 @@ def main() -> int:
     title = f"torch {machine.torch}{nccl}, {devices}, {machine.free_bytes / 1e9:.0f} GB of memory free"
     print(f"{title}\n\n{HEAD}", flush=True)
     began, found = time.monotonic(), []
-    took: dict[tuple[str, str], tuple[float, float]] = {}  # What was run at which size, and for how long.
+    took: dict[tuple[str, str], list[tuple[float, float]]] = {}  # What was run at which sizes, and for how long.
     for task in tasks(
         machine, arguments.device, arguments.workers, [float(each) for each in arguments.sizes.split(",")]
     ):
@@ -168,12 +179,12 @@ def main() -> int:
         at = time.monotonic()
         if isinstance(task, Row):
             done = [task]
-        elif at - began + (needs_s := expected_s(task[2], took.get((what, where)))) > BUDGET_S:
+        elif at - began + (needs_s := expected_s(task[2], took.get((what, where), []))) > BUDGET_S:
             note = f"left out: would take {needs_s:.0f} s, {max(0.0, BUDGET_S - at + began):.0f} s are left"
             done = [Row(what, where, task[2], note=note, ok=None)]
         else:
             done = rows.attempt(*task)
-            took[what, where] = task[2], time.monotonic() - at
+            took.setdefault((what, where), []).append((task[2], time.monotonic() - at))
         found += done
         print("\n".join(map(shown, done)), flush=True)
     print(f"\n{time.monotonic() - began:.0f} s in all; {sum(row.ok is None for row in found)} rows were not run.")

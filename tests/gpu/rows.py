@@ -26,6 +26,9 @@ GO_ON_S_MAX = 60.0
 SPARE_BYTES = 3 << 30
 """Memory that a measurement leaves to others."""
 
+RESTORING = 3
+"""How many times a worker that restores has the state on the host, beside its own."""
+
 FROZEN_SUM = 2 * 0.5
 """What a worker's sample of a frozen piece is: the first and the last number of it."""
 
@@ -306,6 +309,5 @@ def attempt(what: str, where: str, size_mb: float, run: Callable[[], list[Row]])
 
 
 def needs_bytes(device: str, workers: int, size_mb: float) -> int:
-    """Memory of the host that a run of `changes` takes: states, what a save and a receiver add, and the processes."""
-    states = (workers if device == "cpu" else 0) + 3  # A copy, its file's pages, what a rank that restores reads.
-    return int(states * size_mb * 1e6) + workers * (1 << 29)
+    """Memory of the host that a run of `changes` takes: what each worker holds while all restore, and the processes."""
+    return workers * int((RESTORING + (device == "cpu")) * size_mb * 1e6) + workers * (1 << 29)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.gpu import rows
-from tests.gpu.__main__ import MULTI_RANK, MULTI_RANK_SINCE, ROW_S, expected_s
+from tests.gpu.__main__ import MB_PER_S, MULTI_RANK, MULTI_RANK_SINCE, ROW_S, expected_s
 from tests.gpu.rows import Machine
 from tests.gpu.station import ROOT
 
@@ -33,14 +33,18 @@ def test_the_table_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_mb", "smaller", "seconds"),
-    [(12.0, None, ROW_S), (4000.0, (400.0, 20.0), 200.0), (12.0, (400.0, 20.0), 20.0), (0.0, (0.0, 3.0), 3.0)],
+    ("size_mb", "known", "seconds"),
+    [
+        (12.0, [], ROW_S),
+        (412.0, [(12.0, 20.0)], 20.0 + 400.0 / MB_PER_S),
+        (4000.0, [(12.0, 20.0), (400.0, 58.8)], 418.8),
+        (4000.0, [(12.0, 20.0), (400.0, 18.0)], 18.0),
+        (0.0, [(0.0, 3.0)], 3.0),
+    ],
 )
-def test_a_row_is_begun_if_it_will_end_in_time(
-    size_mb: float, smaller: tuple[float, float] | None, seconds: float
-) -> None:
-    """What it takes is judged by the same at a smaller size."""
-    assert expected_s(size_mb, smaller) == seconds
+def test_how_long_a_row_will_take(size_mb: float, known: list[tuple[float, float]], seconds: float) -> None:
+    """It is judged by the same at smaller sizes, as starting its workers takes most of it at first."""
+    assert expected_s(size_mb, known) == pytest.approx(seconds)
 
 
 def test_without_a_gpu_the_table_says_so() -> None:

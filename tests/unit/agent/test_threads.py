@@ -25,6 +25,7 @@ from elasticrt.store.protocol import Credentials, Put, Resync, Txn
 from elasticrt.store.watcher import Watcher
 from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 from elasticrt.torchrun.participant import Participant
+from tests.servers import wait_until
 
 if TYPE_CHECKING:
     from elasticrt.store.connection import Connections
@@ -139,9 +140,10 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
 
     monkeypatch.setattr(Prober, "_try", broken)
     one.loop.prober.listen([turn.seat.model_copy(update={"incarnation": "1" * 16})], "r", lambda _: None)
+    # Asked before, it might as well make another generation first: its workers have gone.
+    wait_until(lambda: one.has(after=turn.generation.number), "the end of the thread is known")
     with pytest.raises(StoreError, match=r"thread elasticrt-probe of this agent has ended: LookupError\('a bug'\)"):
         one.take(after=turn.generation.number)
-    assert one.has(after=turn.generation.number)
     one.close(run_too=False)
     assert not MemoryStore(server).read(KEYS.members).keys
     assert threading.excepthook == before

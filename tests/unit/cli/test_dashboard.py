@@ -56,7 +56,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     """One on loopback, with a run."""
     write(tmp_path / "calm-fox", [*THREE_STEPS, *LOSSES])
     with Server("127.0.0.1", 0, str(tmp_path)) as served:
-        thread = threading.Thread(target=served.serve_forever, daemon=True)
+        thread = threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield served
         served.shutdown()

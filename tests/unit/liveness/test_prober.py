@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -128,15 +129,16 @@ def test_an_answer_to_an_earlier_question_counts(heard: Heard) -> None:
 def test_where_workers_are_is_told_by_all_that_answer(heard: Heard) -> None:
     """L5: what each agent says of its workers arrives by node, at once for all; who says nothing is left out."""
     many = [[rank, 25, 3.5, True, "S", "gradients", "train.py:40 in main", 7] for rank in range(64)]
-    found: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+    found: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        there = AnsweringAgent(LIFE, workers=lambda: many)
+        there = AnsweringAgent(LIFE, workers=lambda: {"workers": many})
         there.start()
         stack.callback(there.close)
         silent = stack.enter_context(answering(lambda connection: connection.recv(512) and connection.recv(512)))
         seats = [_seat(LIFE, there.port), _seat(OTHER, there.port), _seat("c" * 16, silent)]
         heard.prober.ask_for_workers(seats, found.put)
-        assert found.get(timeout=20) == {seats[0].node: many}
+        (said,) = found.get(timeout=20).items()
+        assert (said[0], said[1]["workers"]) == (seats[0].node, many)
     heard.prober.ask_for_workers([], found.put)
     assert found.get(timeout=20) == {}
 

@@ -644,6 +644,28 @@ def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
     page.close()
 
 
+def test_reads_how_long_gradients_are_waited_for(tmp_path, monkeypatch):
+    """W18: what DDP's timers have measured is added to the page's totals, at most once for each measurement."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        page_fd = StatusPage.create()
+        page = StatusPage(page_fd)
+        with under(Agent(), monkeypatch, page_fd=page_fd):
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+            waits = Loop(tmp_path, model=model)._reporter._waits
+            for _ in range(8):
+                model(torch.ones(2, 3)).sum().backward()
+            waits.read(page)
+            waits.read(page)
+            assert page.waits == 1
+            assert page.waited_ns > 0
+            agent_client.status_page().close()
+        page.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_shows_its_stacks(tmp_path, monkeypatch):
     """W07: at the agent's signal a worker writes where it is, behind the words of its page, and goes on."""
     page_fd = StatusPage.create()

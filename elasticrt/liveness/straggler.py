@@ -1,0 +1,104 @@
+"""Which node is slow, when all steps take equally long: the one that waits least for the others' gradients. Pure.
+
+Each rank's own work is the time of a step without that in which it only waits for the sum of gradients. Torch's DDP
+measures this wait, in some steps; the status pages have it as running totals. A node is a straggler when its own work
+takes much longer than that of the others, in several looks one after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+RATIO = 1.5
+LEAST_S = 0.002
+"""A node is slow when its own work takes so many times that of the others, and so much longer."""
+
+STEPS_MIN, LOOKS_MIN = 20, 3
+"""It is told after so many steps, and so many looks."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """One rank's running totals: how long it has waited in `samples` steps, in nanoseconds; on which node it is."""
+
+    node: str
+    waited_ns: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow node.
+
+    Attributes:
+        node: its name.
+        own_s: how long its own work takes in a step; `others_s`: that of the others, their median.
+    """
+
+    node: str
+    own_s: float
+    others_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times longer."""
+        return self.own_s / max(self.others_s, 1e-6)
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        took = (
+            f"its own work takes {self.own_s * 1e3:.0f} ms of a step, that of the others {self.others_s * 1e3:.0f} ms"
+        )
+        return f"{self.node} is slow: {took}, and they wait for it"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What has been seen of all ranks of a generation.
+
+    Attributes:
+        totals: each rank's, as of the last look.
+        found: the straggler of the last look, None without one.
+        looks: in so many looks, one after the other, it was the same node; `since`: the step before the first of them.
+        step: the last step at the last look.
+    """
+
+    totals: Mapping[int, Waits] = field(default_factory=dict)
+    found: Straggler | None = None
+    looks: int = 0
+    since: int = 0
+    step: int = 0
+
+    def looked(self, totals: Mapping[int, Waits], step: int, step_s: float) -> Comparison:
+        """After another look, which saw these totals by rank, after `step`; steps take `step_s` now."""
+        own: dict[str, float] = {}
+        for rank, now in totals.items():
+            before = self.totals.get(rank)
+            if before is None or before.node != now.node or now.samples <= before.samples:
+                continue
+            waited_s = (now.waited_ns - before.waited_ns) / (now.samples - before.samples) / 1e9
+            own[now.node] = max(own.get(now.node, 0.0), min(step_s, max(0.0, step_s - waited_s)))
+        found = slowest(own)
+        if found is None:
+            # Where nothing was measured since, what was found before still holds.
+            return replace(self, totals=totals, step=step) if not own else Comparison(totals, step=step)
+        same = self.found is not None and self.found.node == found.node
+        return Comparison(totals, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it has been so for long enough."""
+        return self.found is not None and self.looks >= LOOKS_MIN and self.step >= self.since + STEPS_MIN
+
+
+def slowest(own_s: Mapping[str, float]) -> Straggler | None:
+    """The node whose own work takes much longer than that of the others, by node; None without one."""
+    if len(own_s) < 2:
+        return None
+    node = max(own_s, key=lambda each: own_s[each])
+    others_s = statistics.median(took for each, took in own_s.items() if each != node)
+    found = Straggler(node, own_s[node], others_s)
+    return found if found.own_s >= RATIO * others_s and found.own_s - others_s >= LEAST_S else None
