@@ -369,6 +369,7 @@ class Supervisor:
         """The run has ended, `well` or not: tell workers that still run, and wait for them for `grace_s` seconds."""
         self._wanted = None
         self._stop_joining()
+        self.progress.tell()
         if not self._state.running:
             return
         generation = self._state.number

@@ -186,9 +186,13 @@ class LifeSpans:
     def _progressed(self, event: events.Progress, at: float) -> None:
         spent = ((DATA, event.data_s), (SAVE, event.save_s), (PAUSE, event.pause_s))
         mark = _Mark(at, event.step, spent)
-        if self._marks and self._turn_at is None and event.step > self._marks[-1].step:
-            self._train_to(self._marks[-1].at)  # There was no pause before that: steps were made after it.
-        self._marks = (*self._marks, mark)
+        before = self._marks
+        if before and event.step <= before[-1].step:
+            before = before[:-1]  # No step has ended since: what takes so long is counted when it is over.
+        elif before and self._turn_at is None:
+            self._train_to(before[-1].at)  # There was no pause before that: steps were made after it.
+            before = self._marks
+        self._marks = (*before, mark)
 
     # Painting.
 

@@ -29,6 +29,15 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
             id="never more than there was",
         ),
         pytest.param(
+            [
+                *((at, "a", events.Progress(1, 50, 0.0, 0.0, 0.0)) for at in (5.0, 10.0, 15.0, 20.0)),
+                (24.0, "a", events.Progress(1, 50, 0.0, 18.0, 0.0)),
+                (24.0, "a", events.AgentStopped(0)),
+            ],
+            {**START, "train": 2.5, "checkpoint stall": 18.0},
+            id="what took long is counted when it is over",
+        ),
+        pytest.param(
             [(10.0, "a", begun(2, "a")), (10.5, "a", events.Recovery(2, 1.0, PAUSE))],
             {**START, "train": 6.5, "detect": 0.1, "agree": 0.2, "re-form": 0.35, "restore": 0.35},
             id="a pause begins before it is told",
@@ -36,7 +45,7 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
         pytest.param(
             [
                 (9.0, "a", events.Progress(1, 50, 1.0, 0.0, 0.0)),
-                (9.8, "a", events.Progress(1, 50, 2.5, 0.0, 0.0)),
+                (9.8, "a", events.Progress(1, 55, 2.5, 0.0, 0.0)),
                 (10.0, "a", begun(2, "a")),
                 (10.5, "a", events.Recovery(2, 1.0, PAUSE)),
             ],
