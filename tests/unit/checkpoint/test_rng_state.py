@@ -89,6 +89,25 @@ def test_a_script_may_choose_another_generator_of_numpy_s(kind: str) -> None:
     assert rng_state.capture()["numpy"]["state"]["key"] == np.random.get_state()[1].tolist()
 
 
+def test_whatever_changes_numpy_s_generator_is_seen() -> None:
+    """Its state is made anew only when it has changed: by drawing, seeding, or another generator with equal words."""
+    before, state = np.random.get_bit_generator(), np.random.get_state()
+    changes = [np.random.rand, np.random.randn, np.random.randn, lambda: None, lambda: np.random.seed(3),
+               lambda: np.random.set_state(state), lambda: np.random.set_bit_generator(np.random.MT19937(5)),
+               lambda: np.random.set_bit_generator(np.random.MT19937(5)), np.random.randn, np.random.randn]  # fmt: skip
+    try:
+        for change in changes:
+            change()
+            for _ in range(2):
+                kind, words, place, *gauss = np.random.get_state()
+                seen = rng_state.capture()["numpy"]
+                assert (seen["bit_generator"], seen["state"]["key"]) == (kind, words.tolist())
+                assert [seen["state"]["pos"], seen["has_gauss"], seen["gauss"]] == [place, *gauss]
+    finally:
+        np.random.set_bit_generator(before)
+        np.random.set_state(state)
+
+
 @pytest.mark.parametrize("saved, now", [("PCG64", "MT19937"), ("MT19937", "PCG64"), ("PCG64", "SFC64")])
 def test_another_generator_of_numpy_s_than_the_saved_one_is_refused(saved: str, now: str) -> None:
     """In words: neither can go on from the other's state."""
