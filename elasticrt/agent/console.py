@@ -138,11 +138,11 @@ class Console:
             self.event(events.Failure(text=result.text))
             self.say(result.text)
         self.event(events.Result(status=result.status, code=result.code, reason=result.reason))
-        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
         for line in summary(self.story):
-            self.say(f"  {line}")
+            self.say(line)
         if self.story.chapters:
-            self.say(f"  more: elasticrt report {shell([str(self._settings.run_dir)])}")
+            self.say(f"more: elasticrt report {shell([str(self._settings.run_dir)])}")
+        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
 
 
 def _machine() -> str:

@@ -149,6 +149,7 @@ def test_a_stopped_worker_is_named_and_ended(tmp_path: Path) -> None:
         assert run.events("stalled") == []
 
 
+@pytest.mark.slow
 def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
     """L5: with the budget spent the run ends with code 1, and its report has the stacks of every node's workers."""
     with _run(tmp_path, "sleeps", "--max-restarts", "0", always="always") as run:
@@ -172,6 +173,7 @@ def test_workers_known_to_hang_are_not_asked_to_go_on(tmp_path: Path) -> None:
         assert "no progress" in causes[2]
 
 
+@pytest.mark.slow
 def test_a_long_pause_is_told_with_the_places_of_its_workers(tmp_path: Path) -> None:
     """L5: nothing in a pause is a hang; after the time of one a line says where each rank is."""
     with _run(tmp_path, "in-place-pause", always="slow") as run:
