@@ -59,7 +59,9 @@ class Torchrun:
     def start(self) -> subprocess.Popen[bytes]:
         """One more node with one worker."""
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", self.nodes, "--nproc-per-node", "1"]
-        command += ["--rdzv-backend", "elasticrt", "--rdzv-endpoint", self.etcd, "--rdzv-id", "plug-in"]
+        command += ["--rdzv-backend", "elasticrt", "--rdzv-endpoint", self.etcd]
+        # A node that torchrun ended without a word is a member until its lease ends: other options are refused so long.
+        command += ["--rdzv-id", f"plug-in-{self.nodes.replace(':', '-')}"]
         command += [*self.options, str(SCRIPT), str(self.directory), *self.script_arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LOGLEVEL": "INFO"}
         with (self.directory / f"agent-{len(self.agents)}.log").open("wb") as log:
@@ -106,7 +108,10 @@ class Torchrun:
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[EtcdServer]:
-    """One server for all tests of this file; each uses the same run id again, which torchrun's own back ends refuse."""
+    """One server for all tests of this file.
+
+    Those with the same options have the same run id, again, which torchrun's own back ends refuse.
+    """
     with etcd_server() as server:
         yield server
 
