@@ -42,11 +42,6 @@ class Straggler:
     others_s: float
 
     @property
-    def ratio(self) -> float:
-        """How many times longer."""
-        return self.own_s / max(self.others_s, 1e-6)
-
-    @property
     def reason(self) -> str:
         """In words."""
         took = (
