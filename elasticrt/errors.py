@@ -75,6 +75,15 @@ class Handover(BaseException):
     """
 
 
+def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
+    """`value`, if it is an int of at least `least`. Raises TypeError, ValueError with the `name` of the argument."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(explain(f"{name} is not a whole number", where, got=value, expected=f"an int >= {least}"))
+    if value < least:
+        raise ValueError(explain(f"{name} is too small", where, got=value, expected=f">= {least}"))
+    return value
+
+
 def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 

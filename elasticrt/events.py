@@ -219,6 +219,9 @@ class Progress:
         data_s: seconds in which the loader was waited for.
         save_s: seconds in which the training stood still for a checkpoint or a copy of the state.
         pause_s: seconds in `loop.pause`.
+        samples: of the data set, that the run has trained on so far, over all epochs; 0 without a sampler.
+        own_s: seconds of a step that each worker does not wait for the others' gradients, lately, in the order of the
+            ranks in `workers_started`; 0 where DDP has measured nothing.
     """
 
     generation: int
@@ -226,6 +229,8 @@ class Progress:
     data_s: float
     save_s: float
     pause_s: float
+    samples: int = 0
+    own_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,11 +241,13 @@ class Committed:
         step: the step it holds.
         generation: that saved it.
         bytes: its size.
+        took_s: seconds since it was begun: the copy of the state, the writing, the commit.
     """
 
     step: int
     generation: int
     bytes: int = 0
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True)

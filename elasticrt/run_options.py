@@ -153,6 +153,11 @@ class RunOptions(EtcdOptions):
         "--hang-timeout T", 600.0, "no step for so long is a failure; 0: never", parse.seconds
     )
 
+    evict_stragglers: int = _workers(
+        "--evict-stragglers N", 0, "a node that is by far the slowest in N comparisons, 10 s apart, is drained if "
+        "another one stands by; 0: never", parse.whole(0, 10**6),
+    )  # fmt: skip
+
     log_dir: str = _output(
         "--log-dir DIR", "elasticrt_runs", "logs and events go to DIR/<run id>; /dev/null: what workers print is not "
         "kept",
@@ -160,6 +165,14 @@ class RunOptions(EtcdOptions):
     local_ranks_filter: frozenset[int] | None = _output(
         "--local-ranks-filter RANKS", None, "the console shows these local ranks only, such as 0,1", parse.ranks
     )
+    quiet: bool = _output(
+        "--quiet, -q", False, "say only what is wrong; what workers print is shown all the same", own=True
+    )
+    verbose: bool = _output("--verbose, -v", False, "say each decision of this agent, with its reason", own=True)
+    log_format: Literal["text", "json"] = _output(
+        "--log-format FORMAT", "text", "text, or json: each line of the agent's own is an object of JSON, with time, "
+        "node, level, kind, text and the fields of its event", parse.choice("text", "json"), own=True,
+    )  # fmt: skip
     events_fd: int = _output("--events-fd FD", -1, "", parse.whole(3, 1 << 20), own=True)
 
     etcd_wait_s: float | None = _etcd(

@@ -82,6 +82,12 @@ def shell(words: Iterable[str]) -> str:
     return " ".join(map(_quoted, words))
 
 
+def log_line(time: str, level: str, kind: str, text: str, **fields: object) -> str:
+    """A line of ours for programs (`--log-format json`): one object of JSON, without the line's end."""
+    head = {"time": time, "level": level, "kind": kind, "text": plain(text)}
+    return json.dumps({**head, **{name: value for name, value in fields.items() if name not in head}}, default=str)
+
+
 def _quoted(word: str) -> str:
     if plain(word) == word and "\n" not in word:
         return shlex.quote(word)

@@ -39,7 +39,6 @@ LAYERS: dict[str, set[str]] = {
     "settings": {"run_options", "option_values", "store"},
     "ipc": {"text"},
     "store": {"ipc", "errors"},
-    "testing": {"store"},
     "rendezvous": {"store", "ipc", "spec", "errors", "text"},
     "workers": {
         "clock",
@@ -117,6 +116,7 @@ PURE = (
     "cli/slurm.py",
     "ipc/env.py",
     "ipc/failure.py",
+    "ipc/flights.py",
     "ipc/messages.py",
     "ipc/time_bounds.py",
     "rendezvous/records.py",
@@ -136,6 +136,7 @@ PURE = (
     "workers/group_state.py",
     "workers/failures.py",
     "workers/gpu_failures.py",
+    "agent/doing.py",
     "agent/health_state.py",
     "checkpoint/manifest.py",
     "checkpoint/newest_offer.py",
@@ -143,13 +144,13 @@ PURE = (
     "playground/fault_plan.py",
     "playground/narration.py",
     "story/buckets.py",
+    "story/changes.py",
     "story/fold.py",
     "story/page.py",
     "story/report.py",
     "story/sentences.py",
     "store/protocol.py",
     "store/address.py",
-    "testing/memory_store.py",
 )
 IMPURE_MODULES = {
     "time", "socket", "select", "selectors", "threading", "_thread", "queue", "asyncio", "concurrent",
@@ -332,8 +333,8 @@ COMMANDS = ("cli/main.py", "cli/run.py", "cli/doctor.py", "cli/playground.py", "
 LOADS = [
     ("import elasticrt", TORCH | STORE_CLIENT | {"pydantic", "tenacity", "numpy"}, ()),
     ("from elasticrt.cli.main import main; main(['--help'])", TORCH, COMMANDS),
-    ("from elasticrt.cli.main import main; main(['run', '--help'])", TORCH, COMMANDS),
-    ("import elasticrt.agent.agent", TORCH, ("agent/agent.py",)),
+    ("from elasticrt.cli.main import main; main(['run', '--help'])", TORCH | {"rich", "shtab"}, COMMANDS),
+    ("import elasticrt.agent.agent", TORCH | {"rich"}, ("agent/agent.py",)),
     ("import elasticrt.ipc.leash", TORCH | STORE_CLIENT | {"pydantic"}, ()),
     ("import elasticrt.train.loop", STORE_CLIENT | {"pydantic", "tenacity"}, ("train/loop.py",)),
     (

@@ -11,13 +11,15 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.console import Console
+from elasticrt.agent.doing import doing
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.event_loop import EventLoop, Side
 from elasticrt.agent.file_limits import allow_files
@@ -33,7 +35,8 @@ from elasticrt.ipc.messages import Request, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
-from elasticrt.rendezvous.decision import Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold
+from elasticrt.liveness.straggler import successor
+from elasticrt.rendezvous.decision import Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold, Wait
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
@@ -43,7 +46,7 @@ from elasticrt.run_options import RunOptions
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.workers.fork_server import ParentLost
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +66,10 @@ TURN_S = 1.0
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the workers of other nodes are in a generation, as their agents say."""
+    """Where the workers of other nodes are in a generation, as their agents say; `nodes`: the addresses of all."""
 
     generation: int
+    nodes: Mapping[str, str]
     by_node: Mapping[str, object]
 
 
@@ -86,7 +90,7 @@ class Agent(Side):
         self.clock = edges.clock
         self.loop = EventLoop(settings.run_id, self, edges)
         self.queue = self.loop.queue
-        self.node: Supervisor = edges.supervisor(settings, self.queue.put, self.voice.events, self.voice.say, edges)
+        self.node: Supervisor = edges.supervisor(settings, self.queue.put, self.voice.events, self.voice.warn, edges)
         self.membership: Membership
         self.probes: ProbeServer | None = None
         self.health: HealthServer | None = None
@@ -94,12 +98,14 @@ class Agent(Side):
         self.drain_until: float | None = None
         self.alone_at: float | None = None
         self.hurry = False
+        self.spared: set[str] = set()  # Nodes that were drained because they were slow.
         self.last_signal = signal.SIGTERM
         self._signals = 0
+        self._decision: Decision = Wait("not decided yet")
 
     def run(self) -> int:
         """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
-        allow_files(self.settings.workers, self.spec.max_nodes, serves=not self.settings.etcd)
+        allow_files(self.settings.workers, self.spec.max_nodes)
         check_loopback()
         for number in self.settings.options.signals:
             signal.signal(number, self._told)
@@ -107,8 +113,9 @@ class Agent(Side):
         self.loop.watch_threads()
         try:
             self.node.open()  # First of all, because importing torch takes longest.
+            self.voice.open_last_line()
             for note in self.settings.notes:
-                self.voice.say(note)
+                self.voice.warn(note)
             self._answer_for_health()
             code = self.work()
         except ElasticError as error:
@@ -134,6 +141,7 @@ class Agent(Side):
 
     def _end_at_once(self, _number: int, _frame: object) -> None:
         """As if killed: the workers' death signal ends them, and the others find out by themselves."""
+        self.voice.close_last_line()
         tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
 
@@ -163,8 +171,9 @@ class Agent(Side):
         self.node.do_what_is_due(now, [other for other in ended if other != node])
         asks = self.node.asks_for_positions(now)
         if asks:
+            nodes = {seat.node: seat.address for seat in view.order()}
             others = [seat for seat in view.order() if seat.node != node]
-            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(asks, found)))
+            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(asks, nodes, found)))
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
@@ -172,8 +181,11 @@ class Agent(Side):
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
             if view.leads and len(view.members) == 1:
-                self.voice.say(self.settings.alone)
+                self.voice.warn(self.settings.alone)
         self.voice.generation(view, member.me)
+        if self.voice.narrates:
+            at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
+            self.voice.tick(now, at, self.node.progress.step())
 
     def _attend(self) -> None:
         """Where workers go on in place, what this node has no worker for sets up beside them."""
@@ -197,7 +209,7 @@ class Agent(Side):
 
     def decided(self, decision: Decision) -> None:
         """See `Side`. Who asks for this agent's health is told what is so now."""
-        del decision
+        self._decision = decision
         if self.health is None:
             return
         member, step = self.member, self.node.progress.step()
@@ -208,8 +220,7 @@ class Agent(Side):
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""
-        del now
-        alarms = [self.drain_until, self.alone_at, *self.node.alarms()]
+        alarms = [self.drain_until, self.alone_at, *self.node.alarms(), *self.voice.alarms(now)]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
@@ -236,15 +247,32 @@ class Agent(Side):
             case signal.Signals():
                 self._signalled(event)
             case WorkerSaid(message=message) if isinstance(message, Request):
-                self._send_errand(event)
+                self._ask_store(event)
             case Commit():
-                self.voice.event(events.Committed(step=event.step, generation=event.generation, bytes=event.size))
+                took_s = round(self.node.saving_s(), 3)
+                self.voice.event(events.Committed(event.step, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
                 self.node.stalled(event)
-            case Positions(generation, by_node):
-                self.node.blame(generation, by_node)
+            case Positions(generation, nodes, by_node):
+                self.node.blame(generation, nodes, by_node)
+                self._give_up_straggler(nodes)
+
+    def _give_up_straggler(self, seated: Collection[str]) -> None:
+        """Have a node drained that was slow for too long, where another one stands by. `seated`: all that train."""
+        slow = self.node.hangs.comparison.is_to_go(self.settings.options.evict_stragglers)
+        if not slow or slow in self.spared:
+            return
+        try:
+            choose = partial(successor, slow, seated=seated, spared=self.spared)
+            follows = self.membership.driver.run(self.member.give_up(slow, choose))
+        except StoreError as error:
+            log.warning("%s is slow, and cannot be drained now: %s", slow, error)
+            return
+        if follows:
+            self.spared.add(slow)
+            self.voice.say(f"{slow} has been slow for long, and {follows} stands by: {slow} is drained")
 
     # Coming.
 
@@ -285,7 +313,7 @@ class Agent(Side):
             Me(record=record, spec=self.spec),
             settings.run_id,
             token=self.edges.token,
-            say=self.voice.say,
+            say=self.voice.warn,
             note=log.warning,
             ride_through_s=settings.ride_through_s,
             seats_per_chunk=self.edges.seats_per_chunk,
@@ -314,7 +342,7 @@ class Agent(Side):
     def left_out(self, reason: str) -> bool:
         """See `Side`. The workers go first, then whatever this node was, it is a newcomer."""
         self._kill_workers()
-        self.voice.say(f"this node comes back as a new member: {reason}")
+        self.voice.warn(f"this node comes back as a new member: {reason}")
         return True
 
     def _kill_workers(self) -> None:
@@ -336,7 +364,7 @@ class Agent(Side):
 
     def _start_over(self) -> None:
         """This machine's own etcd has died. It is not durable: a fresh one, and the newest checkpoint on disk."""
-        self.voice.say(
+        self.voice.warn(
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
         )
         self.node.kill()
@@ -349,14 +377,14 @@ class Agent(Side):
         """See `Side`."""
         self.voice.published(decision, {seat.node: seat.incarnation for seat in before.order()})
 
-    def _send_errand(self, said: WorkerSaid) -> None:
+    def _ask_store(self, said: WorkerSaid) -> None:
         member, request = self.member, said.message
         view, me = member.view, member.me
         assert isinstance(request, Request)
         # The revision is that of the worker's own generation. If another is current, no transaction can pass.
         number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
         current = view.generation is not None and view.number == number
-        self.membership.courier.send(
+        self.membership.proxy.send(
             StoreRequest(
                 request=request,
                 generation=number,
@@ -382,7 +410,8 @@ class Agent(Side):
                 self.membership.leave(self.member)
                 return result.code
             case Leave():
-                self.voice.say(f"leaving: {decision.reason}")
+                self.voice.close_last_line()
+                self.voice.say(f"leaving: {decision.reason}", "leaving")
                 told = self._say_goodbye()
                 # One that was asked for beyond the usual ones means something to the script: it gets that very one.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM

@@ -1,15 +1,22 @@
-"""What an agent says: events for machines, lines on stderr for people."""
+"""What an agent says: events for machines, lines on stderr for people, and at a terminal a last line that changes."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from elasticrt import events
+from elasticrt.agent.doing import SHOWN_AFTER_S, Doing, in_words
 from elasticrt.agent.edges import Edges
+from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.agent.store_discovery import Meeting
+from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted
@@ -17,9 +24,27 @@ from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.records import Result
 from elasticrt.rendezvous.view import View
 from elasticrt.settings import Settings
+from elasticrt.story import sentences
+from elasticrt.story.changes import Changes, Told
 from elasticrt.story.fold import Story
 from elasticrt.story.report import summary
-from elasticrt.text import plain, shell
+from elasticrt.text import log_line, plain, shell
+
+WAIT_SAID_EVERY_S = 10.0
+"""Who is waited for is said in a line of its own at most so often."""
+
+DRAWN_EVERY_S = 0.4
+"""The last line changes at most so often."""
+
+GOODPUT_EVERY_S = 5.0
+_STANDS_BY_UNTIL = {
+    "now": "",
+    "budget": " until changes have cost less than 5 % of the time: --join budget",
+    "failure": " until the next failure or departure: --join failure",
+}
+
+SPEED_OVER_S = 5.0
+"""Steps per second are those of so long."""
 
 
 class Console:
@@ -37,25 +62,128 @@ class Console:
         self._how_to_join = edges.how_to_join
         self._unheard = False
         self._joined = False
-        self._said = 0  # The newest generation that people know of.
+        self._stood_by = 0  # The newest generation without this node that people know of.
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
         self.story = Story()
-        self.events.follow(self.story.tell)
+        self._changes = Changes(self.story, whole=False)
+        self._told: list[Told] = []
+        self.events.follow(self._hear)
+        self._last_line: LastLine | None = None
+        self._draw_at = self._goodput_at = 0.0
+        self._goodput = 0.0
+        self._steps: deque[tuple[float, int]] = deque()  # When which step was seen.
+        self._doing: Doing | None = None
+        self._doing_since = 0.0
+        self._waiting_said, self._wait_said_at = "", 0.0
+        self._node = settings.node
 
     @property
     def narrates(self) -> bool:
         """Whether people are told anything: not where somebody reads the events instead, or nobody reads our lines."""
         return self._settings.options.events_fd < 0 and not self._unheard
 
-    def say(self, text: str) -> None:
-        """Tell people `text`, each line with our name before it."""
-        if not self.narrates:
+    def say(self, text: str, kind: str = "said", *, level: str = "info", **fields: Any) -> None:
+        """Tell people `text`, each line with our name before it; programs get its `kind`, `level` and `fields`, too."""
+        if not self.narrates or (self._settings.options.quiet and level == "info"):
             return
+        if self._settings.options.log_format == "json":
+            now = datetime.now(timezone.utc).isoformat()
+            lines = log_line(now, level, kind, text, node=self._node, **fields) + "\n"
+        else:
+            lines = "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines())
         try:
-            self._unheard = not write(sys.stderr, "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines()))
+            self._unheard = not write(sys.stderr, lines)
         except Unwritable as error:  # A full disk, or a terminal that is gone: the run does not end of that.
             self._unheard = True
             self.event(events.Unheard(problem=str(error)))
+
+    def warn(self, text: str) -> None:
+        """Tell people of something that should not be so."""
+        self.say(text, "warning", level="warning")
+
+    def _hear(self, record: events.Record) -> None:
+        told = self._changes.tell(record)
+        self._told += told if self.narrates else []
+
+    # The last line of a terminal, and what is due.
+
+    def open_last_line(self) -> None:
+        """Keep a line at the end of the terminal, if there is one, and people are told of more than trouble."""
+        options = self._settings.options
+        if self.narrates and not options.quiet and options.log_format == "text" and fits(sys.stderr, os.environ):
+            self._last_line = LastLine(sys.stderr)
+            std_streams.keep_last_line(self._last_line.aside)
+            self._last_line.draw(f"run {self._settings.run_id}: looking for the others")
+
+    def close_last_line(self) -> None:
+        """Take it away."""
+        std_streams.keep_last_line(None)
+        if self._last_line is not None:
+            self._last_line.draw("")
+        self._last_line = None
+
+    def tick(self, now: float, doing: Doing | None, step: int | None = None) -> None:
+        """Say what is due at `now` (monotonic), and draw the last line.
+
+        Args:
+            now: seconds.
+            doing: what is waited for; None: nothing.
+            step: the last one that this node's workers have finished, as far as it is known.
+        """
+        if self._doing is None or doing is None or doing.what != self._doing.what:
+            self._doing_since = now
+        self._doing = doing
+        self._say_changes(now)
+        words = ""
+        if doing is not None and now >= self._doing_since + SHOWN_AFTER_S:
+            words = in_words(doing, self._doing_since, now)
+            if doing.what == "waiting for nodes" and doing.more != self._waiting_said and now >= self._wait_said_at:
+                self._waiting_said, self._wait_said_at = doing.more, now + WAIT_SAID_EVERY_S
+                self.say(words, "waiting")
+        if self._last_line is not None and now >= self._draw_at:
+            self._draw_at = now + DRAWN_EVERY_S
+            self._last_line.draw("  ".join(filter(None, (words, self._standing(now, step)))))
+
+    def alarms(self, now: float) -> list[float]:
+        """When, after `now`, `tick` is due again, by the monotonic clock."""
+        due = self._changes.due() if self.narrates else None
+        found = [due - self._zero] if due is not None else []
+        if self.narrates and self._doing is not None and self._doing.what == "waiting for nodes":
+            found.append(self._doing_since + SHOWN_AFTER_S)
+        if self._last_line is not None:
+            found.append(self._draw_at)
+        return [at for at in found if at > now]
+
+    @property
+    def _zero(self) -> float:
+        """What the monotonic clock counts from, in seconds since 1970, as the story has it."""
+        first = self.story.lives[0] if self.story.lives else None
+        return first.begin - first.started_at if first is not None else 0.0
+
+    def _say_changes(self, now: float) -> None:
+        # A moment later: sums of such numbers are rounded, and an alarm does not come twice.
+        told, self._told = [*self._told, *self._changes.tick(now + self._zero + 1e-3)], []
+        for chapter, text in told:
+            generation, pids = self.story.workers.get(self._node, (0, {}))
+            here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
+            fields = {name: value for name, value in vars(chapter).items() if name not in ("reported", "kind")}
+            fields["change"] = chapter.kind
+            self.say(text + (here if chapter.world_size > len(pids) else ""), "generation", **fields)
+
+    def _standing(self, now: float, step: int | None) -> str:
+        """Where the run stands, for the last line."""
+        story, at = self.story, now + self._zero
+        newest = max(story.newest, step or 0)
+        if not self._steps or newest < self._steps[-1][1]:
+            self._steps.clear()
+        self._steps.append((now, newest))
+        while now - self._steps[0][0] > SPEED_OVER_S and len(self._steps) > 2:
+            self._steps.popleft()
+        since, before = self._steps[0]
+        speed = (newest - before) / (now - since) if now > since else None
+        if now >= self._goodput_at:
+            self._goodput_at, self._goodput = now + GOODPUT_EVERY_S, story.goodput(at)
+        return sentences.now_at(story, at, speed, self._goodput if newest else None, step=newest)
 
     def event(self, event: events.Event) -> None:
         """Tell machines of an `event`."""
@@ -65,7 +193,7 @@ class Console:
         """This agent is a member, by the etcd of `meeting`; how others become one."""
         settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
         self.events.rename(name)
-        self._joined = True
+        self._node, self._joined = name, True
         started = events.AgentStarted(
             pid=os.getpid(),
             run_id=settings.run_id,
@@ -100,20 +228,19 @@ class Console:
                 self.event(events.MemberLost(lost=name, how=decision.draft.cause))
 
     def generation(self, view: View, me: Me) -> None:
-        """`view` may have another generation: say it once, as soon as this node (`me`) knows whether it has a seat."""
-        if view.generation is None or view.number <= self._said or not view.roster_known:
+        """`view` may have a generation without this node (`me`): say it once. Those with it are in the story."""
+        if view.generation is None or view.number <= self._stood_by or not view.roster_known:
             return
-        self._said = view.number
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
-        if new.attempt != me.attempt:  # Of the attempt before this one: nobody stands by there.
+        if new.attempt != me.attempt or seat is not None:  # Of the attempt before this one: nobody stands by there.
             return
-        if seat is None and view.complete:
-            alive = {each.record.incarnation for each in view.members.values()}
-            if alive.isdisjoint(each.incarnation for each in view.seats.values()):
-                return  # It ended before this node came; the next one is on its way.
-        here = "standing by" if seat is None else _ranks(seat.rank_offset, seat.workers)
-        size = f"{counted(new.nodes, 'node')}, {counted(new.world_size, 'worker')} ({here} here)"
-        self.say(f"generation {new.number} with {size}: {new.cause}")
+        self._stood_by = view.number
+        alive = {each.record.incarnation for each in view.members.values()}
+        if not view.complete or not alive.isdisjoint(each.incarnation for each in view.seats.values()):
+            # Else it ended before this node came; the next one is on its way.
+            size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
+            until = _STANDS_BY_UNTIL[me.spec.join]
+            self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
 
     def left(self, decision: Leave, head: Commit | None) -> None:
         """This node has gone, by `decision`: what is saved by now (`head`), and how to go on."""
@@ -128,21 +255,26 @@ class Console:
 
     def stopped(self, code: int) -> None:
         """This agent ends with `code`. One that was never a member says nothing: its name may be another's."""
+        self.close_last_line()
         if self._joined:
             self.event(events.AgentStopped(code=code))
         self.events.close()
 
     def ended(self, result: Result, *, leads: bool) -> None:
         """The run has its `result`; the node that `leads` shows the report."""
+        self._say_changes(math.inf)
+        self.close_last_line()
         if result.text and leads:
             self.event(events.Failure(text=result.text))
-            self.say(result.text)
+            self.say(result.text, "failure", level="error")
         self.event(events.Result(status=result.status, code=result.code, reason=result.reason))
         for line in summary(self.story):
-            self.say(line)
+            self.say(line, "summary")
         if self.story.chapters:
-            self.say(f"more: elasticrt report {shell([str(self._settings.run_dir)])}")
-        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}")
+            self.say(f"more: elasticrt report {shell([str(self._settings.run_dir)])}", "summary")
+        level = "info" if result.status == "succeeded" else "error"
+        said = {"status": result.status, "code": result.code, "reason": result.reason}
+        self.say(f"run {self._settings.run_id} {result.status}: {result.reason}", "result", level=level, **said)
 
 
 def _machine() -> str:

@@ -1,7 +1,7 @@
 """All that an agent touches besides its own state: time, chance, network, processes, files. One value, handed in.
 
-Nothing else of an agent reads a clock, opens a connection or starts a thread by a name of its own, so whoever makes an
-agent with other edges runs the same agent in another world: the simulator in `tests/virtual` does.
+Nothing else of an agent reads a clock, opens a connection or starts a thread directly, so the simulator in
+`tests/virtual` runs the production agent by giving it other edges.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What every member does, over and over: decide, carry out, wait for events, take note of them.
+"""The loop of every member: decide, carry out, wait for events, handle them.
 
-One thread owns all state; everything else (watches, workers, probes, signals) only puts events into its queue. What to
-do is decided by `rendezvous.member`. Whose workers they are differs: an `Agent` has its own, a `Participant` lends its
-place to another launcher. The loop knows both as a `Side`.
+One thread owns all state; watches, workers, probes and signals only put events into its queue. `rendezvous.member`
+decides. The loop's owner is a `Side`: an `Agent` with workers of its own, or torchrun's plug-in (`Participant`), whose
+workers another launcher starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -228,17 +229,16 @@ class EventLoop:
     def _absorb(self, until: float | None) -> None:
         """Wait for an event (or until a time), take note of all that have come, and complete the view."""
         now = self._clock.monotonic()
-        until = min([*self._side.alarms(now), *([until] if until is not None else [])], default=None)
-        timeout = None if until is None else max(0.0, until - self._clock.monotonic())
-        try:
-            event = self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait()
-            # After a pause of this process nothing may be decided before its lease has been judged anew.
-            self.session.look()
+        alarms = [*self._side.alarms(now), until, self.session.look_at()]
+        until = min((at for at in alarms if at is not None), default=None)
+        with contextlib.suppress(queue.Empty):
+            timeout = None if until is None else max(0.0, until - now)
+            self.handle(self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait())
+        # Also after a pause of this process: nothing may be decided before its lease has been judged anew.
+        self.session.look()
+        with contextlib.suppress(queue.Empty):
             while True:
-                self.handle(event)
-                event = self.queue.get_nowait()
-        except queue.Empty:
-            pass
+                self.handle(self.queue.get_nowait())
         if self.member.outage.since is None:
             try:
                 self.driver.run(self.member.complete())

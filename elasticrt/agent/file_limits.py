@@ -15,25 +15,17 @@ FILES_OF_WORKER = 9
 """Kept: two pipes, two logs, the channel; while it starts also its ends of these, and its status page."""
 
 
-FILES_OF_ETCD = 160
-"""The embedded server keeps 150 for itself, and does not start with less. It inherits the agent's limit."""
+def files_needed(workers: int, nodes: int) -> int:
+    """Open files of an agent with so many workers, in a run of up to so many nodes, which ask each other. Pure."""
+    return FILES_OF_AGENT + FILES_OF_WORKER * workers + min(nodes, OPEN_AT_ONCE) + min(nodes, CONNECTIONS_MAX)
 
 
-def files_needed(workers: int, nodes: int, *, serves: bool = False) -> int:
-    """Open files of an agent with so many workers, in a run of up to so many nodes, which ask each other. Pure.
-
-    `serves`: it may start the embedded etcd.
-    """
-    own = FILES_OF_AGENT + FILES_OF_WORKER * workers + min(nodes, OPEN_AT_ONCE) + min(nodes, CONNECTIONS_MAX)
-    return max(own, FILES_OF_ETCD) if serves else own
-
-
-def allow_files(workers: int, nodes: int, *, serves: bool) -> None:
+def allow_files(workers: int, nodes: int) -> None:
     """Raise this process's soft limit to what is needed. Raises ConfigError where the hard limit is below that.
 
-    `workers`, `nodes` and `serves` are as in `files_needed`. Workers inherit the limit, and so does an embedded etcd.
+    `workers` and `nodes` are as in `files_needed`. Workers inherit the limit.
     """
-    needed = files_needed(workers, nodes, serves=serves)
+    needed = files_needed(workers, nodes)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

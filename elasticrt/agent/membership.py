@@ -38,7 +38,7 @@ class Membership:
         self.meeting: Meeting = edges.meet(settings, self.told_to_leave)
         self.session: LeaseSession
         self.driver: StoreDriver
-        self.courier: StoreProxy
+        self.proxy: StoreProxy
 
     def open(self, member: Member) -> Result | None:
         """Have the member join. A Result when the run has succeeded before. Raises DuplicateError, StoreError."""
@@ -47,7 +47,7 @@ class Membership:
         self.driver = StoreDriver(
             store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self.told_to_leave
         )
-        self.courier = edges.store_proxy(store, Keys(settings.run_id), put)
+        self.proxy = edges.store_proxy(store, Keys(settings.run_id), put)
         timeout_s = member.me.spec.join_timeout_s
         late = _too_late(settings.run_id, timeout_s)
         how = Joining(timeout_s, settings.etcd_wait_s, settings.options.again, settings.node_given, late)
@@ -90,8 +90,8 @@ class Membership:
 
     def close(self) -> None:
         """Stop following, end the lease, close the connections."""
-        if hasattr(self, "courier"):
-            self.courier.close(CLOSE_S)
+        if hasattr(self, "proxy"):
+            self.proxy.close(CLOSE_S)
             self.driver.close()
         if hasattr(self, "session"):
             self.session.close(revoke=True, timeout_s=CLOSE_S)

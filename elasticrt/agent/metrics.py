@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +91,18 @@ class Metrics:
         restarts = story.chapter.restarts if story.chapter is not None else 0
         yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
         yield _counter("bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._spent)
+        yield _by_rank("own_work_seconds", "A rank's own work in a step: without waiting for others.", story.work)
         yield _recoveries(story)
         redone, failed = sum(chapter.redone for chapter in story.chapters), len(story.troubles)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Workers of this node that failed, and nodes it has taken out.", "", {"": failed})
+        if story.samples:
+            yield _gauge("samples", "Samples that the run has trained on, over all epochs.", story.samples)
         yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})
         if self._saved is not None:
             yield _gauge("checkpoint_step", "The newest of them.", self._saved.step)
             yield _gauge("checkpoint_bytes", "Its size.", self._saved.bytes)
+            yield _gauge("checkpoint_duration_seconds", "From its copy to its commit.", self._saved.took_s)
             yield _gauge("checkpoint_timestamp_seconds", "When it was committed, since 1970.", story.checkpoint_at)
         if self._copied is not None:
             yield _gauge("copy_step", "The newest copy of the state in this node's memory.", self._copied.step)
@@ -112,6 +116,16 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
     found = GaugeMetricFamily(f"elasticrt_{name}", text)
     if value is not None:
         found.add_metric([], value)
+    return found
+
+
+def _by_rank(name: str, text: str, known: Mapping[int, Sequence[tuple[float, float]]]) -> Metric:
+    """The newest number of each rank."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    found = GaugeMetricFamily(f"elasticrt_{name}", text, labels=["rank"])
+    for rank, numbers in known.items():
+        found.add_metric([str(rank)], numbers[-1][1])
     return found
 
 

@@ -21,7 +21,7 @@ from elasticrt.rendezvous.requests import (
     Transact,
     Unfollow,
 )
-from elasticrt.store.protocol import Broken, Changes, Lease, Resync, Store, Watch
+from elasticrt.store.protocol import Changes, Lease, Resync, Store, Watch
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class StoreDriver:
                 self._pause(seconds)
         return None
 
-    def _delivered(self, number: int, range_: str, item: Changes | Resync | Broken) -> None:
+    def _delivered(self, number: int, range_: str, item: Changes | Resync) -> None:
         self._emit(Notice(number, range_, item))
 
     def _pause(self, seconds: float) -> None:

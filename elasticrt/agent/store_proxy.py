@@ -49,7 +49,7 @@ class StoreRequest:
 
 
 class StoreProxy:
-    """Carries out errands one after the other, on a thread that lives as long as there are any.
+    """Carries out requests one after the other, on a thread that lives as long as there are any.
 
     Args:
         store: where they are carried out.
@@ -59,21 +59,21 @@ class StoreProxy:
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
         self._closing = threading.Event()
-        self._errands = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
+        self._requests = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
         self._lock = threading.Lock()  # Guards what follows.
         self._waiting: deque[StoreRequest] = deque()
         self._thread: threading.Thread | None = None
 
-    def send(self, errand: StoreRequest) -> None:
-        """Queue an errand."""
+    def send(self, asked: StoreRequest) -> None:
+        """Queue a request."""
         with self._lock:
-            self._waiting.append(errand)
+            self._waiting.append(asked)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="elasticrt-courier", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
                 self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End after the errand under way, which is waited for at most `timeout_s`.
+        """End after the request under way, which is waited for at most `timeout_s`.
 
         Those still queued are never carried out (their workers are gone).
         """
@@ -83,11 +83,11 @@ class StoreProxy:
             thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
-        self._errands.release()
+        self._requests.release()
 
     def _work(self) -> None:
-        while (errand := self._next()) is not None:
-            errand.answer(self._errands.carry_out(errand))
+        while (asked := self._next()) is not None:
+            asked.answer(self._requests.carry_out(asked))
 
     def _next(self) -> StoreRequest | None:
         with self._lock:
@@ -98,10 +98,10 @@ class StoreProxy:
 
 
 class StoreRequests:
-    """What an errand does to the store. No thread and no clock of its own.
+    """What a request does to the store. No thread and no clock of its own.
 
     Args:
-        store: where errands are carried out.
+        store: where requests are carried out.
         keys: the run's.
         committed: told of every new head.
         pause: waits a little while, and says whether to go on asking.
@@ -121,28 +121,28 @@ class StoreRequests:
         for holding in self._holdings.values():
             holding.release()
 
-    def carry_out(self, errand: StoreRequest) -> Reply:
-        """Carry out one errand; the answer, whatever happens."""
-        request = errand.request
+    def carry_out(self, asked: StoreRequest) -> Reply:
+        """Carry out one request; the answer, whatever happens."""
+        request = asked.request
         try:
             if isinstance(request, Save):
-                return self._save(errand, request)
+                return self._save(asked, request)
             if isinstance(request, Own):
-                return self._own(errand, request)
+                return self._own(asked, request)
             if isinstance(request, Claim):
-                return self._claim(errand, request)
-            return self._settle(errand, request)
+                return self._claim(asked, request)
+            return self._settle(asked, request)
         except StoreUnavailable as error:
             return Reply(request.request, False, f"{UNSURE}etcd does not answer: {error}")
         except (StoreError, ValidationError) as error:
             return Reply(request.request, False, str(error))
 
-    def _save(self, errand: StoreRequest, request: Save) -> Reply:
+    def _save(self, asked: StoreRequest, request: Save) -> Reply:
         try:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        if head.generation != errand.generation:  # Its writer has moved on, and asked before that.
+        if head.generation != asked.generation:  # Its writer has moved on, and asked before that.
             return Reply(request.request, False, f"generation {head.generation} is over")
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
@@ -157,7 +157,7 @@ class StoreRequests:
                 if (known.nonce if known is not None else "") != request.replaces:
                     return Reply(request.request, False, "another checkpoint has become the head")
                 head_mod = current.mod_revision if current is not None else 0
-                txn = transactions.commit(self._keys, errand.generation_mod, head_mod, errand.attempt, head)
+                txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
                 again, sent = sent, True
                 if self._store.commit(txn).succeeded:
                     return self._accepted(request, head)
@@ -166,7 +166,7 @@ class StoreRequests:
                     _, known = self._head()
                     if known is not None and known.nonce == head.nonce:
                         return self._accepted(request, head)
-                return Reply(request.request, False, f"generation {errand.generation} is over")
+                return Reply(request.request, False, f"generation {asked.generation} is over")
             except StoreUnavailable as error:
                 if not sent:
                     raise
@@ -184,12 +184,12 @@ class StoreRequests:
         self._committed(head)
         return Reply(request.request, True)
 
-    def _own(self, errand: StoreRequest, request: Own) -> Reply:
+    def _own(self, asked: StoreRequest, request: Own) -> Reply:
         """The head of a directory, and that no other live run saves to it."""
         key = self._keys.place(request.place)
         found = self._store.read(key, exact=True)
         if request.take:
-            owner = Owner.here(self._keys.run_id, found.store_id, errand.node)
+            owner = Owner.here(self._keys.run_id, found.store_id, asked.node)
             holding = Holding(Path(request.directory), owner)
             try:
                 other = holding.take()
@@ -204,40 +204,40 @@ class StoreRequests:
         head = None if value is None else decode(Commit, key, value.value)
         return Reply(request.request, True, "", {} if head is None else {"head": asdict(head)})
 
-    def _claim(self, errand: StoreRequest, request: Claim) -> Reply:
+    def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
         current, record = self._preparation(request.name)
         stale = record is None or record.version != version_of(request.version)
         if record is not None and not stale:
             if record.state == "done":
-                return Reply(request.request, False, "done", {"digest": record.digest})
-            if record.state == "building" and record.incarnation == errand.incarnation:
+                return Reply(request.request, False, "done")
+            if record.state == "building" and record.incarnation == asked.incarnation:
                 return Reply(request.request, True)
-            if record.state == "building" and current is not None and current.lease != errand.lease:
+            if record.state == "building" and current is not None and current.lease != asked.lease:
                 return Reply(request.request, False, f"wait: {record.node}")
-            if record.state == "failed" and record.generation == errand.generation:
+            if record.state == "failed" and record.generation == asked.generation:
                 return Reply(request.request, False, f"failed: {record.error}")
             # It failed in an earlier generation, or its builder was a former life of this agent, whose workers are gone
             # and whose lease lives on: this one may try again.
-        claimed = _preparing(errand, request, "building")
+        claimed = _preparing(asked, request, "building")
         seen_mod = current.mod_revision if current is not None else 0
         txn = transactions.claim(
             self._keys,
             request.name,
             claimed,
-            generation_mod=errand.generation_mod,
+            generation_mod=asked.generation_mod,
             seen_mod=seen_mod,
-            lease=errand.lease,
+            lease=asked.lease,
         )
         if self._store.commit(txn).succeeded:
             return Reply(request.request, True)
         return Reply(request.request, False, "wait: another node")
 
-    def _settle(self, errand: StoreRequest, request: Built) -> Reply:
+    def _settle(self, asked: StoreRequest, request: Built) -> Reply:
         current, record = self._preparation(request.name)
-        if current is None or record is None or record.incarnation != errand.incarnation or record.state != "building":
+        if current is None or record is None or record.incarnation != asked.incarnation or record.state != "building":
             return Reply(request.request, False, "the claim is gone: another node may be building")
         state: Literal["done", "failed"] = "failed" if request.error else "done"
-        settled = _preparing(errand, request, state, digest=request.digest, error=request.error)
+        settled = _preparing(asked, request, state, error=request.error)
         txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
         done = self._store.commit(txn).succeeded
         return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
@@ -249,20 +249,18 @@ class StoreRequests:
 
 
 def _preparing(
-    errand: StoreRequest,
+    asked: StoreRequest,
     request: Claim | Built,
     state: Literal["building", "done", "failed"],
     *,
-    digest: str = "",
     error: str = "",
 ) -> Preparation:
-    """The record of a preparation: its `digest` when it is done, the `error` that it failed with."""
+    """The record of a preparation, with the `error` that it failed with."""
     return Preparation(
         state=state,
         version=version_of(request.version),
-        generation=errand.generation,
-        node=errand.node,
-        incarnation=errand.incarnation,
-        digest=digest,
+        generation=asked.generation,
+        node=asked.node,
+        incarnation=asked.incarnation,
         error=error,
     )

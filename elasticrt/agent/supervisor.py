@@ -1,12 +1,12 @@
-"""This node's workers, as its agent's loop sees them: their parent, their group, and how far both are.
+"""The agent's side of this node's workers: the worker parent, the worker group, and their state.
 
-Not a second loop. The agent hands over events (`fold`), says what it has decided (`run`, `hold`, ...), lets happen what
-is due (`do_what_is_due`), and asks what is so (`describe`). A generation's workers are started when three things have
-come together, in any order: the decision to run it, a warm parent, and the end of the generation before.
+It has no loop of its own. The agent passes events in (`fold`), carries decisions out through it (`run`, `hold`, ...),
+lets it act on time (`do_what_is_due`), and asks for its state (`describe`). A generation's workers start when three
+things have happened, in any order: the decision to run it, a warm parent, and the end of the generation before.
 
-What the workers are in is a value, `workers.group_state`; what their status pages say, `agent.worker_pages`. How they
-get their seats is in `agent.seating`, who sets up beside the training in `agent.joining`, and how a hang is noticed in
-`liveness.hang_monitor`.
+The division of labour: `workers.group_state` is the state as a value, `workers.group` starts and signals processes,
+`workers.worker_io` reads them, `agent.worker_pages` reads their status pages, `agent.seating` gives them their seats,
+`agent.joining` remembers who sets up beside the training, `liveness.hang_monitor` notices hangs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from elasticrt.workers.environment import beside_env
 from elasticrt.workers.failures import lost_peer, stopped
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.gpu_failures import suspects_gpu
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerSaid, WorkerStarted
+from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.group_state import GroupState
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 
 if TYPE_CHECKING:
     from elasticrt.agent.edges import Edges
@@ -89,14 +90,13 @@ class Supervisor:
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.seating = Seating(settings, edges)
         self.pages = WorkerPages(lambda: self._workers)
-        self.progress = Progress(lambda: self.pages.of(self._state), event_log, say, edges.clock)
+        self.progress = Progress(lambda: self.pages.of(self._state), event_log, edges.clock)
         self.hangs = HangMonitor(settings, put, event_log, say, take=edges.take_stacks, state_of=edges.state_of)
 
     def open(self) -> None:
         """Start the worker parent: it imports what the workers need while the agents are still meeting."""
-        self._parent = WorkerParent()
         command, settings = self._settings.command, self._settings
-        self._parent.start(
+        self._parent = WorkerParent(
             method=settings.start_method,
             env=self.seating.env,
             directory=Path.cwd(),
@@ -150,6 +150,12 @@ class Supervisor:
         again_at = self._joining.at if self._can_start_beside() else None
         late = [at for at in (self._late_at, again_at, self._check.alarm()) if at is not None]
         return [*late, *([self._kill_late[1]] if self._kill_late else []), *self.hangs.wake_at()]
+
+    def doing(self) -> str:
+        """What its workers do before their first step, in words; "" when they train, or there are none."""
+        if self._wanted is not None:
+            return "ending the workers of before" if self._method else "importing torch"
+        return self.pages.doing(self._state)
 
     def are_gone(self) -> bool:
         """Whether no worker is left, seated or setting up."""
@@ -257,13 +263,21 @@ class Supervisor:
         self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
         return state.number if due and first and state.running else 0
 
-    def blame(self, generation: int, others: Mapping[str, object]) -> None:
-        """The other nodes have said where their workers are in `generation`, and how long these wait for others."""
+    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, object]) -> None:
+        """The other nodes have said where their workers are in `generation`, and how long these wait for others.
+
+        `nodes`: the addresses of all nodes.
+        """
         if self._state.running and generation == self._state.number:
             said = {node: each for node, each in others.items() if isinstance(each, dict)}
             said = {node: each for node, each in said.items() if each.get("generation") == generation}
-            self.hangs.blame(generation, self._names, said)
+            self.hangs.blame(generation, nodes, said)
             self.hangs.compare(generation, said)
+
+    def saving_s(self) -> float:
+        """For how long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: not known."""
+        begun_ns = max((page.saving_ns for page in self.pages.of(self._state)), default=0)
+        return max(0, self._clock.monotonic_ns() - begun_ns) / 1e9 if begun_ns else 0.0
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""

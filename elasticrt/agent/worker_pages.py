@@ -28,6 +28,22 @@ class WorkerPages:
         """Whether one of the workers prepares data."""
         return any(page.building for page in self.of(state))
 
+    def doing(self, state: GroupState) -> str:
+        """What they do before their first step in this generation, in words; "" when that is done, or there is none."""
+        pages = self.of(state)
+        if any(page.building for page in pages):
+            return "preparing data"
+        if state.generation is None or all(map(_steps, pages)):
+            return ""
+        if any(page.init_at_ns > page.joined_at_ns for page in pages):
+            return "making the process group"
+        if all(page.restored_at_ns > page.joined_at_ns for page in pages):
+            return "making the first step"
+        if state.generation.in_place:
+            return "taking over the state"
+        resumes = state.generation.memory or state.generation.resume
+        return "setting up, and restoring a saved state" if resumes else "setting up"
+
     def able(self, state: GroupState) -> list[int]:
         """Local ranks that take part and can go on in another generation without ending."""
         seated = sorted(state.seated) if state.running and not state.hung else []
@@ -70,3 +86,8 @@ class WorkerPages:
         except (KeyError, ValueError):
             return 0
         return value
+
+
+def _steps(page: StatusPage) -> bool:
+    """Whether a worker has made a step in this generation. Without a Loop only its optimizers' steps are known."""
+    return bool(page.step_at_ns or (page.first_beat_at_ns and not page.entered))

@@ -7,9 +7,9 @@ It has one thread and one loop: messages from the agent, ends of children. When 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
+import json
 import os
 import select
 import signal
@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from elasticrt.bootstrap import child_process, process_sessions, shutdown
@@ -56,10 +57,7 @@ class ForkServer:
         self._program = program
         self._executes = True
         self._workers: dict[int, _Worker] = {}
-        self._strangers: dict[int, int] = {}  # Orphans adopted before a newer generation started, with that number.
-        self._generation = 0
         self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
-        self._agent_fd = self._watch_agent()
         self._bell = Wakeup()
         self._bell.ring_on_signals()
         # A handler has to be there for the wake-up to happen; the work is done in the loop.
@@ -67,20 +65,10 @@ class ForkServer:
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
 
-    @staticmethod
-    def _watch_agent() -> int:
-        # The channel ends with the agent, unless something that the agent started holds a copy of it.
-        try:
-            return os.pidfd_open(os.getppid())
-        except OSError:
-            return -1  # A kernel before 5.3, or the agent has gone already, which the channel says as well.
-
     def forget(self) -> None:
         """In a fork: close what only the parent may hold."""
         self._channel.close()
         self._bell.close()
-        if self._agent_fd >= 0:
-            os.close(self._agent_fd)
         for worker in self._workers.values():
             if worker.errors_fd >= 0:
                 os.close(worker.errors_fd)
@@ -90,24 +78,18 @@ class ForkServer:
         self._executes = warm.method == "exec"
         try:
             self._channel.send(warm)
-            while not self._agent_gone():
+            job = None
+            while job is None:
                 job = self._turn()
-                if job is not None:
-                    return job
         except ChannelClosed:
-            pass  # The agent is gone, which is the ordinary way in which this ends.
+            self._end()  # The agent is gone, which is the ordinary way in which this ends.
         except BaseException:
             self._end()
             raise
-        self._end()
-        return None
-
-    def _agent_gone(self) -> bool:
-        return self._agent_fd >= 0 and bool(select.select([self._agent_fd], [], [], 0)[0])
+        return job
 
     def _turn(self) -> Job | None:
-        watched = [self._channel.fileno(), self._bell.fileno(), *([self._agent_fd] if self._agent_fd >= 0 else [])]
-        ready = select.select(watched, [], [], self._wait_s())[0]
+        ready = select.select([self._channel.fileno(), self._bell.fileno()], [], [], self._wait_s())[0]
         self._reap()
         if self._channel.fileno() not in ready:
             return None
@@ -148,10 +130,6 @@ class ForkServer:
         job = None
         try:
             _expect_all(start, fds)
-            if start.generation > self._generation:
-                # Orphans that are here already belong to what ran before, and go with it.
-                self._strangers |= {pid: self._generation for pid in self._orphans() if pid not in self._strangers}
-                self._generation = start.generation
             job = self._fork(start, dict(zip(start.fd_names, fds, strict=True)))
         except OSError as error:
             text = f"cannot start a worker process: {error}"
@@ -197,7 +175,6 @@ class ForkServer:
                     worker.ended_ns = time.monotonic_ns()
                     process_sessions.kill_sessions([worker.pid], signal.SIGKILL)
                 _, status = os.waitpid(ended.si_pid, 0)
-                self._strangers.pop(ended.si_pid, None)
                 if worker is not None:
                     worker.code = os.waitstatus_to_exitcode(status)
         for worker in [each for each in self._workers.values() if each.code is not None]:
@@ -207,12 +184,8 @@ class ForkServer:
     def _left_behind(self, worker: _Worker) -> bool:
         """Kill what is left of an ended worker; whether anything was."""
         left = process_sessions.members([worker.pid])
-        generation = worker.start.generation
-        others = [each.start.generation for each in self._workers.values() if each is not worker and each.code is None]
-        if generation not in others:
-            # The last worker of its generation takes the orphans along that detached themselves from any session.
-            newer = generation + 1 if others else 0
-            left += [pid for pid in self._orphans() if self._strangers.get(pid, newer) <= generation]
+        if all(each is worker or each.code is not None for each in self._workers.values()):
+            left += self._orphans()  # The last worker takes those along that detached themselves from any session.
         for pid in left:
             process_sessions.kill(pid, signal.SIGKILL)
         return bool(left)
@@ -256,10 +229,13 @@ def _expect_all(start: Start, fds: list[int]) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the worker parent, to its process's end, or to that of the worker which a fork of it has become."""
+def main(text: str) -> NoReturn:
+    """Run the worker parent, to its process's end, or to that of the worker which a fork of it has become.
+
+    `text` is the JSON that `workers.fork_server` writes: the arguments of its `start`.
+    """
     shutdown.arrange()
-    options = _parser().parse_args(arguments)
+    options = SimpleNamespace(**json.loads(text))
     if not getattr(sys.flags, "safe_path", False):
         # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
         sys.path.pop(0)
@@ -283,19 +259,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     run_script.become(job.start.command, module=job.start.module, env=env, torch_threads=torch_threads)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="elasticrt.bootstrap.fork_server_main", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--method", choices=("fork", "exec"), default="fork")
-    parser.add_argument("--channel-fd", type=int, required=True)
-    parser.add_argument("--preload", action="append", default=[], metavar="MODULE")
-    parser.add_argument("--kind", choices=("script", "module", "program"), default="script", help="of the command")
-    parser.add_argument("--target", default="", metavar="PATH|MODULE", help="what workers will run")
-    return parser
-
-
-def _script(options: argparse.Namespace) -> tuple[Path | None, str]:
+def _script(options: SimpleNamespace) -> tuple[Path | None, str]:
     """The file that workers will run, where it is known, and what they will have first on their path ("" if not)."""
     if options.kind == "program" or not options.target:
         return None, ""
@@ -307,7 +271,7 @@ def _script(options: argparse.Namespace) -> tuple[Path | None, str]:
     return files[0] if files else None, str(Path.cwd())
 
 
-def _prepare(options: argparse.Namespace, script: Path | None, directory: str) -> tuple[Warm, int]:
+def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> tuple[Warm, int]:
     """Import what workers will need, and say how they will be started, and why; and torch's own number of threads."""
     before_s = time.monotonic()
     reason, torch_threads = "", 0
@@ -340,4 +304,4 @@ def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

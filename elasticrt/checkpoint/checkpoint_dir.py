@@ -27,8 +27,8 @@ from elasticrt.checkpoint.manifest import (
     Name,
     doomed,
 )
-from elasticrt.data.durable_files import Directory, Unfit, open_plain, put, sha256
-from elasticrt.distributed.shared_payload import Kept
+from elasticrt.data.durable_files import Directory, Unfit, open_plain, put
+from elasticrt.distributed.shared_payload import Payload
 from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.ipc.directory_owner import Holding, Owner
 from elasticrt.ipc.env import Commit
@@ -40,7 +40,7 @@ _locks: dict[str, Holding] = {}
 
 
 def take_alone(directory: Path) -> Owner | None:
-    """Take a directory without an agent; who has it instead, if that is somebody who lives. Raises OSError."""
+    """Take a directory without an agent. Returns its owner if another live process has it. Raises OSError."""
     key = os.path.realpath(directory)
     if key in _locks:
         return None
@@ -53,7 +53,7 @@ def take_alone(directory: Path) -> Owner | None:
 
 
 def duplicate(directory: Path, other: str) -> DuplicateError:
-    """Somebody else who lives saves there."""
+    """The error when another live process saves there."""
     return DuplicateError(
         explain(
             "another live run saves checkpoints here",
@@ -84,11 +84,6 @@ class CheckpointDirectory:
         self._before: frozenset[str] | None = None  # Nonces of what others had left here when it was claimed.
         self.serial = 0
         self.troubles: list[str] = []
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a directory, as far as this process has looked."""
-        return self._directory is not None
 
     def open(self, *, create: bool) -> bool:
         """Open the directory if it is not open; False when it does not exist and is not to be created.
@@ -162,13 +157,13 @@ class CheckpointDirectory:
         if found != commit.size:
             raise Unfit(f"it has {found} bytes instead of {commit.size}")
 
-    def payload(self, commit: Commit) -> bytearray:
-        """The bytes of a payload, proven to be those that were committed. Raises Unfit, OSError; nothing is parsed."""
-        content = self._opened().read(commit.file, size=commit.size)
-        digest = sha256(content)
+    def payload(self, commit: Commit) -> Payload:
+        """A payload in memory, proven to be what was committed. Raises Unfit, OSError; nothing is parsed."""
+        payload = Payload()
+        digest = self._opened().read_into(commit.file, payload.write, commit.size)
         if digest != commit.digest:
             raise Unfit(f"its SHA-256 is {digest[:12]}... instead of {commit.digest[:12]}...")
-        return content
+        return payload
 
     def write(
         self, stem: str, fill: Callable[[int], tuple[int, str]], describe: Callable[[int, str], Manifest]
@@ -213,43 +208,16 @@ class CheckpointDirectory:
         return CheckpointError(explain("the checkpoint directory can't be used", str(self.path), got=str(error)))
 
 
-class _Reader(io.RawIOBase):
-    """Bytes as a file, without a copy of them."""
-
-    def __init__(self, payload: bytes | bytearray | memoryview) -> None:
-        self._payload = memoryview(payload)
-        self._at = 0
-
-    def seekable(self) -> bool:
-        """As `io` has it."""
-        return True
-
-    def readable(self) -> bool:
-        """As `io` has it."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As `io` has it."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._payload)}[whence]
-        return self._at
-
-    def readinto(self, room: Any) -> int:
-        """As `io` has it."""
-        part = self._payload[self._at : self._at + len(room)]
-        room[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
-def parse(payload: bytes | bytearray | memoryview | Kept) -> dict[str, Any]:
+def parse(payload: Payload | bytes | bytearray) -> dict[str, Any]:
     """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError.
 
-    Of one that is kept for this machine the tensors are that very memory, until they are written to.
+    Tensors of a memory file are that very memory, which all ranks of this machine share, until they are written to.
     """
-    kept = isinstance(payload, Kept)
     try:
-        source: Any = payload.path if isinstance(payload, Kept) else _Reader(payload)
-        data = torch.load(source, map_location="cpu", weights_only=True, mmap=kept)
+        if isinstance(payload, Payload):
+            data = torch.load(payload.path, map_location="cpu", weights_only=True, mmap=True)
+        else:
+            data = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"torch.load(weights_only=True) refuses it: {str(error)[:200]}") from error
     if not isinstance(data, dict):

@@ -31,10 +31,11 @@ from elasticrt.checkpoint.commits import COMMIT_TIMEOUT_S, TAKEN, DirectoryHead,
 from elasticrt.checkpoint.manifest import PAYLOAD, Manifest, stem_of
 from elasticrt.checkpoint.restoring import Restoring, State
 from elasticrt.checkpoint.snapshot import Snapshot, Snapshots, Use
+from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import agent_client, collectives, handover
 from elasticrt.distributed.user_notice import say
-from elasticrt.errors import CheckpointError, ElasticError, explain
+from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
 from elasticrt.text import packed
@@ -42,7 +43,7 @@ from elasticrt.text import packed
 _log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = COMMIT_TIMEOUT_S
-"""A save that takes longer than this is stuck in the file system; whoever waits for it goes on with a warning."""
+"""A save that takes longer than this is stuck in the file system: a wait for it ends with a warning."""
 
 
 class Checkpointer:
@@ -62,10 +63,7 @@ class Checkpointer:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(explain("not a path", "Checkpointer", got=directory, expected="a directory's path"))
-        if isinstance(keep, bool) or not isinstance(keep, int):
-            raise TypeError(explain("keep is not a whole number", "Checkpointer", got=keep, expected="an int >= 1"))
-        if keep < 1:
-            raise ValueError(explain("keep is too small", "Checkpointer", got=keep, expected=">= 1"))
+        keep = whole_number(keep, "keep", "Checkpointer", 1)
         self._shown = os.fspath(directory)
         self._directory = CheckpointDirectory(Path(directory).absolute(), keep)
         self._head = DirectoryHead(agent_client.worker_env(), self._shown)
@@ -124,11 +122,8 @@ class Checkpointer:
 
         Without `patient` a save that would have to wait for etcd is left out, with a warning.
         """
-        for name, value in (("step", step), ("epoch", epoch)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(explain(f"{name} is not a whole number", "Checkpointer.save", got=value))
-            if value < 0:
-                raise ValueError(explain(f"{name} is negative", "Checkpointer.save", got=value))
+        whole_number(step, "step", "Checkpointer.save")
+        whole_number(epoch, "epoch", "Checkpointer.save")
         if step < self._asked_step:
             raise ValueError(
                 explain("steps go back", "Checkpointer.save", got=step, expected=f">= {self._asked_step}, saved before")
@@ -205,7 +200,7 @@ class Checkpointer:
             why = f"not written within {SAVE_TIMEOUT_S:.0f} s"
             self._missed(CheckpointError, self._asked_step, self._generation, why)
         generation, error = _unsaved.pop((os.getpid(), self._directory.path), (0, None))
-        # A save of a generation that is over was somebody else's to make again.
+        # A save of an earlier generation is for its successor to make again.
         if error is not None and generation == self._generation:
             raise error
 
@@ -235,23 +230,28 @@ class Checkpointer:
         CheckpointError when there are checkpoints but none can be used, RuntimeError when going back to an ancestor
         can't be recorded.
         """
-        return self._restore(claim=False, fresh=False)
+        found = self._restore(claim=False, fresh=False)
+        # What the script does with it is not known: memory that ranks share is not for keeping.
+        return None if found is None else replace(found, data=plain_copy(found.data, "checkpoint"))
 
     def begin(self, *, fresh: bool = False) -> State | None:
         """`restore`, and claim the directory for saving at once: DuplicateError when a live process saves there.
+
+        The tensors lie in memory that ranks of one machine share: a Loop copies from them, and keeps none.
 
         `fresh` starts over beside what is there, except after a restart, which goes on from what this run has saved.
         """
         return self._restore(claim=True, fresh=fresh)
 
     def _restore(self, *, claim: bool, fresh: bool) -> State | None:
-        found = Restoring(self._directory, self._shown, self._head).run(claim=claim, fresh=fresh)
-        self.start = found.start
-        self._head.run.heads[self.place] = found.head
-        if found.state is not None:
-            self._asked_step = found.state.step
-            self._head.run.total = max(self._head.run.total, found.state.total)
-        return found.state
+        restoring = Restoring(self._directory, self._shown, self._head)
+        state = restoring.run(claim=claim, fresh=fresh)
+        self.start = restoring.start
+        self._head.run.heads[self.place] = restoring.found
+        if state is not None:
+            self._asked_step = state.step
+            self._head.run.total = max(self._head.run.total, state.total)
+        return state
 
     def _write_guarded(self, draft: Manifest, snapshot: Snapshot) -> None:
         try:

@@ -38,7 +38,7 @@ TAKEN, UNWRITABLE = "taken: ", "unwritable: "
 
 
 class NoAnswer(RuntimeError):  # noqa: N818  It is no error of anybody's.
-    """The agent cannot say what was asked: etcd is away."""
+    """The agent has no answer, because etcd is away."""
 
 
 def place_of(directory: str, node: str) -> str:
@@ -105,7 +105,7 @@ class DirectoryHead:
 
     @property
     def known(self) -> Commit | None:
-        """What the present state descends from; None at the beginning of a history, and before `go_on_from`."""
+        """What the present state descends from; None at the beginning of a history, and before it is restored."""
         return self.run.heads.get(self.place)
 
     def resume_point(self) -> Commit | None:
@@ -120,7 +120,7 @@ class DirectoryHead:
         return None if head is None else Commit.from_fields(head)
 
     def take(self, *, patient: bool = True) -> Owner | None:
-        """Take the directory for this run; without an agent, who has it if somebody lives who does.
+        """Take the directory for this run. Without an agent: returns its owner if another live process has it.
 
         While etcd is away that is waited for if `patient`. Raises DuplicateError when another live run saves there,
         NoAnswer when the agent can't say.

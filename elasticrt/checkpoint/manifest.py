@@ -2,8 +2,8 @@
 
 A checkpoint is two files with one stem, `step-<step>-g<generation>-<nonce>`: the payload `.pt`, and the manifest, which
 is called `.draft` until its commit was accepted and `.json` from then on. Each manifest names its parent, so that the
-directory is a tree and the history of a run is the chain from its head to the root. The newest one is told by a serial
-number, because after starting over, or going back, the newest has not the most steps.
+directory is a tree and the history of a run is the chain from its head to the root. The newest checkpoint is the
+one with the highest serial number: after starting over, or going back, it does not have the most steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import Any
 
 from elasticrt.ipc.env import Commit
@@ -53,7 +52,7 @@ class Name:
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """None for any other name: such files are nobody's business."""
+        """None for any other name: such files are left alone."""
         match = _NAME.fullmatch(text)
         if match is None or bool(match["temporary"]) == bool(match["suffix"]):
             return None
@@ -119,6 +118,11 @@ class History:
     manifests: Mapping[str, Manifest]
     marked: frozenset[str]
 
+    @property
+    def known(self) -> frozenset[str]:
+        """The nonces of all of them."""
+        return self.marked | self.manifests.keys()
+
     def lineage(self, nonce: str) -> Iterator[Manifest]:
         """From the checkpoint `nonce` to its oldest known ancestor; ends where a manifest is missing."""
         seen: set[str] = set()
@@ -164,25 +168,23 @@ class History:
 def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[Name]:
     """Files that may be deleted now that `head` is committed, manifests first.
 
-    Kept are the newest of those that were committed, whichever history they belong to: what there was before somebody
-    started over goes when there are enough newer ones. What was never committed goes if it was there `before`. Nothing
-    goes where somebody newer has written a checkpoint: then this process is no longer the one to tidy up.
+    The newest committed checkpoints stay, whichever history they belong to. Older ones go, also those from before a
+    fresh start. What was never committed goes if it was there `before`. Nothing goes once a newer process has written a
+    checkpoint: then that process tidies up.
 
-    Generation numbers tell nothing here, because each store counts its own; who is newer is told by serial numbers.
+    Serial numbers say what is newer. Generation numbers do not, because each store counts its own.
 
     Args:
         history: what the directory tells.
         names: the files in it.
         head: the commit's nonce; its writer was the only one that could commit since it claimed the directory.
-        keep: of how many steps, where those that follow each other with equal steps count as one.
+        keep: how many of the newest stay.
         before: nonces that were there when its writer claimed the directory. Who wrote them cannot commit any more.
     """
     committed = [manifest.commit for manifest in history.committed()]
     if not committed or committed[0].nonce != head or history.serial > committed[0].serial:
         return []
-    # The state behind an epoch's end has the steps of the one before it.
-    steps = [list(same) for _, same in groupby(committed, key=lambda commit: commit.step)]
-    surplus = {commit.nonce for same in steps[keep:] for commit in same}
+    surplus = {commit.nonce for commit in committed[keep:]}
     known = {commit.nonce for commit in committed} | history.marked
     gone = [
         name

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -23,8 +22,8 @@ from typing import Any
 
 from elasticrt.checkpoint.snapshot import Snapshot, Use
 from elasticrt.checkpoint.state_copy import bytes_of
-from elasticrt.data.durable_files import sha256
 from elasticrt.distributed import agent_client
+from elasticrt.distributed.shared_payload import Payload
 from elasticrt.ipc.cgroups import available_bytes
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.messages import Copied, Damaged
@@ -136,7 +135,7 @@ class MemoryTier:
     def _say(self, step: int, epoch: int, snapshot: Snapshot) -> int:
         """Hand the agent a snapshot; its size in bytes, 0 where there is no memory for it."""
         agent = agent_client.agent_link()
-        assert agent is not None, "who takes copies has an agent"
+        assert agent is not None, "only a process with an agent takes copies"
         try:
             fd, size, digest = snapshot.in_memory()
         except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
@@ -146,7 +145,7 @@ class MemoryTier:
         return size
 
 
-def read(worker: WorkerEnv) -> bytearray:
+def read(worker: WorkerEnv) -> Payload:
     """The copy that this generation resumes from, verified. RuntimeError when it is not what was promised.
 
     That is no CheckpointError: the run can go on in the next generation, from another node's copy or from its head. The
@@ -156,16 +155,11 @@ def read(worker: WorkerEnv) -> bytearray:
     assert copy is not None, "asked for only when there is one"
     if worker.state_fd < 0:
         raise RuntimeError(f"the copy of step {copy.step} is not in this node's memory")
-    content, size = bytearray(), os.fstat(worker.state_fd).st_size
-    problem = f"got {size} bytes; expected {copy.size}"
-    if size == copy.size:  # Looked at before anything is read: behind the end of a file there is only SIGBUS.
-        with mmap.mmap(worker.state_fd, size, prot=mmap.PROT_READ) as mapped:
-            content = bytearray(mapped)
-        digest = sha256(content)
-        problem = "" if digest == copy.digest else f"got SHA-256 {digest[:12]}...; expected {copy.digest[:12]}..."
+    payload = Payload(os.dup(worker.state_fd))
+    problem = payload.flaw(copy.size, copy.digest)
     if problem:
         agent = agent_client.agent_link()
         if agent is not None:
             agent.say(Damaged(copy.step, problem))
         raise RuntimeError(f"the copy of step {copy.step} in this node's memory is damaged: {problem}")
-    return content
+    return payload

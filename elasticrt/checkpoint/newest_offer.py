@@ -28,7 +28,7 @@ class Offer:
         highest: the highest serial number that this rank knows of.
         who: this rank, in words.
         troubles: what is wrong with its files.
-        manifest: of the checkpoint offered, as plain values.
+        commit, run, world_size: of the checkpoint offered, the commit as plain values.
     """
 
     kind: int = NOTHING
@@ -38,7 +38,9 @@ class Offer:
     highest: int = 0
     who: str = ""
     troubles: Sequence[str] = ()
-    manifest: dict[str, Any] = field(default_factory=dict)
+    commit: dict[str, Any] = field(default_factory=dict)
+    run: str = ""
+    world_size: int = 0
 
     def to_json(self) -> bytes:
         """As it travels."""

@@ -1,7 +1,9 @@
 """Restoring, by all ranks together: from the copy in memory that the run resumes from, or the best checkpoint on disk.
 
-Rank 0 says where the run goes on. A rank that has the checkpoint verifies and opens it, and the others get its bytes
-(`locate`), each machine once. So nodes need no shared directory, and can't disagree.
+Rank 0 says where the run goes on. One rank of each node looks into its own directory and offers the best that is there,
+and every rank makes the same choice (`newest_offer`): so nodes need no shared directory, and can't disagree. The chosen
+rank verifies and opens its file before anybody gets a byte of it. When it can't, it offers its next best; so there are
+no more exchanges than candidates.
 """
 
 from __future__ import annotations
@@ -10,19 +12,23 @@ import json
 import logging
 import os
 import secrets
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elasticrt.checkpoint import memory_tier
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
 from elasticrt.checkpoint.commits import DirectoryHead
-from elasticrt.checkpoint.locate import Outcome, Search
+from elasticrt.checkpoint.manifest import History, Manifest
+from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, told_once
 from elasticrt.checkpoint.stateful import OURS
+from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
-from elasticrt.distributed.shared_payload import share_payload
+from elasticrt.distributed.shared_payload import Payload, share_payload
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain
 from elasticrt.ipc.env import Commit, Copy
+from elasticrt.text import unpacked
 
 _log = logging.getLogger(__name__)
 
@@ -54,28 +60,17 @@ class State:
         return name in self.data
 
 
-@dataclass(frozen=True)
-class Restored:
-    """How a search for a state has ended.
-
-    Attributes:
-        start: a name for this start of the training, the same on all ranks.
-        head: the commit that the state descends from, if any.
-        state: what was found; None: begin at the beginning.
-    """
-
-    start: str
-    head: Commit | None
-    state: State | None
-
-
 class Restoring:
-    """One search for the state to go on from.
+    """One rank's part in a search for the state to go on from.
 
     Args:
         directory: this rank's checkpoint directory.
         shown: its name as in the script.
         head: what the run says of it.
+
+    Attributes:
+        start: after `run` a name for this start of the training, the same on all ranks.
+        found: after `run` the commit that the state descends from, if any.
     """
 
     def __init__(self, directory: CheckpointDirectory, shown: str, head: DirectoryHead) -> None:
@@ -84,15 +79,22 @@ class Restoring:
         self._head = head
         self._rank, _ = collectives.rank_and_world()
         self._resume: Commit | None = None
+        self._left: Iterator[tuple[int, Manifest]] = iter(())  # What this rank could send after `_best`.
+        self._best: tuple[int, Manifest] | None = None
+        self._known: frozenset[str] = frozenset()
+        self._marked = False
+        self._troubles: list[str] = []
+        self.start = ""
+        self.found: Commit | None = None
 
-    def run(self, *, claim: bool, fresh: bool) -> Restored:
-        """Find the state. With `claim` take the directory for saving; with `fresh` start over. Collective.
+    def run(self, *, claim: bool, fresh: bool) -> State | None:
+        """Find the state; None: begin at the beginning. Collective.
 
-        Raises as `Checkpointer.restore`, and DuplicateError with `claim` where another live run saves.
+        With `claim` take the directory for saving; with `fresh` start over. Raises as `Checkpointer.restore`, and
+        DuplicateError with `claim` where another live run saves.
         """
         collectives.require_group("Checkpointer.restore")
-        payload, verdict = bytearray(), dict[str, Any]()
-        failure: ElasticError | None = None
+        verdict, failure, payload = dict[str, Any](), None, None
         if self._rank == 0:
             try:
                 verdict, payload = self._verdict(claim, fresh)
@@ -100,18 +102,23 @@ class Restoring:
                 failure, verdict = error, {"error": str(error)}
         verdict = json.loads(bytes(collectives.broadcast_bytes(json.dumps(verdict).encode())))
         if "error" in verdict:
-            raise failure if failure is not None else CheckpointError(verdict["error"])
-        self._resume = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
-        search = Search(self._directory, self._head.worker, self._resume)
-        if verdict["copy"] is not None:
-            return Restored(verdict["start"], self._resume, _from_memory(search, Copy(**verdict["copy"]), payload))
+            raise failure or CheckpointError(verdict["error"])
+        self.start, copy = verdict["start"], verdict["copy"]
+        self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
+        worker = self._head.worker
+        local_rank = os.environ.get("LOCAL_RANK", "0") if worker is None else str(worker.local_rank)
+        if self._rank == 0 or local_rank == "0":
+            self._look()
+        if copy is not None:
+            self._exchange()
+            return _from_memory(Copy(**copy), payload)
         if verdict["over"]:
-            search.exchange()
-            return Restored(verdict["start"], None, None)
-        return self._from_disk(verdict["start"], search.run())
+            self._exchange()
+            return None
+        return self._from_disk()
 
-    def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], bytearray]:
-        """On rank 0: where this directory goes on, and what the copy in memory holds if that is what it resumes from.
+    def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], Payload | None]:
+        """On rank 0: where this directory goes on, and the copy in memory if that is what it resumes from.
 
         An error of ours that is raised here is every rank's.
         """
@@ -127,7 +134,7 @@ class Restoring:
             "copy": None if copy is None else asdict(copy),
             "over": resume is None and _start_over(fresh),
         }
-        return verdict, bytearray() if copy is None or worker is None else memory_tier.read(worker)
+        return verdict, None if copy is None or worker is None else memory_tier.read(worker)
 
     def _copy(self, resume: Commit | None) -> Copy | None:
         """The copy in memory that this directory resumes from, if the run resumes from one, and that is this one's."""
@@ -138,23 +145,115 @@ class Restoring:
             return None  # Another directory's commit made it look newer than it is.
         return worker.copy
 
-    def _from_disk(self, start: str, outcome: Outcome) -> Restored:
+    def _from_disk(self) -> State | None:
         """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
-        if outcome.choice.what == "refuse":
-            text = self._refusal(outcome) if self._rank == 0 else ""  # Nodes may call their directories differently.
-            raise CheckpointError(bytes(collectives.broadcast_bytes(text.encode())).decode())
-        manifest = outcome.manifest
-        if self._rank == 0:
-            for trouble in outcome.troubles:
-                _log.warning("skipped in %s: %s", self._shown, trouble)
-            if manifest is not None:
-                self._report(outcome, manifest.commit, manifest.run)
-                self._make_head(manifest.commit)
-        if manifest is None:
-            return Restored(start, None, None)
-        commit = manifest.commit
-        state = State(commit.step, commit.epoch, manifest.world_size, manifest.run, outcome.data, commit.reached)
-        return Restored(start, commit, state)
+        while True:
+            offers = self._exchange()
+            choice = choose(offers, resuming=self._resume is not None)
+            _log.debug("%s: %s", choice.what, choice.why)
+            if choice.what == "refuse":
+                text = self._refusal(offers) if self._rank == 0 else ""  # Nodes may call their directories differently.
+                raise CheckpointError(bytes(collectives.broadcast_bytes(text.encode())).decode())
+            if choice.what == "begin":
+                self._warn(self._all_troubles(offers, passed_over=False))
+                return None
+            source = offers[choice.rank]
+            self.found = commit = Commit.from_fields(source.commit)
+            payload, data = self._proven() if self._rank == choice.rank else (None, {})
+            payload = share_payload(payload, commit.size, commit.digest, choice.rank)
+            if payload is None:
+                continue  # It has turned out to be damaged.
+            if self._rank != choice.rank:
+                data = parse(payload)
+            if self._rank == 0:
+                self._warn(self._all_troubles(offers, passed_over=source.kind == OLDER))
+                self._report(commit, source.run, source.who if choice.rank else "")
+                self._make_head(commit)
+            return State(commit.step, commit.epoch, source.world_size, source.run, data, commit.reached)
+
+    def _exchange(self) -> list[Offer]:
+        """Everybody's offers, by rank. Collective. What this rank writes next is numbered above all of them."""
+        worker = self._head.worker
+        highest = max(self._directory.serial, 0 if self._resume is None else self._resume.serial)
+        who = f"rank {self._rank}" if worker is None else f"node {worker.node}"
+        mine = Offer(marked=self._marked, highest=highest, who=who, troubles=self._troubles)
+        if self._best is not None:
+            kind, manifest = self._best
+            commit, run, size = manifest.commit, manifest.run, manifest.world_size
+            mine = replace(
+                mine, kind=kind, serial=commit.serial, step=commit.step, commit=asdict(commit), run=run, world_size=size
+            )
+        offers = [Offer.from_json(each) for each in collectives.gather_bytes(mine.to_json())]
+        self._directory.serial = max(self._directory.serial, *(offer.highest for offer in offers))
+        return offers
+
+    # This rank's directory.
+
+    def _look(self) -> None:
+        """List what this rank could send. A directory that can't be used has something in it, for all that is known."""
+        directory = self._directory
+        try:
+            if not directory.open(create=False):
+                return
+            history = directory.history()
+        except (CheckpointError, OSError) as error:
+            self._troubles.append(str(error))
+            self._marked = True
+            return
+        self._troubles += directory.troubles
+        self._marked = bool(history.marked)
+        self._left = self._candidates(history)
+        self._known = history.known
+        self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next candidate whose payload is here, as far as can be told without reading it."""
+        self._best = None
+        for kind, manifest in self._left:
+            try:
+                self._directory.look(manifest.commit)
+            except (Unfit, OSError) as error:
+                # The resume point may be in another node's directory, and nothing is wrong with this one.
+                here = kind != RESUME or manifest.commit.nonce in self._known
+                if here or not isinstance(error, FileNotFoundError):
+                    self._troubles.append(f"{manifest.commit.file}: {error}")
+            else:
+                self._best = kind, manifest
+                return
+
+    def _candidates(self, history: History) -> Iterator[tuple[int, Manifest]]:
+        """What to try, in this order. Of the resume point counts what etcd records, not what the directory says.
+
+        Ahead of it what the directory has in addition: an etcd that was restored from a backup knows an old head.
+        """
+        resume, worker = self._resume, self._head.worker
+        if resume is None:
+            yield from ((OLDER, manifest) for manifest in history.candidates())
+            return
+        run = "" if worker is None else worker.run_id
+        known = history.manifests.get(resume.nonce)
+        yield from ((BEYOND, manifest) for manifest in history.beyond(resume.nonce, run))
+        yield RESUME, Manifest(resume, run, 0 if known is None else known.world_size)
+        yield from ((OLDER, manifest) for manifest in history.lineage(resume.parent))
+
+    def _proven(self) -> tuple[Payload | None, dict[str, Any]]:
+        """What this rank offers, and what is in it; nothing when it turns out to be damaged."""
+        assert self._best is not None, "it was chosen"
+        commit = self._best[1].commit
+        try:
+            payload = self._directory.payload(commit)
+            data = parse(payload)
+        except (Unfit, OSError, CheckpointError) as error:
+            self._troubles.append(f"{commit.file}: {error}")
+            self._advance()
+            return None, {}
+        try:
+            self._directory.mark(commit)  # Whatever is offered was committed.
+        except OSError as error:  # A reader may lack the right.
+            _log.info("%s could not be marked as committed: %s", commit.file, error)
+        return payload, data
+
+    # What rank 0 says and does.
 
     def _make_head(self, commit: Commit) -> None:
         """Raises RuntimeError when it can't take the place of the head that was passed over: copies in memory would be
@@ -167,15 +266,27 @@ class Restoring:
         if refusal:
             _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
 
-    def _report(self, outcome: Outcome, commit: Commit, run: str) -> None:
+    def _all_troubles(self, offers: list[Offer], *, passed_over: bool) -> list[str]:
+        """What is wrong with all ranks' files, and where the resume point is if it was passed over."""
+        troubles, resume = told_once(offers), self._resume
+        if passed_over and resume is not None and not any(resume.file in each for each in troubles):
+            wrote = f", {resume.node} has written it to {unpacked(resume.directory)}" if resume.node else ""
+            troubles.insert(0, f"{resume.file}: no node here has it{wrote}")
+        return troubles
+
+    def _warn(self, troubles: list[str]) -> None:
+        for trouble in troubles if self._rank == 0 else []:
+            _log.warning("skipped in %s: %s", self._shown, trouble)
+
+    def _report(self, commit: Commit, run: str, where: str) -> None:
         resume = self._resume
         if resume is None:
-            place = f"{self._shown.rstrip('/')}/" + (f" on {outcome.where}" if outcome.where else "")
+            place = f"{self._shown.rstrip('/')}/" + (f" on {where}" if where else "")
             how = self._how_to_start_over()
             say(f"resuming {place} from step {commit.step:,}{f' (run {run})' if run else ''}; {how} starts over")
             return
-        if outcome.where:
-            say(f"step {commit.step:,} comes from the checkpoint directory of {outcome.where}")
+        if where:
+            say(f"step {commit.step:,} comes from the checkpoint directory of {where}")
         if resume.step < commit.step:
             _log.warning(
                 "etcd has forgotten what was committed after step %d; going on from step %d: %s",
@@ -189,9 +300,9 @@ class Restoring:
             return "ELASTICRT_FRESH=1"
         return "--fresh" if self._resume is None else "--fresh with another --run-id"
 
-    def _refusal(self, outcome: Outcome) -> str:
-        """Why the run stops here, for whoever has to decide what is to become of it."""
-        resume, found = self._resume, "; ".join(outcome.troubles) or "nothing"
+    def _refusal(self, offers: list[Offer]) -> str:
+        """Why the run stops here, and what its user can do."""
+        resume, found = self._resume, "; ".join(self._all_troubles(offers, passed_over=True)) or "nothing"
         expected, ways = "a committed checkpoint that is whole", "Put a good copy back"
         if resume is not None:
             expected = f"the newest, step {resume.step:,}, or one that its manifest shows to be before it, whole"
@@ -205,10 +316,11 @@ class Restoring:
         )
 
 
-def _from_memory(search: Search, copy: Copy, payload: bytearray) -> State:
-    """What rank 0 has read of its `copy`, on all ranks, which open it at the same time."""
-    search.exchange()
-    data = parse(share_payload(payload, copy.size, copy.digest))
+def _from_memory(copy: Copy, payload: Payload | None) -> State:
+    """What rank 0 has of its `copy`, on all ranks."""
+    payload = share_payload(payload, copy.size, copy.digest)
+    assert payload is not None, "rank 0 has read it"
+    data = parse(payload)
     ours = data.get(OURS)
     step = ours["position"]["steps"] if isinstance(ours, dict) and "position" in ours else copy.step
     return State(step, copy.epoch, copy.world_size, "", data, copy.step)

@@ -28,7 +28,7 @@ from elasticrt.distributed.collectives import gather_numbers, rank_and_world
 from elasticrt.errors import CheckpointError, explain
 
 KINDS = ("python", "torch", "numpy")
-"""The generators. A GPU's goes with torch's: whoever seeds one seeds the other."""
+"""The generators. A GPU's goes with torch's, because `torch.manual_seed` seeds both."""
 
 
 class RngState:
@@ -216,7 +216,7 @@ def derive(seed: int, rank: int, step: int, kinds: Collection[str] = KINDS) -> N
 
 
 def _seed_step(*numbers: int) -> None:
-    """`derive` for every step: `torch.manual_seed` takes 0.1 ms to note who has called it, for a GPU not in use yet."""
+    """`derive` for every step: `torch.manual_seed` takes 0.1 ms to note its caller, for a GPU not in use yet."""
     digest = _digest(*numbers)
     torch.default_generator.manual_seed(_for_torch(digest))
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Snapshots of a training state: copied at once, and written in the background for whoever wants them.
+"""Snapshots of a training state: copied at once, and written in the background.
 
-The training thread makes the copy, over the one before, and trains on. A thread hands it to all who want it: the memory
-tier (`copies`), the checkpoint directory (`checkpoint`), or both. It is serialised once: the first who wants it in
-memory gets a memory file, and a file on disk is then made from the same bytes.
+The training thread makes the copy, over the one before, and trains on. Another thread serialises it once: into a memory
+file for the agent (`memory_tier`), into a file on disk (`checkpointer`), or into both, the second from the bytes of the
+first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training state from a rank that has it to those that have not, straight into their tensors.
 
-Ranks of a world differ by at most one finished step when it loses somebody, and newcomers have nothing. So all say how
-far they are, and who is behind gets the state of the first of those that are furthest.
+When a world loses a rank, the others differ by at most one finished step; newcomers have no state. So all say how far
+they are, and the ranks behind get the state of the first of the furthest.
 
 It travels over TCP connections of its own, along a chain of those alone that need it: each rank takes it from the one
 before and passes it on at once. Every wait ends when nothing has moved for `STALL_S`, or when another generation has

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from elasticrt.checkpoint.state_copy import is_sharded
+from elasticrt.checkpoint.state_copy import is_sharded, plain_copy
 from elasticrt.distributed.wrapping import unwrap
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
@@ -47,8 +47,15 @@ def collect(objects: Mapping[str, Any]) -> dict[str, Any]:
     return {name: each.state_dict() for name, each in objects.items()}
 
 
-def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) -> None:
-    """Load each object's state. Raises CheckpointError when names, keys or shapes differ."""
+def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *, shared: bool = False) -> None:
+    """Load each object's state. Raises CheckpointError when names, keys or shapes differ.
+
+    Args:
+        objects: by name.
+        data: their states by name.
+        where: what `data` is, for errors.
+        shared: its tensors lie in memory that all ranks of this machine share, so that none of them is kept.
+    """
     saved, present = set(data) - {OURS}, set(objects)
     if saved != present:
         raise CheckpointError(
@@ -62,8 +69,12 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) ->
         )
     for name, each in objects.items():
         try:
-            if not (isinstance(each, torch.nn.Module) and _consists_of(each, data[name])):
+            if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
+                each.load_state_dict(plain_copy(data[name], name))
+            elif not (isinstance(each, torch.nn.Module) and _consists_of(each, data[name])):
                 each.load_state_dict(data[name])
+            if shared and isinstance(each, torch.optim.Optimizer):
+                _keep_nothing(each)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CheckpointError(
                 explain(
@@ -73,6 +84,14 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str) ->
                     remedy=f"Its words: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
                 )
             ) from error
+
+
+def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer memory of its own: what it loads on the host it keeps as it is."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
 
 
 def _consists_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`elasticrt status`, `drain` and `resize`: look at a live run from outside, and change it.
+"""`elasticrt status`, `drain`, `stop` and `resize`: look at a live run from outside, and change it.
 
 Each is a read and at most one fenced transaction; what follows is done by the run's own agents.
 """
@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import declare, read
@@ -26,9 +26,12 @@ from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.option_values import option, parse_nodes, positive_seconds
 from elasticrt.run_options import EtcdOptions, RunOptions
+from elasticrt.store.address import parse_endpoints
 from elasticrt.story import run_dir
 from elasticrt.story.report import as_object, changes, head, paces, worth
 from elasticrt.text import plain
+
+E = TypeVar("E", bound=EtcdOptions)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +47,16 @@ class DrainOptions(EtcdOptions):
     timeout_s: float = option("--timeout T", 120.0, "wait so long until it has left", positive_seconds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StopOptions(EtcdOptions):
+    """Of `elasticrt stop`."""
+
+    timeout_s: float = option("--timeout T", 120.0, "wait so long until all nodes have left", positive_seconds)
+
+
+ASKED_AT_ONCE = 64
+"""Nodes that one transaction asks to leave; etcd takes 128 operations."""
+
 WATCH_EVERY_S = 2.0
 CLEAR = "\033[H\033[J"
 
@@ -51,20 +64,46 @@ TRIES = 20
 """A member's key changes a few times in a recovery; more changes in a row than this mean that something is wrong."""
 
 
+STATUS = """\
+examples:
+  elasticrt status                            of the newest run
+  elasticrt status calm-fox-k7m2p --watch
+  elasticrt status calm-fox-k7m2p --etcd https://10.0.0.5:2379 --etcd-ca-file ca.pem
+"""
+STOP = """\
+examples:
+  elasticrt stop calm-fox-k7m2p                            its agents, or its directory, are on this machine
+  elasticrt stop digits --etcd http://10.0.0.5:2379 --insecure-etcd
+"""
+DRAIN = """\
+example:
+  elasticrt drain node-3 --run-id calm-fox-k7m2p
+"""
+RESIZE = """\
+example:
+  elasticrt resize 1:8 --run-id calm-fox-k7m2p
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    status = _command(subparsers, "status", show, "show a run: its nodes, generation, newest checkpoint, goodput", "")
+    status = _command(
+        subparsers, "status", show, "show a run: its nodes, generation, newest checkpoint, goodput", STATUS
+    )
     status.set_defaults(func=show_status)
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    status.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    _declare_run(status, "the run's id, or its directory (default: the newest)")
     status.add_argument(
         "--json", action="store_true", help="print an object of JSON, of what the run's directory tells"
     )
     status.add_argument("--watch", action="store_true", help="look again every 2 s until the run has ended")
+    told = "end a whole run in order: all nodes save the present step and leave; the same --run-id goes on after it"
+    stop = _command(subparsers, "stop", stop_all, told, STOP, kind=StopOptions)
+    stop.set_defaults(func=stop_run)
+    _declare_run(stop, "the run's id, or its directory")
     told = "make a node hand over and leave; no step is lost"
-    drain = _command(subparsers, "drain", drain_node, told, "node-3", kind=DrainOptions)
+    drain = _command(subparsers, "drain", drain_node, told, DRAIN, kind=DrainOptions)
     drain.add_argument("name", metavar="NODE", help="the node's name, as `elasticrt status` shows it")
-    resize = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have", "1:8")
+    resize = _command(subparsers, "resize", resize_run, "change how many nodes a live run may have", RESIZE)
     resize.add_argument("nodes", metavar="MIN:MAX", type=_nodes, help="nodes, e.g. 1:8; one number for both")
 
 
@@ -73,7 +112,7 @@ def _command(
     name: str,
     act: Callable[..., int],
     text: str,
-    example: str,
+    examples: str,
     *,
     kind: type[EtcdOptions] = EtcdOptions,
 ) -> argparse.ArgumentParser:
@@ -81,7 +120,8 @@ def _command(
         name,
         help=text,
         description=f"{text[0].upper()}{text[1:]}.",
-        epilog=f"example: {' '.join(filter(None, ('elasticrt', name, example)))} --run-id calm-fox-k7m2p",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     declare(parser, kind, MeetingFlags)
@@ -89,36 +129,63 @@ def _command(
     return parser
 
 
+def _declare_run(parser: argparse.ArgumentParser, text: str) -> None:
+    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    parser.add_argument("run", metavar="RUN", nargs="?", help=text)
+    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+
+
+def _options(arguments: argparse.Namespace, base: E) -> E:
+    flags = read(MeetingFlags(), arguments, os.environ)
+    return flags.placed(read(base, arguments, os.environ))
+
+
+def _named(arguments: argparse.Namespace, base: E) -> tuple[str, E]:
+    """The id of the run that is meant, "" where none was named; the options."""
+    options, run = _options(arguments, base), arguments.run
+    if run is None:
+        return options.run_id or "", options
+    directory = Path(run)
+    return run_dir.read(directory).run_id if "/" in run and run_dir.has_events(directory) else run, options
+
+
+def _which_run() -> ConfigError:
+    return ConfigError(explain("which run?", "--run-id", expected="the name that `elasticrt run` has printed"))
+
+
 def _main(act: Callable[..., int], arguments: argparse.Namespace, base: EtcdOptions) -> int:
     from elasticrt.rendezvous.records import Keys
 
-    flags = read(MeetingFlags(), arguments, os.environ)
-    options = flags.placed(read(base, arguments, os.environ))
+    options = _options(arguments, base)
     if options.run_id is None:
-        raise ConfigError(explain("which run?", "--run-id", expected="the name that `elasticrt run` has printed"))
+        raise _which_run()
     with _store(options.run_id, options) as store:
         return act(store, Keys(options.run_id), arguments, options)
 
 
 @contextmanager
-def _store(run_id: str, options: EtcdOptions) -> Iterator[Store]:
-    """The run's etcd: as given, else the one that agents on this machine have started."""
+def _store(run_id: str, options: EtcdOptions, directory: Path | None = None) -> Iterator[Store]:
+    """The run's etcd: as given, else the one that agents on this machine have started, or have noted in `directory`."""
     from elasticrt.store.embedded import find
     from elasticrt.store.etcd import EtcdStore
 
     etcd, _ = where_etcd_is(options)
     if not etcd:
         served = find(run_id)
-        if served is None:
+        noted = run_dir.read(directory).etcd if directory is not None and run_dir.has_events(directory) else ""
+        if served is not None:
+            etcd = (served.address,)
+        elif noted.startswith("http"):  # Its agents have accepted it; a socket of this machine's has ended with it.
+            etcd = parse_endpoints(noted)
+        else:
             raise ConfigError(
                 explain(
-                    "no such run on this machine",
+                    "no agent of this run is on this machine",
                     f"run {run_id}",
-                    expected="an agent of it here, or --etcd",
-                    remedy="Name the etcd that the run's agents meet in: --etcd ENDPOINTS",
+                    expected="one that lives, or --etcd",
+                    remedy="A run elsewhere needs --etcd ENDPOINTS; of one that has ended `elasticrt report` tells",
                 )
             )
-        etcd = (served.address,)
     store = EtcdStore(etcd, read_credentials(options))
     try:
         yield store
@@ -131,15 +198,14 @@ def _store(run_id: str, options: EtcdOptions) -> Iterator[Store]:
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print where a run stands, or how it ended; without an id the newest run's. Raises ConfigError for no such run."""
-    flags = read(MeetingFlags(), arguments, os.environ)
-    options = flags.placed(read(EtcdOptions(), arguments, os.environ))
-    if options.run_id is None:
+    run_id, options = _named(arguments, EtcdOptions())
+    if not run_id:
         found = run_dir.newest(arguments.log_dir)
         if not found:
-            raise ConfigError(explain("which run?", "--run-id", expected="the name that `elasticrt run` has printed"))
-        options = replace(options, run_id=found[0].name)
+            raise _which_run()
+        run_id = found[0].name
     while True:
-        ended = _look(str(options.run_id), options, arguments)
+        ended = _look(run_id, options, arguments)
         if ended or not arguments.watch:
             return EXIT_OK
         time.sleep(WATCH_EVERY_S)
@@ -238,6 +304,58 @@ def drain_node(store: Store, keys: Keys, arguments: argparse.Namespace, options:
             remedy="It goes on trying: look again with `elasticrt status`, or end its agent by SIGTERM",
         )
     )
+
+
+def stop_run(arguments: argparse.Namespace) -> int:
+    """End the whole run. Raises ConfigError for no such run, RendezvousTimeoutError, StoreError."""
+    from elasticrt.rendezvous.records import Keys
+
+    run_id, options = _named(arguments, StopOptions())
+    if not run_id:
+        raise _which_run()
+    with _store(run_id, options, Path(arguments.log_dir, run_id)) as store:
+        return stop_all(store, Keys(run_id), arguments, options)
+
+
+def stop_all(store: Store, keys: Keys, _: argparse.Namespace, options: StopOptions) -> int:
+    """Ask all nodes to drain, together, so that they save; wait until all have left, who comes meanwhile as well."""
+    from elasticrt.rendezvous import transactions
+    from elasticrt.rendezvous.records import Result
+    from elasticrt.store.protocol import Txn
+
+    deadline, attempt = time.monotonic() + options.timeout_s, _spec(store, keys)[0].attempt
+    members = _members(store, keys)
+    if not members:
+        raise ConfigError(explain("the run is not alive", f"run {keys.run_id}", expected="a node that takes part"))
+    write(sys.stdout, f"run {keys.run_id}: {counted(len(members), 'node')} told to save and leave\n")
+    while members and time.monotonic() < deadline:
+        asked = [
+            transactions.drain(keys, value, member.model_copy(update={"draining": True}))
+            for member, value in members.values()
+            if not member.draining
+        ][:ASKED_AT_ONCE]
+        if asked:
+            compares = tuple(compare for each in asked for compare in each.compares)
+            operations = tuple(operation for each in asked for operation in each.operations)
+            store.commit(Txn(compares, operations, why=f"{counted(len(asked), 'node')} are asked to drain"))
+        else:
+            time.sleep(LOOK_AGAIN_S)
+        members = _members(store, keys)
+    if members:
+        raise RendezvousTimeoutError(
+            explain(
+                "nodes are still there",
+                f"run {keys.run_id}",
+                got=f"{_list(members)} after {options.timeout_s:g} s",
+                expected="all of them to save and leave",
+                remedy="They go on trying: look again with `elasticrt status`, or end their agents by SIGTERM",
+            )
+        )
+    result, saved = _read(store, keys.result(attempt), Result), _read(store, keys.checkpoint, Commit)
+    ended = f"{result.status}: {result.reason}" if result is not None else "stopped"
+    step = f"; step {saved.reached:,} is saved" if saved is not None else ""
+    write(sys.stdout, f"run {keys.run_id} {ended}{step}\n")
+    return EXIT_OK
 
 
 def resize_run(store: Store, keys: Keys, arguments: argparse.Namespace, _: EtcdOptions) -> int:

@@ -151,7 +151,7 @@ def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
     files, processes, locked = (resource.getrlimit(kind)[1] for kind in kinds)
-    needed = files_needed(configure.count_workers(None, os.environ), NODES_MAX, serves=True)
+    needed = files_needed(configure.count_workers(None, os.environ), NODES_MAX)
     rdma = any(Path("/sys/class").glob("infiniband/*"))
     yield "limits", findings.limits(files, needed, processes, locked, rdma=rdma)
 

@@ -9,14 +9,17 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from elasticrt import __version__
+from elasticrt.cli.options import read
 from elasticrt.errors import EXIT_BUG, EXIT_USAGE, ConfigError, ElasticError, explain
 from elasticrt.ipc.std_streams import Unwritable, occupy, tell, write
-from elasticrt.text import plain
+from elasticrt.run_options import RunOptions
+from elasticrt.text import log_line, plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 
@@ -68,22 +71,29 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} {near[0]}" if near else ""
 
 
-class _Formatter(logging.Formatter):
-    """Lines of a log that give no orders to a terminal: they may quote what workers and other programs say."""
+class _Handler(logging.Handler):
+    """Writes the lines of a log to stderr. They give no orders to a terminal, whatever they quote."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        return plain(super().format(record))
+    in_json = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line of `record`."""
+        text = self.format(record)
+        tell(_line(record.levelname.lower(), "log", text) if self.in_json else plain(text) + "\n")
+
+
+def _line(level: str, kind: str, text: str) -> str:
+    return log_line(datetime.now(timezone.utc).isoformat(), level, kind, text) + "\n"
 
 
 def build_parser() -> Parser:
     """All commands."""
-    from elasticrt.cli import audit, control, doctor, launch, playground, report, run, serve_etcd
+    from elasticrt.cli import audit, completion, control, doctor, launch, playground, report, run, serve_etcd
 
     parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (run, launch, playground, serve_etcd, control, report, doctor, audit):
+    for command in (run, launch, playground, serve_etcd, control, report, doctor, audit, completion):
         command.add_parser(commands)
     return parser
 
@@ -98,26 +108,36 @@ def _check_directory() -> None:
         ) from None
 
 
+def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
+    """Do as the options of `run` for its own lines say, which concern a log's as well."""
+    if "quiet" not in arguments:
+        return
+    options = read(RunOptions(), arguments, os.environ)
+    if options.log_format == "json":
+        handler.in_json = True
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    if options.verbose:
+        logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     occupy()
-    if os.getpid() == 1:  # Of a container.
-        from elasticrt.agent import container_init
-
-        container_init.step_aside()
     debug = "ELASTICRT_DEBUG" in os.environ
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        _Formatter("elasticrt: %(levelname)s: %(message)s" if not debug else "%(asctime)s %(name)s %(message)s")
-    )
-    level = logging.DEBUG if debug else os.environ.get("LOGLEVEL", "WARNING").upper()
-    logging.basicConfig(level=level, handlers=[handler])
+    handler = _Handler()
+    short, long = "elasticrt: %(levelname)s: %(message)s", "%(asctime)s %(name)s %(message)s"
+    handler.setFormatter(logging.Formatter(long if debug else short))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
     try:
         _check_directory()
         arguments = build_parser().parse_args(argv)
+        _heed(arguments, handler)
         code: int = arguments.func(arguments)
     except ElasticError as error:
-        tell(f"{traceback.format_exc() if debug else ''}elasticrt: error: {plain(str(error))}\n")
+        if handler.in_json:
+            tell(_line("error", "error", str(error)))
+        else:
+            tell(f"{traceback.format_exc() if debug else ''}elasticrt: error: {plain(str(error))}\n")
         return error.exit_code
     except Unwritable as error:
         tell(f"elasticrt: error: the output cannot be written (stdout): {error.strerror}\n")

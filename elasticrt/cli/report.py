@@ -33,20 +33,43 @@ Nodes without a shared directory each have the events of their own: copy them in
 """
 
 
+RUNS = """\
+examples:
+  elasticrt runs
+  elasticrt runs --log-dir /shared/runs
+"""
+DASHBOARD = """\
+examples:
+  elasticrt dashboard
+  elasticrt dashboard --listen 0.0.0.0:8080      for other machines: the address has a token in it
+"""
+EVENTS = """\
+examples:
+  elasticrt events --follow                      of the newest run
+  elasticrt events calm-fox-k7m2p | jq 'select(.event == "recovery")'
+"""
+LOGS = """\
+examples:
+  elasticrt logs                                 of the newest run, all ranks
+  elasticrt logs 0 --follow                      of rank 0
+  elasticrt logs calm-fox-k7m2p 0
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     made = _command(subparsers, "report", show, "show how a run went: where its time went, what changes cost", REPORT)
     made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
-    runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", "", run=False)
+    runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS, run=False)
     runs.set_defaults(run=None)
     text = "show the runs of this machine on a page of a browser, until interrupted"
-    shown = _command(subparsers, "dashboard", show_dashboard, text, "", run=False)
+    shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD, run=False)
     shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
     listed = _command(
-        subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", ""
+        subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", EVENTS
     )
     listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
-    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", "")
+    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS)
     logs.add_argument("rank", metavar="RANK", nargs="?", type=int, help="of this global rank only")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
 
@@ -139,7 +162,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
     Raises ConfigError where nothing is kept.
     """
-    directory, rank = directory_of(arguments), arguments.rank
+    run, rank = arguments.run or "", arguments.rank
+    if rank is None and run.isdigit() and not any(path.is_dir() for path in (Path(run), Path(arguments.log_dir, run))):
+        arguments.run, rank = None, int(run)  # Of the newest run.
+    directory = directory_of(arguments)
     pattern = f"generation-*/rank-{'*' if rank is None else rank}.*"
 
     def logs() -> list[Path]:

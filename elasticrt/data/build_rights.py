@@ -1,7 +1,7 @@
-"""The right to build a prepared directory, which one process has at a time, and who has it now.
+"""The right to build a prepared directory, which one process has at a time.
 
-Two kinds with the same methods: a file lock that dies with its holder, and for storage that nodes share a claim through
-the agents, fenced by the generation.
+On a node it is a file lock, which ends with its holder. For storage that nodes share it is a claim through the agents,
+fenced by the generation. Both have the same methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from elasticrt.data import prepared_dir
 from elasticrt.distributed import agent_client
-from elasticrt.distributed.user_notice import say
 from elasticrt.errors import PreparationError, explain
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.messages import Built, Claim, Reply
@@ -33,47 +32,12 @@ _VISIBLE_S = 60.0
 """How long a network file system may take to show what another node has published."""
 
 _FAILURE_S = 60.0
-"""How long a failure speaks for those who come late. After that the build is tried again."""
+"""For so long a late process fails with the last builder's error. After that it builds again."""
 
 _ERROR_CHARS = 1000
 _NOTE_BYTES = 8192
 
-_PROGRESS_S = 10.0
-
 _threads: dict[str, threading.Lock] = {}
-
-
-class Waiting:
-    """Waiting for another builder: in small steps, with a deadline, and not in silence.
-
-    Args:
-        target: what is waited for.
-        timeout_s: for how long at most, in seconds.
-    """
-
-    def __init__(self, target: Path, timeout_s: float) -> None:
-        self._target = target
-        self._timeout_s = timeout_s
-        self._started = self._told = time.monotonic()
-
-    def pause(self, right: LockRight | ClaimRight) -> None:
-        """Wait until it is time to ask for `right` again. Raises PreparationError when the deadline has passed."""
-        now = time.monotonic()
-        waited_s = now - self._started
-        if waited_s >= self._timeout_s:
-            raise PreparationError(
-                explain(
-                    "waited too long for the preparation",
-                    str(self._target),
-                    got=f"{waited_s:.0f} s; built by {right.holder() or 'another process'}",
-                    remedy="Give it a larger timeout_s, or look at what the builder is doing",
-                )
-            )
-        if now - self._told >= _PROGRESS_S:
-            self._told = now
-            who = right.holder() or "another process"
-            say(f"waiting for {self._target}: {who} builds, {waited_s:.0f} s so far")
-        time.sleep(min(right.poll_s, self._timeout_s - waited_s))
 
 
 class LockRight:
@@ -129,7 +93,7 @@ class LockRight:
         return True
 
     def holder(self) -> str:
-        """Who has it, in words; "" when unknown. Never asked while holding: to close the file would release it."""
+        """The holder, in words; "" when unknown. Never ask while holding: to close the file would release it."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -149,12 +113,9 @@ class LockRight:
         with contextlib.suppress(OSError):  # On a full disk they build, and fail, by themselves.
             self._say(_this_start(), error)
 
-    def still_mine(self) -> bool:
-        """Whether nobody else has got the right meanwhile: a lock is held until it is let go."""
-        return True
-
-    def published(self) -> bool:
-        """The result is in place; whoever waits sees it."""
+    def publish(self, put_in_place: Callable[[], None]) -> bool:
+        """Put the result in place. Nobody else can have the lock meanwhile."""
+        put_in_place()
         return True
 
     def release(self) -> None:
@@ -243,18 +204,19 @@ class ClaimRight:
 
     def failed(self, error: str) -> None:
         """All nodes fail with `error`."""
-        self._request(lambda number: Built(number, self._name, self._version, "", error[:_ERROR_CHARS]))
+        self._request(lambda number: Built(number, self._name, self._version, error[:_ERROR_CHARS]))
 
-    def still_mine(self) -> bool:
-        """Whether the claim stands. Asked until it is known: its agent ends before etcd has been away for ever."""
+    def publish(self, put_in_place: Callable[[], None]) -> bool:
+        """Put the result in place and let all know, if the claim still stands. False when it was lost.
+
+        Asked until it is known: its agent ends before etcd has been away for ever.
+        """
         while (reply := self._claim()).reason.startswith("unsure"):
             time.sleep(self.poll_s)
-        return reply.ok
-
-    def published(self) -> bool:
-        """The result is in place: let all know. False when the claim was lost."""
-        digest = prepared_dir.digest_of(self._target)
-        return self._request(lambda number: Built(number, self._name, self._version, digest)).ok
+        if not reply.ok:
+            return False
+        put_in_place()
+        return self._request(lambda number: Built(number, self._name, self._version)).ok
 
     def release(self) -> None:
         """A claim ends by what was said of it, or with its builder's lease."""

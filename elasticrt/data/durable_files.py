@@ -11,13 +11,16 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from elasticrt.ipc.file_modes import DIRECTORY_MODE, FILE_MODE
 
 Made = TypeVar("Made")
+
+PIECE_BYTES = 1 << 18
+"""How much of a large file is read at a time."""
 
 
 class Unfit(Exception):  # noqa: N818  A finding about a file that is then skipped, not a failure of the program.
@@ -65,12 +68,12 @@ class Directory:
 
     @property
     def is_removed(self) -> bool:
-        """Whether somebody has deleted it, and nothing is there now. One that is unmounted is not: it may come back."""
+        """Whether it was deleted, and nothing is there now. A directory that is unmounted was not: it may come back."""
         if os.path.lexists(self.path):
             return False
         try:
             return os.fstat(self.fd).st_nlink == 0
-        except OSError:  # NFS does not tell any more: whoever writes there is told why not.
+        except OSError:  # NFS does not say any more; the next write fails with the reason.
             return False
 
     def names(self) -> list[str]:
@@ -111,25 +114,37 @@ class Directory:
         os.fsync(self.fd)
         return made
 
-    def read(self, name: str, *, size: int | None = None, size_max: int | None = None) -> bytearray:
-        """The whole content of a plain file. Raises Unfit when it is none, or not `size` bytes; OSError."""
+    def read(self, name: str, *, size_max: int) -> bytearray:
+        """The whole content of a plain file. Raises Unfit when it is none, or larger than `size_max` bytes; OSError."""
+        content = bytearray()
         fd = open_plain(name, dir_fd=self.fd)
         try:
             found = os.fstat(fd).st_size
-            if size is not None and found != size:
-                raise Unfit(f"it has {found} bytes instead of {size}")
-            if size_max is not None and found > size_max:
+            if found > size_max:
                 raise Unfit(f"it has {found} bytes, more than {size_max}")
-            content = bytearray(found)
-            view, filled = memoryview(content), 0
-            while filled < found:
-                count = os.readv(fd, [view[filled:]])
-                if count == 0:
-                    raise Unfit(f"it ended after {filled} of {found} bytes while being read")
-                filled += count
-            return content
+            for piece in _pieces(fd, found):
+                content += piece
         finally:
             os.close(fd)
+        return content
+
+    def read_into(self, name: str, write: Callable[[memoryview], object], size: int) -> str:
+        """Give a plain file of `size` bytes to `write`; its SHA-256. Raises Unfit for another file, OSError.
+
+        In pieces that stay in the processor's caches: the file is never a second time in this process's memory.
+        """
+        digest = hashlib.sha256()
+        fd = open_plain(name, dir_fd=self.fd)
+        try:
+            found = os.fstat(fd).st_size
+            if found != size:
+                raise Unfit(f"it has {found} bytes instead of {size}")
+            for piece in _pieces(fd, size):
+                digest.update(piece)
+                write(piece)
+        finally:
+            os.close(fd)
+        return digest.hexdigest()
 
     def _check_same(self) -> None:
         mine = os.fstat(self.fd)
@@ -138,11 +153,22 @@ class Directory:
             raise OSError(f"{self.path} is another directory than at the start (unmounted or replaced?)")
 
 
+def _pieces(fd: int, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of a file, each piece where the one before was. Raises Unfit when there are fewer."""
+    room, done = memoryview(bytearray(min(size, PIECE_BYTES))), 0
+    while done < size:
+        count = os.readv(fd, [room[: size - done]])
+        if count == 0:
+            raise Unfit(f"it ended after {done} of {size} bytes while being read")
+        yield room[:count]
+        done += count
+
+
 def _make(path: Path) -> None:
     """Make a directory and those above it that are missing, each durably: a name lives in the directory above it."""
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # Somebody else was faster.
+        with contextlib.suppress(FileExistsError):  # Another process was faster.
             # All changes go through `os`, so that tests can stand in for it.
             os.mkdir(each, DIRECTORY_MODE)  # noqa: PTH102
         with contextlib.suppress(PermissionError):  # One may write to it and not read it; then nobody can sync it.
@@ -152,7 +178,7 @@ def _make(path: Path) -> None:
 def open_plain(path: str | Path, *, dir_fd: int | None = None) -> int:
     """A descriptor for reading a regular file that has exactly one name. Raises Unfit otherwise, OSError."""
     try:
-        # O_NONBLOCK: opening a FIFO that somebody planted must not wait for its writer.
+        # O_NONBLOCK: to open a planted FIFO must not wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except OSError as error:
         if _is_link(path, dir_fd):
@@ -173,11 +199,6 @@ def _is_link(name: str | Path, dir_fd: int | None) -> bool:
         return stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
-
-
-def sha256(content: bytes | bytearray) -> str:
-    """SHA-256 of bytes in hex."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def sync_tree(root: Path) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from elasticrt.data.durable_files import put
 from elasticrt.data.position import Position
 from elasticrt.data.sample_order import BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler
@@ -135,10 +136,8 @@ class Ledger:
             self._fd = -1
 
     def _write(self, line: str) -> None:
-        left = memoryview(line.encode())
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            put(self._fd, line.encode())
         except OSError as error:
             # Another line behind one that was cut would hide the cut.
             _log.warning("the ledger in %s is not continued: %s", self._directory, error)

@@ -1,9 +1,9 @@
 """One builds the data, everybody else waits, and nobody ever sees half of it.
 
 The builder writes into a private directory beside the destination, which is then synced and renamed into place together
-with a record of every file: name, size, time and SHA-256. Whoever finds a directory with a record that fits uses it;
-anything else is built again. Which process builds is decided by a file lock that dies with its holder, or for storage
-shared between nodes by a claim through the agents.
+with a record of every file: name, size, time and SHA-256. A directory whose record fits is used as it is;
+any other is built again. A file lock decides which process builds, or on storage that nodes share a claim through the
+agents.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from elasticrt.data import prepared_dir
-from elasticrt.data.build_rights import ClaimRight, LockRight, Waiting
+from elasticrt.data.build_rights import ClaimRight, LockRight
 from elasticrt.data.durable_files import sync_directory
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.user_notice import say
@@ -28,6 +29,10 @@ from elasticrt.ipc.file_modes import DIRECTORY_MODE, make_directory
 
 if TYPE_CHECKING:
     from elasticrt.distributed.barrier import Barrier
+
+
+PROGRESS_S = 10.0
+"""How often a rank that waits says for whom."""
 
 
 def prepare(
@@ -90,7 +95,7 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
     if prepared_dir.fits(target, version):
         return
     agent = agent_client.agent_link() if scope == "shared" else None
-    waiting = Waiting(target, math.inf if timeout_s is None else timeout_s)
+    began = time.monotonic()
     try:
         make_directory(target.parent)
         right: LockRight | ClaimRight = LockRight(target, version)
@@ -108,9 +113,26 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
             elif prepared_dir.fits(target, version):
                 return
             else:
-                waiting.pause(right)
+                _pause(right, target, time.monotonic() - began, math.inf if timeout_s is None else timeout_s)
     except OSError as error:
         raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
+
+
+def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s: float) -> None:
+    """Wait until it is time to ask for the right again, not in silence. Raises PreparationError after `limit_s`."""
+    if waited_s >= limit_s:
+        raise PreparationError(
+            explain(
+                "waited too long for the preparation",
+                str(target),
+                got=f"{waited_s:.0f} s; built by {right.holder() or 'another process'}",
+                remedy="Give it a larger timeout_s, or look at what the builder is doing",
+            )
+        )
+    pause_s = min(right.poll_s, limit_s - waited_s)
+    time.sleep(pause_s)
+    if (waited_s + pause_s) // PROGRESS_S > waited_s // PROGRESS_S:
+        say(f"waiting for {target}: {right.holder() or 'another process'} builds, {waited_s:.0f} s so far")
 
 
 def _build_once(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
@@ -123,14 +145,11 @@ def _build_once(right: LockRight | ClaimRight, target: Path, build: Callable[[Pa
         except PreparationError as error:
             right.failed(str(error))
             raise
-        if not right.still_mine():
+        try:
+            return right.publish(lambda: _publish(workshop, target, version))
+        finally:
             shutil.rmtree(workshop, ignore_errors=True)
-            return False
-        if prepared_dir.fits(target, version):
-            shutil.rmtree(workshop, ignore_errors=True)
-        else:
-            _publish(workshop, target)
-    return right.published()
+    return right.publish(lambda: None)
 
 
 def _checked(path: object, build: object, version: object, scope: object, timeout_s: object) -> Path:
@@ -187,14 +206,16 @@ def _building() -> Iterator[None]:
         page.building = 0
 
 
-def _publish(workshop: Path, target: Path) -> None:
-    """Put the result in its place in one rename; what was there before goes out of the way first."""
+def _publish(workshop: Path, target: Path, version: str) -> None:
+    """Put the result in its place in one rename; what was there before, and does not fit, goes out of the way first."""
+    if prepared_dir.fits(target, version):
+        return
     aside = None
     if os.path.lexists(target):
         ours = (target / prepared_dir.RECORD).is_file()
         aside = target.with_name(f".{target.name}.building-old-{secrets.token_hex(8)}")
         if not ours and any(target.iterdir()):
-            # Not made by us: that may be somebody's only copy.
+            # Not made by us: it may be the only copy.
             aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
             say(f"{target} has no record of its preparation; moved to {aside.name} and prepared anew")
         target.rename(aside)

@@ -59,11 +59,6 @@ def fits(directory: Path, version: str, *, refresh: bool = False) -> bool:
     return True
 
 
-def digest_of(directory: Path) -> str:
-    """SHA-256 of the record itself. Raises OSError when there is none."""
-    return hashlib.sha256((directory / RECORD).read_bytes()).hexdigest()
-
-
 def _write(directory: Path, version: str, files: list[dict[str, Any]]) -> None:
     draft = directory / f"{RECORD}.new"
     write_text(draft, json.dumps({"format": _FORMAT, "version": version, "files": files}, indent=1) + "\n")

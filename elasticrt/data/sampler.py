@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from elasticrt.data import sample_order
 from elasticrt.distributed.collectives import rank_and_world
-from elasticrt.errors import CheckpointError, explain
+from elasticrt.errors import CheckpointError, explain, whole_number
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
@@ -24,14 +24,6 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     digest = hashlib.sha256(f"elasticrt {seed} {epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randperm(samples, generator=generator)
-
-
-def _whole(value: object, name: str, where: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(explain(f"{name} is not a whole number", where, got=value, expected=f"an int >= {least}"))
-    if value < least:
-        raise ValueError(explain(f"{name} is too small", where, got=value, expected=f">= {least}"))
-    return value
 
 
 class _Position:
@@ -49,13 +41,13 @@ class _Position:
                     remedy="An IterableDataset brings its own order and needs no sampler",
                 )
             )
-        self._samples = _whole(len(dataset), "the dataset's length", self._where, 1)
+        self._samples = whole_number(len(dataset), "the dataset's length", self._where, 1)
         self._shuffle = bool(shuffle)
-        self._seed = _whole(seed, "seed", self._where, 0)
+        self._seed = whole_number(seed, "seed", self._where, 0)
         if (rank is None) != (world_size is None):
             raise ValueError(explain("give both or none", self._where, got=f"rank={rank}, world_size={world_size}"))
-        self._world_size = None if world_size is None else _whole(world_size, "world_size", self._where, 1)
-        self._rank = None if rank is None else _whole(rank, "rank", self._where, 0)
+        self._world_size = None if world_size is None else whole_number(world_size, "world_size", self._where, 1)
+        self._rank = None if rank is None else whole_number(rank, "rank", self._where, 0)
         if self._rank is not None and self._world_size is not None and self._rank >= self._world_size:
             raise ValueError(explain("no such rank", self._where, got=rank, expected=f"< {world_size}"))
         self._epoch = 0
@@ -74,7 +66,7 @@ class _Position:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`. The current epoch keeps its position: a resumed one is not repeated."""
-        if _whole(epoch, "epoch", self._where, 0) != self._epoch:
+        if whole_number(epoch, "epoch", self._where, 0) != self._epoch:
             self._epoch = epoch
             self._consumed = 0
 
@@ -162,8 +154,10 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         super().__init__(dataset, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        self._batch_size = _whole(global_batch_size, "global_batch_size", self._where, 1)
-        self._micro = None if micro_batch_size is None else _whole(micro_batch_size, "micro_batch_size", self._where, 1)
+        self._batch_size = whole_number(global_batch_size, "global_batch_size", self._where, 1)
+        self._micro = (
+            None if micro_batch_size is None else whole_number(micro_batch_size, "micro_batch_size", self._where, 1)
+        )
         self._drop_last = bool(drop_last)
         if self._drop_last and self._samples < self._batch_size:
             raise ValueError(
@@ -255,7 +249,7 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
 
     def advance(self, samples: int) -> None:
         """The whole world has trained `samples` more: batch size x world size, cut at the end of the epoch."""
-        self._consumed = min(self._consumed + _whole(samples, "samples", self._where, 0), self._samples)
+        self._consumed = min(self._consumed + whole_number(samples, "samples", self._where, 0), self._samples)
 
     def __iter__(self) -> Iterator[int]:
         """Dataset indices of this rank from the present position to the end of the epoch."""

@@ -22,6 +22,7 @@ from functools import lru_cache
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
+from elasticrt.ipc.flights import shortened
 from elasticrt.ipc.messages import Done, Look, Message, Release, Reply, Reseat
 from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
 
@@ -234,7 +235,7 @@ class AgentClient:
 
 
 def _tell_collectives() -> None:
-    """Write on the status page how many collectives of the default group have begun."""
+    """Write on the status page how many collectives of the default group have begun, and which are not over."""
     page, dist = status_page(), sys.modules.get("torch.distributed")
     if page is None or dist is None:
         return
@@ -242,6 +243,8 @@ def _tell_collectives() -> None:
         page.begun = dist.group.WORLD._get_sequence_number_for_group() if dist.is_initialized() else 0
     except (RuntimeError, AttributeError) as error:  # The main thread is just leaving the group, or making another.
         _log.debug("how many collectives have begun is not known: %s", error)
+    recorder = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    page.flights = shortened(recorder()) if recorder is not None else ""
 
 
 def take_seat(seat: WorkerEnv) -> None:

@@ -66,15 +66,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a host tensor over all ranks, as a new host tensor of the same type and shape."""
-    if alone():
-        return tensor.clone()
-    travelling = tensor.to(device(), copy=True)
-    dist.all_reduce(travelling)
-    return travelling.cpu()
-
-
 def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
     """What each rank passed in, by rank: as many whole numbers of 64 bits with a sign everywhere."""
     if alone():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import json
 import math
 import os
 import sys
@@ -28,7 +29,6 @@ from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.torch_versions import bound_to
 
-_INT64 = 1 << 63
 SURVIVE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -91,33 +91,16 @@ class Context:
     def sum(self, *numbers: float | torch.Tensor) -> Any:
         """The sum over all ranks of each number: one number for one argument, a tuple for several. Collective.
 
-        Whole numbers are added exactly (64 bits), others in double precision. Tensors must hold one element.
-        Raises TypeError for anything else, ValueError for a whole number beyond 64 bits.
+        Whole numbers are added exactly, others in double precision. Tensors must hold one element. Raises TypeError for
+        anything else.
         """
-        whole = torch.zeros(len(numbers), dtype=torch.int64)
-        real = torch.zeros(len(numbers), dtype=torch.float64)
-        # Ranks may disagree on the type (the empty sum is 0, others 0.5): each sends both kinds and says which it used.
-        is_real = torch.zeros(len(numbers), dtype=torch.int64)
-        for i, given in enumerate(numbers):
-            number = given.item() if isinstance(given, torch.Tensor) else given
-            if isinstance(number, int):
-                if not -_INT64 <= number < _INT64:
-                    raise ValueError(explain("beyond 64 bits", "sum", got=number))
-                whole[i] = number
-            elif isinstance(number, float):
-                real[i] = number
-                is_real[i] = 1
-            else:
-                raise TypeError(
-                    explain("not a number", "sum", got=given, expected="int, float or a tensor of one element")
-                )
-        counts = collectives.sum_tensor(torch.cat([whole, is_real]))
-        reals = collectives.sum_tensor(real)
-        whole, is_real = counts[: len(numbers)], counts[len(numbers) :]
-        sums = tuple(
-            float(w) + float(r) if f else int(w)
-            for w, r, f in zip(whole.tolist(), reals.tolist(), is_real.tolist(), strict=True)
-        )
+        mine = [each.item() if isinstance(each, torch.Tensor) else each for each in numbers]
+        for number in mine:
+            if not isinstance(number, (int, float)):
+                expected = "int, float or a tensor of one element"
+                raise TypeError(explain("not a number", "sum", got=number, expected=expected))
+        everyones = [json.loads(each) for each in collectives.gather_bytes(json.dumps(mine).encode())]
+        sums = tuple(map(sum, zip(*everyones, strict=True)))
         return sums[0] if len(sums) == 1 else sums
 
 
@@ -148,7 +131,7 @@ def timeout_s() -> float:
 
 
 def renew(worker: WorkerEnv) -> None:
-    """This process has another place: everybody who has the Context sees it."""
+    """This process has another place: every holder of the Context sees it."""
     if _context is not None:
         _context._move(
             rank=worker.rank,

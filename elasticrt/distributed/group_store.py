@@ -58,7 +58,7 @@ class GroupStoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let go of everybody. Those that wait find the connection closed."""
+        """Close all connections. Clients that wait get an error."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
@@ -130,7 +130,7 @@ class GroupStoreServer:
             self._tell(connection, client)
 
     def _tell(self, connection: socket.socket, client: _Client) -> None:
-        """Answer one who waits for keys, if they are all there."""
+        """Answer a client that waits for keys, if they are all there."""
         keys = client.waits_for
         if keys is not None and all(key in self._values for key in keys):
             client.waits_for = None

@@ -1,10 +1,9 @@
 """Stopping together at an agreed step, without a collective: the worker's half of a handover.
 
-At the end of step s the worker writes `entered` = s + 1 on its page, and *then* reads `stop`. If that is set it
-holds. The agents read how far everybody has been let in, agree on T, the furthest, and write it as `go`: whoever is
-behind goes on to T (others' collectives need it), and after T everybody leaves. Nobody can be past T: whoever was let
-into a step had written so before it looked. Where processes end, local rank 0 of each node first gives its agent a copy
-of the state (`copies`).
+At the end of step s the worker writes `entered` = s + 1 on its page, and *then* reads `stop`. If that is set, it holds.
+The agents read every `entered`, agree on the largest, T, and write it as `go`. A worker behind T trains on to T,
+because the others' collectives need it; after T all leave. No worker can be past T: it writes `entered` before it looks
+at `stop`. Where processes end, local rank 0 of each node first gives its agent a copy of the state (`memory_tier`).
 """
 
 from __future__ import annotations

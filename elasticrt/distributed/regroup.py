@@ -209,7 +209,7 @@ def note_subgroups() -> None:
 
 
 def cut() -> None:
-    """Free whoever waits in a group for a peer that is gone. May be called from any thread."""
+    """Free the threads that wait in a group for a peer that is gone. May be called from any thread."""
     _abort()
     SOCKETS.cut()
 
@@ -333,7 +333,7 @@ def meet(
     over: Callable[[], bool],
     make_group: Callable[..., None] = dist.init_process_group,
 ) -> Meeting:
-    """Make the default group of the worker's generation. Any error means that somebody did not come, or was cut off.
+    """Make the default group of the worker's generation. Any error means that a rank did not come, or was cut off.
 
     `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
     no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`. `make_group`: what

@@ -1,7 +1,7 @@
 """A payload from one rank to all others, once per machine: a state that is to be restored.
 
-Ranks that share a machine could each receive it, sum it up and keep it, and pay for the memory of every copy. So of the
-ranks that see each other's files the first receives it into a memory file, and the others read it there.
+A payload lies in a memory file. Ranks that share a machine could each receive it, sum it up and keep it, and pay for
+the memory of every copy. So of the ranks that see each other's files one has it, and the others map that one's.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import secrets
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -18,36 +17,63 @@ import torch.distributed as dist
 
 from elasticrt.distributed import collectives
 from elasticrt.errors import explain
-
-Payload = bytes | bytearray | memoryview
+from elasticrt.ipc.proc import machine
 
 LARGE_BYTES = 16 * 1024 * 1024
 """A smaller payload goes to every rank: agreeing on who keeps it would take longer."""
 
 PIECE_BYTES = 16 * 1024 * 1024
-_NAME = "elasticrt-restored"
+_NAMES = "/memfd:elasticrt-"
 
 
-class Kept:
-    """A payload in a memory file that ranks of one machine share, for as long as this object lives.
+class Payload:
+    """A payload in a memory file, for as long as this object or a tensor of it lives.
 
     Args:
-        file: its descriptor, from now on this object's.
+        file: its descriptor, from now on this object's; None: a new, empty one.
 
     Attributes:
+        file: the descriptor.
         path: what it can be opened by, in this process.
     """
 
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self.path = Path(f"/proc/self/fd/{file}")
+    def __init__(self, file: int | None = None) -> None:
+        self.file = os.memfd_create("elasticrt-restored", os.MFD_CLOEXEC) if file is None else file
+        self.path = Path(f"/proc/self/fd/{self.file}")
 
     def __del__(self) -> None:
-        os.close(self._file)
+        os.close(self.file)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return os.fstat(self.file).st_size
+
+    def mapped(self) -> mmap.mmap:
+        """Its bytes, to read. It must not be empty."""
+        return mmap.mmap(self.file, 0, prot=mmap.PROT_READ)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append `data`. Raises MemoryError where there is no room: nothing is wrong with what is copied."""
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(self.file, left) :]
+        except OSError as error:
+            raise MemoryError(f"a state does not fit into memory: {error}") from error
+
+    def flaw(self, size: int, digest: str) -> str:
+        """How it differs from what was promised, its size in bytes and its SHA-256 in hex; "" if it does not."""
+        # The size first: behind the end of a mapped file there is only SIGBUS.
+        if self.size != size or not size:
+            return f"got {self.size} bytes; expected {size}"
+        with self.mapped() as content:
+            found = hashlib.sha256(content).hexdigest()
+        return "" if found == digest else f"got SHA-256 {found[:12]}...; expected {digest[:12]}..."
 
 
-def share_payload(payload: Payload, size: int, digest: str, source: int = 0) -> Payload | Kept:
-    """What rank `source` passed in, on every rank, proven to be what it was; empty where that is empty. Collective.
+def share_payload(payload: Payload | None, size: int, digest: str, source: int = 0) -> Payload | None:
+    """What rank `source` passed in, on every rank, proven to be what it was; None where that is None. Collective.
 
     Args:
         payload: at `source`, which has proven it. Other ranks' is not looked at.
@@ -59,95 +85,56 @@ def share_payload(payload: Payload, size: int, digest: str, source: int = 0) -> 
     """
     if collectives.alone():
         return payload
-    mine = dist.get_rank() == source
-    if size <= LARGE_BYTES:
-        sent = collectives.broadcast_bytes(payload, source)
-        if sent and not mine:
-            _intact(sent, size, digest)
-        return sent
-    if not collectives.broadcast_bytes(b"1" if payload else b"", source):
-        return b""
-    with ExitStack() as stack:
-        own = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        stack.callback(os.close, own)
-        here = _machine()
-        told = [tuple(each[1:]) for each in collectives.gather_numbers([here, os.getpid(), own]) if each[0] == here]
-        file = own if told[0] == (os.getpid(), own) else _opened(*told[0])
-        if file < 0:
-            file = own
-        elif file != own:
-            stack.callback(os.close, file)
-        keeps = file == own and not (mine and len(told) == 1)
-        _send_to_keepers(payload, size, source, own if keeps else -1, takes_part=keeps or mine)
-        damage: RuntimeError | None = None
-        if keeps and not mine:
-            try:
-                with mmap.mmap(own, size, prot=mmap.PROT_READ) as mapped:
-                    _intact(mapped, size, digest)
-            except RuntimeError as error:
-                damage = error
-        whole = all(well for (well,) in collectives.gather_numbers([int(damage is None)]))  # And all of it is there.
-        if damage is not None or not whole:
-            raise damage or RuntimeError(explain("the state has changed on its way to another rank", "restore"))
-        return payload if mine else Kept(os.dup(file))
+    rank = dist.get_rank()
+    own = payload if rank == source else Payload()
+    here = int.from_bytes(hashlib.sha256(machine().encode()).digest()[:7], "big")
+    told = collectives.gather_numbers([here, os.getpid(), -1 if own is None else own.file])
+    if own is None or told[source][2] < 0:
+        return None
+    first = [machine for machine, *_ in told].index(here)
+    keeper = source if told[source][0] == here else first
+    keeps = rank == keeper or size <= LARGE_BYTES
+    found = own if keeps else _opened(*told[keeper][1:]) or own
+    _send(own if found is own else None, size, source)
+    damage = "" if found is not own or rank == source else found.flaw(size, digest)
+    whole = all(well for (well,) in collectives.gather_numbers([int(not damage)]))  # And all of it is there.
+    if damage:
+        remedy = "If it happens again, the memory or the network of this node is bad"
+        what = "the state has changed on its way to this rank"
+        raise RuntimeError(explain(what, f"rank {rank}", got=damage.removeprefix("got "), remedy=remedy))
+    if not whole:
+        raise RuntimeError(explain("the state has changed on its way to another rank", "restore"))
+    return found
 
 
-def _send_to_keepers(payload: Payload, size: int, source: int, file: int, *, takes_part: bool) -> None:
-    """From `source` to those ranks that take part, each of which appends it to `file` (-1: nowhere)."""
-    told = collectives.gather_numbers([int(takes_part)])
+def _send(own: Payload | None, size: int, source: int) -> None:
+    """From `source` to those ranks that have an `own` file to keep it in. Collective."""
+    told = collectives.gather_numbers([int(own is not None)])
     ranks = [rank for rank, (each,) in enumerate(told) if each]
     group = dist.new_group(ranks) if 1 < len(ranks) < len(told) else None  # Of it all ranks must know.
-    if not takes_part:
+    if own is None or len(ranks) == 1:
         return
-    device, room = collectives.device(), bytearray(PIECE_BYTES)
-    for start in range(0, size, PIECE_BYTES):
-        view = memoryview(room)[: min(PIECE_BYTES, size - start)]
-        if dist.get_rank() == source:
-            view[:] = memoryview(payload)[start : start + len(view)]
-        if len(ranks) > 1:
+    device, room = collectives.device(), bytearray(min(size, PIECE_BYTES))
+    sends = dist.get_rank() == source
+    with own.mapped() if sends else nullcontext(b"") as content:
+        for start in range(0, size, PIECE_BYTES):
+            view = memoryview(room)[: min(PIECE_BYTES, size - start)]
+            if sends:
+                view[:] = content[start : start + len(view)]
             piece = torch.frombuffer(view, dtype=torch.uint8)
             travelling = piece.to(device)
             dist.broadcast(travelling, source, group=group)
-            if travelling is not piece:
-                piece.copy_(travelling)
-        while file >= 0 and view:
-            view = view[os.write(file, view) :]
+            if not sends:
+                piece.copy_(travelling)  # Nothing happens where it is the same.
+                own.write(view)
     if group is not None:
         dist.destroy_process_group(group)
 
 
-def _machine() -> int:
-    """A number that is the same for processes that see each other in /proc; one of its own where that is not known."""
+def _opened(pid: int, number: int) -> Payload | None:
+    """The memory file that process `pid` has under a descriptor's number; None where it cannot be had."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        seen = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        found = Payload(os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
-        seen = secrets.token_hex(16)
-    return int.from_bytes(hashlib.sha256(seen.encode()).digest()[:7], "big")
-
-
-def _opened(pid: int, number: int) -> int:
-    """The memory file that process `pid` has under a descriptor's number; -1 where it cannot be had."""
-    try:
-        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    if _NAME in os.readlink(f"/proc/self/fd/{file}"):  # noqa: PTH115  Of a descriptor.
-        return file
-    os.close(file)
-    return -1
-
-
-def _intact(payload: Payload | mmap.mmap, size: int, digest: str) -> None:
-    """What has arrived, held against its size and SHA-256 before anybody makes anything of it. Raises RuntimeError."""
-    found = hashlib.sha256(payload).hexdigest()
-    if len(payload) != size or found != digest:
-        raise RuntimeError(
-            explain(
-                "the state has changed on its way to this rank",
-                f"rank {dist.get_rank()}",
-                got=f"{len(payload)} bytes with SHA-256 {found[:12]}...",
-                expected=f"{size} bytes with SHA-256 {digest[:12]}...",
-                remedy="If it happens again, the memory or the network of this node is bad",
-            )
-        )
+        return None
+    return found if str(found.path.readlink()).startswith(_NAMES) else None

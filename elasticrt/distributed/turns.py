@@ -15,7 +15,7 @@ from elasticrt.errors import explain
 def barrier() -> None:
     """Wait until every rank is here, and say for whom if that takes long. Collective; alone it does nothing.
 
-    Under an agent (`elasticrt run`, torchrun) there is no limit: it ends this process when somebody can't come.
+    Under an agent (`elasticrt run`, torchrun) there is no limit: it ends this process when a rank can't come.
     Without one TimeoutError is raised after half an hour.
     """
     collectives.require_group("barrier")
@@ -28,8 +28,9 @@ def barrier() -> None:
 def local_first() -> AbstractContextManager[bool]:
     """Let local rank 0 of each node run the block first, then the others of its node: `with local_first() as first:`.
 
-    Gives True to who goes first. When it raises, the others raise RuntimeError with its error instead of running the
-    block. They wait as in `barrier`. For data, `prepare` does more: it leaves nothing half done. Collective.
+    Gives True to the rank that goes first. When it raises, the others raise RuntimeError with its error instead of
+    running the block. They wait as in `barrier`. For data, `prepare` does more: it leaves nothing half done.
+    Collective.
     """
     collectives.require_group("local_first")
     rank, _ = collectives.rank_and_world()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,12 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """
     *_, innermost = wrappers(model)
     return innermost
+
+
+def ddp_layers(objects: Iterable[object]) -> list[DistributedDataParallel]:
+    """The DDP modules among `objects`, which may be compiled."""
+    layers = (layer for each in objects if isinstance(each, torch.nn.Module) for layer in wrappers(each))
+    return [each for each in layers if isinstance(each, DistributedDataParallel)]
 
 
 def wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

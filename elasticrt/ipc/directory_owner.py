@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from elasticrt.ipc.file_modes import FILE_MODE
-from elasticrt.ipc.proc import start_of
+from elasticrt.ipc.proc import machine, start_of
 
 NAME = ".owner"
 BEAT_S = 2.0
@@ -55,7 +55,7 @@ class Owner:
     @classmethod
     def here(cls, run: str, store: str, node: str) -> Owner:
         """This process."""
-        return cls(run, store, node, _machine(), os.getpid(), start_of(os.getpid()), secrets.token_hex(8))
+        return cls(run, store, node, machine(), os.getpid(), start_of(os.getpid()), secrets.token_hex(8))
 
     @classmethod
     def from_json(cls, text: bytes) -> Owner | None:
@@ -193,11 +193,3 @@ class Holding:
             return Owner.from_json(os.read(fd, _BYTES_MAX)), os.fstat(fd).st_mtime_ns
         finally:
             os.close(fd)
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return secrets.token_hex(8)  # Like no other.

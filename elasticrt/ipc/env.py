@@ -203,6 +203,8 @@ class WorkerEnv:
     the agent), `page_fd` (status page, a memfd), `listen_fd` (global rank 0 only: a bound, listening TCP socket for
     the generation's store), `state_fd` (global rank 0 with `copy`: the memfd that holds it).
 
+    `cause`: why the generation was made, in its leader's words.
+
     `as_srun`: say the same as `srun` would of its tasks, for scripts that read SLURM_PROCID and so on.
 
     `gpu`: the only one that it sees, in the words of CUDA_VISIBLE_DEVICES; the script is then told that its local rank
@@ -229,6 +231,7 @@ class WorkerEnv:
     node: str = _told("ELASTICRT_NODE")
     run_dir: str = _told("ELASTICRT_RUN_DIR")
     role: str = _told("ROLE_NAME", "default")
+    cause: str = _told("ELASTICRT_CAUSE", "")
     as_srun: bool = False
     gpu: str = _told("ELASTICRT_GPU", "")
     signals: str = _told("TORCHELASTIC_SIGNALS_TO_HANDLE", "")

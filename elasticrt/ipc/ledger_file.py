@@ -1,4 +1,4 @@
-"""A book: the file in which one rank of one start notes what it trains. Its lines, written and read. Pure.
+"""The ledger file of one rank of one start: which samples it trained, as lines that are written and read. Pure.
 
 The first line says who writes, and what was there before; each of the others is a step that begins, or an end.
 """
@@ -125,19 +125,19 @@ def read(name: str, content: bytes) -> LedgerFile | None:
     lines = content.split(b"\n")[:-1]
     if not lines:
         return None
-    book = None
+    ledger = None
     for number, line in enumerate(lines, 1):
         try:
             fields = json.loads(line)
-            if book is None:
-                book = LedgerFile(name, Opening.from_fields(fields))
+            if ledger is None:
+                ledger = LedgerFile(name, Opening.from_fields(fields))
             elif "ids" in fields:
                 entry = LedgerEntry(int(fields["step"]), int(fields["epoch"]), array("q", fields["ids"]))
-                book.entries[entry.step] = entry
+                ledger.entries[entry.step] = entry
             elif "closed" in fields:
-                book.closings.append(Closing(**fields["closed"]))
+                ledger.closings.append(Closing(**fields["closed"]))
             else:
-                book.end = int(fields["end"])
+                ledger.end = int(fields["end"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: {type(error).__name__}: {error}") from None
-    return book
+    return ledger

@@ -156,7 +156,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Built:
-    """The claimed preparation is in place (renamed, synced), and `digest` is that of its record. Answered by Reply.
+    """The claimed preparation is in place (renamed, synced). Answered by Reply.
 
     With `error`: the user's build function raised that, and all who wait for `name` fail with it.
     """
@@ -164,7 +164,6 @@ class Built:
     request: int
     name: str
     version: str
-    digest: str
     error: str = ""
 
 

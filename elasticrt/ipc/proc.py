@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
+import secrets
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,15 @@ class Stat:
     def ended(self) -> bool:
         """Whether it has ended, and waits to be reaped."""
         return self.state in ("Z", "X")
+
+
+def machine() -> str:
+    """What is the same for processes that see each other in /proc; like no other where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return secrets.token_hex(8)
 
 
 def stat(pid: int | str) -> Stat | None:
@@ -57,6 +69,37 @@ def start_of(pid: int) -> int:
 def all_pids() -> list[int]:
     """All processes of this machine, or container."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208  Path objects are 10x slower.
+
+
+RETRANSMISSIONS_MIN = 3
+"""The kernel sends data again after 0.2 s, and then after twice as long each time: three times are 1.4 s of silence."""
+
+
+def unacknowledged(pid: int) -> list[str]:
+    """The addresses to which process `pid` has sent data, over TCP, that nothing acknowledges; none where unknown.
+
+    A process that is stopped, or dead with its machine alive, does not count: its kernel acknowledges, or refuses.
+    """
+    own, lines = set(), []
+    with contextlib.suppress(OSError):  # It has ended, or there is no IPv6.
+        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):  # It was closed while we looked.
+                own.add(os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1])  # noqa: PTH115  "socket:[1234]"
+        for name in ("tcp", "tcp6"):
+            lines += [line.split() for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    found = {
+        _address(line[2].partition(":")[0])
+        for line in lines
+        if line[9] in own and line[5][:2] == "01" and int(line[6], 16) >= RETRANSMISSIONS_MIN
+    }
+    return sorted(found)
+
+
+def _address(digits: str) -> str:
+    """An IP address as /proc/net has it: words of four bytes in the machine's order."""
+    raw = b"".join(int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8))
+    address = ipaddress.ip_address(raw)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def in_sessions(session_ids: Collection[int]) -> list[int]:

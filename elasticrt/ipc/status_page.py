@@ -13,6 +13,9 @@ import os
 import signal
 
 PAGE_BYTES = 4096
+FLIGHTS_AT = 2048
+"""Here begins the second half of the words' page, which is text."""
+
 TEXT_BYTES = 1 << 17
 
 IN_PLACE, READY = 1, 2
@@ -53,10 +56,14 @@ class StatusPage:
         building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
         begun: how many collectives of the default group it had begun when its agent last asked (`messages.Look`), or 0.
         waited_ns: how long backward has waited for the other ranks' gradients, in the `waits` steps that DDP measured.
+        flights: what torch's flight recorder said of its collectives then, see `ipc.flights`.
         in_place: IN_PLACE while it can go on in another generation without ending; READY when it has set up beside the
             training and waits to be let in; 0 when only a new process could take its place.
         data_ns, save_ns, pause_ns: nanoseconds so far in which the loader was waited for; in which training stood still
-            for a checkpoint or a copy of the state; in `loop.pause`.
+            for a checkpoint or a copy of the state; in `loop.pause`, without the one that is under way.
+        pausing_ns: since when one is.
+        saving_ns: when the newest checkpoint was begun.
+        samples: of the data set, that the run has trained on, over all epochs; 0 without a sampler.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
@@ -90,6 +97,9 @@ class StatusPage:
     data_ns = _Word(32)
     save_ns = _Word(33)
     pause_ns = _Word(34)
+    pausing_ns = _Word(35)
+    saving_ns = _Word(36)
+    samples = _Word(37)
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)
@@ -102,13 +112,24 @@ class StatusPage:
         os.ftruncate(fd, PAGE_BYTES + TEXT_BYTES)
         return fd
 
-    def spent(self) -> tuple[int, int, int]:
-        """Nanoseconds besides the steps: for data, for saves, in pauses."""
-        return self.data_ns, self.save_ns, self.pause_ns
+    def spent(self, now_ns: int) -> tuple[int, int, int]:
+        """Nanoseconds besides the steps, as of now: for data, for saves, in pauses."""
+        since_ns = self.pausing_ns
+        return self.data_ns, self.save_ns, self.pause_ns + (max(0, now_ns - since_ns) if since_ns else 0)
 
     def text(self) -> bytes:
         """What has been written behind the words."""
         return self._map[PAGE_BYTES:].partition(b"\0")[0]
+
+    @property
+    def flights(self) -> str:
+        """See the class."""
+        return self._map[FLIGHTS_AT:PAGE_BYTES].partition(b"\0")[0].decode(errors="replace")
+
+    @flights.setter
+    def flights(self, text: str) -> None:
+        room = PAGE_BYTES - FLIGHTS_AT
+        self._map[FLIGHTS_AT:PAGE_BYTES] = text.encode()[: room - 1].ljust(room, b"\0")
 
     def close(self) -> None:
         """Unmap."""

@@ -5,7 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
+
+_Aside = Callable[[bool], AbstractContextManager[None]]
+_last_line: list[_Aside] = []
+"""What makes room where this process keeps a line at the end of its terminal: at most one."""
+
+
+def keep_last_line(aside: _Aside | None) -> None:
+    """From now on all that is written goes above a line that `aside` takes away meanwhile; None: there is none."""
+    _last_line[:] = [aside] if aside is not None else []
+
+
+def aside(*, ends_line: bool) -> AbstractContextManager[None]:
+    """Write to the terminal in this context. `ends_line`: whether what is written leaves no line unfinished."""
+    return _last_line[0](ends_line) if _last_line else nullcontext()
 
 
 class Unwritable(OSError):  # noqa: N818  What it says of a stream is the whole of it.
@@ -21,8 +37,9 @@ def write(stream: TextIO | None, text: str) -> bool:
     if stream is None:  # It was closed before this process began.
         return False
     try:
-        stream.write(text)
-        stream.flush()
+        with aside(ends_line=text.endswith("\n")):
+            stream.write(text)
+            stream.flush()
     except BrokenPipeError:
         _drop(stream)
         return False

@@ -36,6 +36,9 @@ CLOSER_S = 3.0
 """When no step has come for so long, or for several times as long as usual, each agent looks where its workers are: not
 in every slow step. It looks again after twice the time, and so on."""
 
+FIRST_STEP_S = 5.0
+"""The same before the first step of a process: it compiles, and does other things for the first time."""
+
 PLACES_S = 2.5
 """So long later the agents of all nodes have done so, and that of rank 0 asks them. Stacks take STACKS_S_MAX."""
 

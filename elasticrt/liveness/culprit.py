@@ -2,7 +2,8 @@
 
 A rank is doing one of these, by the stack of its main thread: it waits in a collective, it is in backward (which may
 compute or wait for the gradients' sum), or it does something else: the script's own code, a loader, a save. How many
-collectives it has begun tells those that wait in backward from those that compute there.
+collectives it has begun tells those that wait in backward from those that compute there. Where all wait, torch's flight
+recorder says which collectives they are in, and the kernel whether what they have sent has arrived.
 
 What is said is a warning. It ends nothing.
 """
@@ -10,12 +11,15 @@ What is said is a warning. It ends nothing.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
+from elasticrt.ipc.flights import read
 from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
+LINKS_MAX = 4
 RANKS_MAX = 4
 """So many ranks are named at most: more of them at once are no single culprit."""
 
@@ -53,6 +57,8 @@ class Position:
             where its stack is not known.
         place: where in the script: "train.py:12 in step".
         begun: how many collectives of the default group it has begun; 0: not known.
+        flights: its collectives by torch's flight recorder, as `ipc.flights` has them; "": not known.
+        unheard: addresses that have not acknowledged what it has sent them, with commas.
     """
 
     rank: int
@@ -63,6 +69,8 @@ class Position:
     doing: str
     place: str = ""
     begun: int = 0
+    flights: str = ""
+    unheard: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no position, cut what is too long."""
@@ -122,10 +130,13 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
     return ("loader" if any(_LOADER.search(file) for file in files[own:]) else "code"), place
 
 
-def find(by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = ()) -> Culprit | None:
+def find(
+    by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = (), names: Mapping[str, str] | None = None
+) -> Culprit | None:
     """Whom the others wait for, from where each node's ranks are; None while nobody waits, or too many are late.
 
     `silent`: nodes that have not answered. One without positions has answered that its steps do not stand so far.
+    `names`: nodes by their addresses.
     """
     all_ranks = [(position, node) for node, positions in by_node.items() for position in positions]
     most = max((position.begun for position, _ in all_ranks), default=0)
@@ -142,7 +153,9 @@ def find(by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = ()) 
     if silent:
         verb = "does" if len(silent) == 1 else "do"
         return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
-    return _odd_one_out(all_ranks) if all(by_node.values()) else None
+    if not all(by_node.values()):
+        return None
+    return _cut_link(all_ranks, names or {}) or _out_of_order(all_ranks) or _odd_one_out(all_ranks)
 
 
 def _rests(position: Position) -> bool:
@@ -164,6 +177,47 @@ def _culprit(blamed: list[tuple[Position, str]], all_ranks: list[tuple[Position,
     waiting = [each for each in all_ranks if each not in blamed and _waits(each[0], most)]
     said = [*_names(blamed), *([_waiting(waiting, " for it")] if waiting else [])]
     return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each, _ in blamed))
+
+
+def _cut_link(all_ranks: list[tuple[Position, str]], names: Mapping[str, str]) -> Culprit | None:
+    """All wait, and what some have sent has not arrived: the link is to blame, and no rank."""
+    ends = {
+        (node, names.get(address, address)): each.rank
+        for each, node in sorted(all_ranks, key=lambda one: one[0].rank, reverse=True)
+        for address in each.unheard.split(",")
+        if address
+    }
+    if not ends:
+        return None
+    links = dict.fromkeys(tuple(sorted(pair)) for pair in ends)
+    what = " and ".join(f"{one} and {other}" for one, other in list(links)[:LINKS_MAX])
+    (sender, receiver), rank = next(reversed(ends.items()))
+    nodes = tuple(dict.fromkeys(name for pair in links for name in pair if name in names.values()))
+    sign = f"{receiver} acknowledges nothing that rank {rank} on {sender} has sent"
+    return Culprit((), nodes, f"the link between {what} lets nothing through: {sign}; {_waiting(all_ranks, '')}")
+
+
+def _out_of_order(all_ranks: list[tuple[Position, str]]) -> Culprit | None:
+    """All wait, by torch's flight recorder in different collectives: those that have not begun what the others are in,
+    else those that are in another one than most at the same place of the group's order."""
+    flights = {each.rank: {flight.group: flight for flight in read(each.flights)} for each, _ in all_ranks}
+    for group in sorted({name for mine in flights.values() for name in mine}):
+        known = {rank: mine[group] for rank, mine in flights.items() if group in mine}
+        waiting = {rank: flight for rank, flight in known.items() if flight.awaits}
+        if len(known) < 2 or not waiting:
+            continue
+        first = min(flight.awaits for flight in waiting.values())
+        usual = Counter(flight.what for flight in waiting.values() if flight.awaits == first).most_common(1)[0][0]
+        late = [rank for rank, flight in known.items() if flight.begun < first]
+        other = [rank for rank, flight in waiting.items() if flight.awaits == first and flight.what != usual]
+        if not late and len(waiting) == 2 * len(other):
+            continue  # One against one: the place in the script has to tell.
+        blamed = [(each, node) for each, node in all_ranks if each.rank in (late or other)]
+        if blamed and len(blamed) <= max(RANKS_MAX, len(all_ranks) // 2):
+            number = f"number {first} of {group}"
+            words = f"has not begun {usual}" if late else f"is in {known[other[0]].what} instead of {usual}"
+            return _named(blamed, f"{'; '.join(_names(blamed))}, and {words} ({number}), in which the others wait")
+    return None
 
 
 def _odd_one_out(all_ranks: list[tuple[Position, str]]) -> Culprit:

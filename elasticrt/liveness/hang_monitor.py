@@ -16,6 +16,7 @@ of the workers, for people:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 import time
@@ -26,18 +27,19 @@ from typing import Any
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.proc import in_sessions, stat
+from elasticrt.ipc.proc import in_sessions, stat, unacknowledged
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import (
     BLAME_AGAIN_S,
     CLOSER_S,
     COMPARE_S,
+    FIRST_STEP_S,
     LOOK_IDLE_S,
     LOOK_IN_PLACE_S,
     LOOK_S,
     STANDING_IN_PLACE_S,
 )
-from elasticrt.liveness.culprit import Position, doing, find, from_json
+from elasticrt.liveness.culprit import LINKS_MAX, Position, doing, find, from_json
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stand, Stopped
 from elasticrt.liveness.straggler import Comparison, Waits
@@ -49,6 +51,9 @@ log = logging.getLogger(__name__)
 
 WARN_PART = 0.5
 """At this part of the time after which nothing moves for sure, people are warned."""
+
+PAUSES_KEPT = 9
+"""Pauses, of which the median is what is usual."""
 
 
 class HangMonitor:
@@ -64,6 +69,7 @@ class HangMonitor:
 
     Attributes:
         positions: where this node's workers are, while their steps stand still for long.
+        comparison: of what the nodes' own work takes.
         said: what other agents are told of the workers when they ask; may be read by any thread.
     """
 
@@ -93,12 +99,14 @@ class HangMonitor:
         self._looped = False
         self._paused_since: float | None = None  # No step has been expected since; `_told_pause`: people know.
         self._told_pause = False
+        self._paused_ns: int | None = None  # The time in pauses so far, and the newest of them.
+        self._pauses: tuple[float, ...] = ()
         self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
         self._stopped = Stopped()
         self._stand = Stand()
         self.positions: tuple[Position, ...] = ()
         self.said: Mapping[str, object] = {}
-        self._comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
+        self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
         self._blamed: dict[str, float] = {}  # Whom people know of, and since when.
         self._blamed_step = 0, ""  # Who was to blame last, and after which step.
         self._idle_until: float | None = None
@@ -119,6 +127,10 @@ class HangMonitor:
             return
         self._look_at, self._idle_until = None, now + LOOK_IDLE_S if pages else None
         in_loop = bool(pages) and all(page.entered for page in pages)
+        paused_ns = max((page.pause_ns for page in pages), default=0)
+        if self._paused_ns is not None and paused_ns > self._paused_ns:
+            self._pauses = (*self._pauses, (paused_ns - self._paused_ns) / 1e9)[-PAUSES_KEPT:]
+        self._paused_ns = paused_ns
         if in_loop and not held and not all(page.stepping for page in pages):
             self._paused_since = self._paused_since or now
         else:
@@ -154,11 +166,12 @@ class HangMonitor:
 
     def look_closer(self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int) -> None:
         """When no step has come for long by `now`, find out where the workers are; `placed` gets it."""
-        at = [max(page.step_at_ns, page.beat_at_ns) / 1e9 for page in pages]
+        at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return
         step = sum(page.step or page.beats for page in pages)
-        bound_s = max(self._limits.standing_factor * self.usual_s, CLOSER_S)
+        made = all(page.step_at_ns or page.beat_at_ns for page in pages)
+        bound_s = max(self._limits.standing_factor * self.usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._limits.hang_s:
             bound_s = min(bound_s, WARN_PART * self._limits.hang_s)
         before, self._stand = self._stand, self._stand.looked(step, max(at), now, bound_s)
@@ -180,17 +193,17 @@ class HangMonitor:
             if page is None or local_rank not in ranks:
                 continue
             what, place = doing(main_thread(lines))
-            last_ns = max(page.step_at_ns, page.beat_at_ns)
             found.append(
                 Position(
                     rank=ranks[local_rank],
                     step=page.step or page.beats,
-                    age_s=round(max(0, time.monotonic_ns() - last_ns) / 1e9, 1),
+                    age_s=round(max(0, time.monotonic_ns() - last_ns(page)) / 1e9, 1),
                     stepping=bool(page.stepping or not page.entered),
                     state=self._state_of(pids.get(local_rank, 0)),
                     doing=what,
                     place=place,
                     begun=page.begun,
+                    unheard=",".join(unacknowledged(pids.get(local_rank, 0))[:LINKS_MAX]),
                 )
             )
         self.positions, self._waits_at = tuple(found), 0.0
@@ -211,8 +224,10 @@ class HangMonitor:
         if now < self._waits_at:
             return
         self._waits_at = now + LOOK_IDLE_S
-        by_rank = zip((ranks[each] for each in sorted(ranks)), pages, strict=False)
-        waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank]
+        by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
+        waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
+        known = [each for each in self.positions if each.rank in by_rank]
+        self.positions = tuple(replace(each, flights=by_rank[each.rank].flights) for each in known)
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
@@ -220,9 +235,9 @@ class HangMonitor:
         own = self._settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
-        before, self._comparison = self._comparison, self._comparison.looked(totals, step, self.usual_s)
-        found = self._comparison.found
-        if found is None or not self._comparison.is_certain or before.is_certain:
+        before, self.comparison = self.comparison, self.comparison.looked(totals, step, self.usual_s)
+        found = self.comparison.found
+        if found is None or not self.comparison.is_certain or before.is_certain:
             return
         self._events.write(
             events.Straggler(generation, step, found.node, round(found.own_s, 4), round(found.others_s, 4))
@@ -234,18 +249,20 @@ class HangMonitor:
         """How long a step takes; 0.0 while that is not known."""
         return statistics.median(self._pace.recent) if self._pace.recent else 0.0
 
-    def blame(self, generation: int, nodes: Sequence[str], others: Mapping[str, Mapping[str, object]]) -> None:
+    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
         """Tell whom the others wait for, from where workers are: those here, and the `others`' by node.
 
-        Not when the steps have moved on, nor soon of who is in a pause; people are told the same again only after a
-        while. `nodes`: all of the generation.
+        Not when the steps have moved on, nor of who is in a pause that is not much longer than usual; people are told
+        the same again only after a while. `nodes`: the addresses of all of the generation.
         """
         if not self.positions:
             return
         by_node = {self._settings.node: self.positions, **dict(_positions(others))}
-        culprit = find(by_node, [node for node in nodes if node not in by_node])
+        names = {address: node for node, address in nodes.items()}
+        culprit = find(by_node, [node for node in nodes if node not in by_node], names)
         step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
-        if culprit is None or (culprit.resting and not 0 < self._limits.hang_s <= age_s):
+        pause_s = self._limits.standing_factor * statistics.median_low(self._pauses) if self._pauses else math.inf
+        if culprit is None or (culprit.resting and age_s < min(pause_s, self._limits.hang_s or math.inf)):
             return
         self._blamed_step = step, culprit.reason
         who = culprit.ranks, culprit.nodes, culprit.reason
@@ -331,6 +348,11 @@ class HangMonitor:
         if not stacks.final:
             return None
         return stalled(node=node, generation=stacks.generation, message=message, stacks=lines)
+
+
+def last_ns(page: StatusPage) -> int:
+    """Since when a worker's next step is waited for; 0 before it is."""
+    return max(page.step_at_ns, page.beat_at_ns, page.restored_at_ns)
 
 
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:

@@ -45,8 +45,8 @@ WITNESSES = 2
 """So many others are asked about a seat that has not answered within a step."""
 
 LINE_MAX_BYTES = 512
-ANSWER_MAX_BYTES = 1 << 14
-"""Of an answer that says where an agent's workers are: a hundred bytes and more for each."""
+ANSWER_MAX_BYTES = 1 << 16
+"""Of an answer that says where an agent's workers are: up to a kilobyte for each."""
 
 GENERATION_MAX = 2**53
 CLOSE_S = 2.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elasticrt import events
 from elasticrt.clock import Clock
@@ -16,7 +17,6 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import START_S_MAX, START_UNKNOWN_S
-from elasticrt.ipc.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -44,32 +44,59 @@ def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
     return parts
 
 
+@dataclass(frozen=True)
+class OwnWork:
+    """What a worker's own work takes of a step: all of it but the waiting for the others' gradients.
+
+    Attributes:
+        step, at_ns: the last step at the last look, and when that was.
+        besides_ns: what it has spent on saves and pauses by then.
+        waited_ns, waits: how long it has waited by then, in so many steps that were measured.
+        wait_s: how long it waits in a step, by the newest measurement.
+        own_s: seconds of its own in a step, lately; 0 while that is not known.
+    """
+
+    step: int
+    at_ns: int
+    besides_ns: int
+    waited_ns: int
+    waits: int
+    wait_s: float = 0.0
+    own_s: float = 0.0
+
+    def looked(self, step: int, at_ns: int, besides_ns: int, waited_ns: int, waits: int) -> OwnWork:
+        """After another look. Without a step, or before a wait was measured, nothing is known anew."""
+        if step <= self.step:
+            return self
+        wait_s = (waited_ns - self.waited_ns) / (waits - self.waits) / 1e9 if waits > self.waits else self.wait_s
+        step_s = max(0, at_ns - self.at_ns - (besides_ns - self.besides_ns)) / (step - self.step) / 1e9
+        own_s = max(0.0, step_s - wait_s) if waits else 0.0
+        return OwnWork(step, at_ns, besides_ns, waited_ns, waits, wait_s, own_s)
+
+
 class Progress:
     """One node's.
 
     Args:
         look: gives the pages of all its workers, by local rank; none when there are none.
         event_log: the node's event log.
-        say: tells people.
         clock: this machine's.
 
     Attributes:
         pause_s: how long the last recovery took.
     """
 
-    def __init__(
-        self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, say: Callable[[str], None], clock: Clock
-    ) -> None:
+    def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
         self._clock = clock
         self._look = look
         self._events = event_log
-        self._say = say
         self._last, self._last_ns = 0, 0  # The last step before a change, and when it ended.
         self._has_loop = False
         self._marks: dict[str, int] = {}
         self._began_at = 0.0
         self._generation = 0  # The newest that this node has had a seat in.
         self._spent: dict[StatusPage, tuple[int, ...]] = {}  # What workers had spent at its first step.
+        self._work: dict[StatusPage, OwnWork] = {}
         self._newest: events.Progress | None = None  # What is to be written down of it.
         self._tell_at = 0.0
         self.pause_s = 1.0
@@ -133,7 +160,6 @@ class Progress:
         self._recovered(generation, pause_s, step.at_ns)
         if pause_s is not None:
             self.pause_s = pause_s
-            self._say(f"next step {step.step:,} after {pause_s:.2f} s; {counted(redone, 'step')} done again")
         self._marks = {}
 
     def look(self, generation: int, now: float) -> None:
@@ -151,8 +177,6 @@ class Progress:
         at_ns = max(page.first_beat_at_ns for page in own)
         pause_s = (at_ns - self._last_ns) / 1e9 if 0 < self._last_ns < at_ns else None
         self._recovered(generation, pause_s, at_ns)
-        if pause_s is not None:
-            self._say(f"next optimizer step after {pause_s:.2f} s; what the script had not saved is done again")
         self._marks = {}
 
     def tell(self) -> None:
@@ -163,7 +187,10 @@ class Progress:
 
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
         own = self._look()
-        self._spent = {page: page.spent() for page in own}
+        self._spent = {page: page.spent(at_ns) for page in own}
+        self._work = {
+            page: OwnWork(page.step, at_ns, sum(self._spent[page][1:]), page.waited_ns, page.waits) for page in own
+        }
         if own:
             self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
         self._mark("first_step", at_ns)
@@ -179,10 +206,24 @@ class Progress:
         known = [page for page in own if page in self._spent]
         if not known:
             return
-        since = ([now - then for now, then in zip(page.spent(), self._spent[page], strict=True)] for page in known)
-        data_s, save_s, pause_s = (max(spent) / 1e9 for spent in zip(*since, strict=True))
+        now_ns = self._clock.monotonic_ns()
+        spent = {page: page.spent(now_ns) for page in known}
+        since = ([now - then for now, then in zip(spent[page], self._spent[page], strict=True)] for page in known)
+        data_s, save_s, pause_s = (max(each) / 1e9 for each in zip(*since, strict=True))
+        for page in known:
+            self._work[page] = self._work[page].looked(
+                page.step, now_ns, sum(spent[page][1:]), page.waited_ns, page.waits
+            )
         step = min(page.step if page.step_at_ns else 0 for page in known)
-        self._newest = events.Progress(self._generation, step, round(data_s, 6), round(save_s, 6), round(pause_s, 6))
+        self._newest = events.Progress(
+            generation=self._generation,
+            step=step,
+            data_s=round(data_s, 6),
+            save_s=round(save_s, 6),
+            pause_s=round(pause_s, 6),
+            samples=max(page.samples for page in known),
+            own_s=tuple(round(self._work[page].own_s, 5) for page in known) if len(known) == len(own) else (),
+        )
 
     # Questions.
 

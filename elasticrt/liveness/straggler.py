@@ -2,14 +2,17 @@
 
 Each rank's own work is the time of a step without that in which it only waits for the sum of gradients. Torch's DDP
 measures this wait, in some steps; the status pages have it as running totals. A node is a straggler when its own work
-takes much longer than that of the others, in several looks one after the other.
+takes much longer than that of the others, in several looks one after the other. With --evict-stragglers it is drained
+after some more, where another node stands by.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+
+from elasticrt.rendezvous.records import Member
 
 RATIO = 1.5
 LEAST_S = 0.002
@@ -83,10 +86,27 @@ class Comparison:
         same = self.found is not None and self.found.node == found.node
         return Comparison(totals, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
 
+    def is_to_go(self, looks: int) -> str:
+        """The node that was the straggler in so many looks, one after the other; "" without one, or for 0 looks."""
+        return self.found.node if self.found and looks and self.looks >= looks and self.is_certain else ""
+
     @property
     def is_certain(self) -> bool:
         """Whether it has been so for long enough."""
         return self.found is not None and self.looks >= LOOKS_MIN and self.step >= self.since + STEPS_MIN
+
+
+def successor(slow: str, members: Iterable[Member], seated: Collection[str], spared: Collection[str]) -> str:
+    """The member that can take the place of the `slow` one: it stands by, warm, with as many workers; "" without one.
+
+    `seated`: nodes that train. `spared`: nodes that were slow themselves.
+    """
+    known = {member.node: member for member in members}
+    mine = known.get(slow)
+    if mine is None or any(member.draining for member in known.values()):
+        return ""  # One change at a time.
+    fit = [each for each in known.values() if each.warm and each.node not in {*seated, *spared}]
+    return min((each.node for each in fit if each.workers == mine.workers), default="")
 
 
 def slowest(own_s: Mapping[str, float]) -> Straggler | None:

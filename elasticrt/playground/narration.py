@@ -1,8 +1,6 @@
 """What a simulation tells of the story of its run: lines, each when its time has come. Pure.
 
-What has happened is folded by `story.fold`; here is what has been said of it. A change of membership is told in one
-line, when its cost is known: the agents' first steps of a generation arrive within milliseconds of each other, and the
-line waits for them. Scripts without a `Loop` have no steps to report; their line comes without a cost.
+What has happened is folded by `story.fold`, and changes of membership are told by `story.changes`; here is the rest.
 
 Times are seconds since 1970, as in the story.
 """
@@ -15,12 +13,11 @@ from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED, EXIT_WORKERS
 from elasticrt.ipc.wording import counted
 from elasticrt.story import report, sentences
-from elasticrt.story.fold import Chapter, Story
+from elasticrt.story.changes import Changes, Told
+from elasticrt.story.fold import Story
 
 OFFER_AFTER_STEPS = 30
 STATUS_EVERY_S = 5.0
-COST_COMPLETE_S = 1.0  # How long a line waits for the other members' first steps.
-COST_NONE_S = 3.0  # How long it waits for any first step.
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Narration:
         self.started_at = started_at
         self.ended: dict[str, int] = {}
         self._min_nodes = min_nodes
-        self._announced = self._costed = 0  # The newest generations of which the line, or the cost, has been said.
+        self._changes = Changes(self.story, whole=True, began_at=started_at)
         self._offered = 0
         self._ended = False
         self._status_at, self._status_step = 0.0, 0
@@ -64,13 +61,9 @@ class Narration:
 
     def tell(self, record: events.Record) -> Lines:
         """An agent's event; what is said of it."""
-        story, before = self.story, self.story.chapter
+        story = self.story
         first_agent, had_steps = not story.lives, story.first_step_at is not None
-        lines: Lines = ()
-        if before is not None and isinstance(record.event, events.Generation) and record.event.number > before.number:
-            owed = before.number > self._costed and (before.reported or before.number > self._announced)
-            lines = self._announce(before) if owed else ()
-        story.tell(record)
+        lines = _lines(self._changes.tell(record))
         if not had_steps and story.first_step_at is not None:
             self._status_step = story.newest
         match record.event:
@@ -78,10 +71,6 @@ class Narration:
                 self.ended.pop(record.node, None)
                 text = f"-- run {story.run_id}, etcd {story.etcd}, logs in {story.run_dir}"
                 return (Line(text),) if first_agent else ()
-            case events.FirstStep():
-                chapter = story.chapter
-                if chapter is not None and chapter.number > self._costed and set(chapter.reported) >= {*chapter.nodes}:
-                    return self._announce(chapter)
             case events.Step():
                 return self._offer()
             case events.Failure(text=text):
@@ -104,30 +93,13 @@ class Narration:
 
     def tick(self, now: float) -> Lines:
         """What is to be said because time has passed: a cost that is complete enough, and the status line."""
-        lines: Lines = ()
-        chapter = self.story.chapter
-        if chapter is not None and chapter.number > self._costed:
-            complete = chapter.stepped_at is not None and now - chapter.stepped_at >= COST_COMPLETE_S
-            silent = chapter.stepped_at is None and chapter.number > self._announced
-            if complete or (silent and now - chapter.begin >= COST_NONE_S):
-                lines = self._announce(chapter)
+        lines = _lines(self._changes.tick(now))
         if now - max(self._status_at, self.started_at) >= STATUS_EVERY_S:
             lines += (Line(self._status(now)),)
             self._status_at, self._status_step = now, self.story.newest
         return lines
 
     # What is said.
-
-    def _announce(self, chapter: Chapter) -> Lines:
-        """The line of a generation, with its cost if that is known, or the cost alone if it comes late."""
-        first = chapter is self.story.chapters[0]
-        announced = chapter.number <= self._announced
-        said = f"generation {chapter.number}" if announced else sentences.beginning(chapter, first=first)
-        self._announced = chapter.number
-        if chapter.stepped_at is not None:
-            self._costed = chapter.number
-            said += ". " + sentences.cost(chapter, self.started_at if first else chapter.begin)
-        return (Line(f"-- {said}"),)
 
     def _offer(self) -> Lines:
         """Offer the kill, once for each membership, where the run would survive it."""
@@ -146,7 +118,7 @@ class Narration:
             return f".. {now - self.started_at:.0f} s: {counted(len(self.alive()), 'agent')}, {waiting}"
         since = max(self._status_at, story.first_step_at)
         speed = max(0, story.newest - self._status_step) / (now - since) if now > since else 0.0
-        return f".. {sentences.now_at(story, speed)}"
+        return f".. {sentences.now_at(story, now, speed)}"
 
     # The end.
 
@@ -174,3 +146,7 @@ class Narration:
         times = f"wall time {now - self.started_at:.1f} s, {report.paces(self.story)}"
         end = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
         return (Line(""), *map(Line, report.body(self.story)), Line(""), Line(f"{times}. {end}"))
+
+
+def _lines(told: list[Told]) -> Lines:
+    return tuple(Line(f"-- {text}") for _, text in told)

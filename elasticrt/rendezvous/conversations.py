@@ -9,7 +9,7 @@ next decision. That is the whole treatment of unknown outcomes: what happened is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ from elasticrt.rendezvous.view import (
     with_oldest,
 )
 from elasticrt.spec import RunSpec, difference, resized
-from elasticrt.store.protocol import Changes, Event, KeyValue, RangeRead, Resync, Txn, TxnResult
+from elasticrt.store.protocol import Changes, Event, KeyValue, RangeRead, Txn, TxnResult
 
 R = TypeVar("R", bound=Record)
 
@@ -85,6 +85,7 @@ class Conversations:
         self._dropped: list[int] = []  # Those that have still to be ended.
         self._next_watch = 1
         self._warned: set[str] = set()
+        self._filed: dict[str, int] = {}  # This node's newest report: its key and mod revision.
 
     # Reading.
 
@@ -121,7 +122,7 @@ class Conversations:
         if isinstance(notice.item, Changes):
             self.view = apply(self.view, self.keys, notice.item.events, now)
             self._revision = max(self._revision, notice.item.revision)
-        elif isinstance(notice.item, Resync):
+        else:
             self._note(f"reading {notice.range} again: {notice.item.reason}")
             self._unfollow(notice.range)
 
@@ -214,11 +215,20 @@ class Conversations:
     def file(self, decision: File) -> Conversation[bool]:
         """Store the report."""
         report = decision.report
-        revision, now = yield from self._done(transactions.file(self.keys, self._guard(), report))
-        if revision and self.keys.all_reports in self._followed:
+        key = self.keys.report(report.generation, report.node)
+        before = self._filed.get(key, 0)
+        done, now = yield from self._commit(transactions.file(self.keys, self._guard(), report, before))
+        if not done.succeeded:
+            yield from self.refresh()
+            if self.view.number <= report.generation:  # An earlier one has arrived, though its answer did not.
+                found = yield from self._look_up(key)
+                self._filed = {key: found.mod_revision} if found is not None else {}
+            return False
+        self._filed = {key: done.revision}
+        if self.keys.all_reports in self._followed:
             # A leader decides by its own report as well, and its watch may be slow to deliver it.
-            self._fold(now, _put(self.keys.report(report.generation, report.node), report, revision))
-        return bool(revision)
+            self._fold(now, _put(key, report, done.revision))
+        return True
 
     def evict(self, decision: Fence) -> Conversation[bool]:
         """Fence a member."""
@@ -295,6 +305,18 @@ class Conversations:
         answer, _ = yield Read(self.keys.checkpoint)
         found = answer.get(self.keys.checkpoint)
         return decode(Commit, self.keys.checkpoint, found.value) if found is not None else None
+
+    def give_up(self, node: str, choose: Callable[[Collection[Member]], str]) -> Conversation[str]:
+        """Ask `node` to drain, if `choose` finds a member that can take its place; that one's name, else ""."""
+        answer, _ = yield Read(self.keys.members)
+        found = {value.key: (decode(Member, value.key, value.value), value) for value in answer.keys}
+        successor = choose([member for member, _ in found.values()])
+        member, value = found.get(self.keys.member(node), (None, None))
+        if not successor or member is None or value is None:
+            return ""
+        drained = member.model_copy(update={"draining": True})
+        done, _ = yield from self._commit(transactions.drain(self.keys, value, drained))
+        return successor if done.succeeded else ""
 
     # Details.
 

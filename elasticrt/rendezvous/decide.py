@@ -301,7 +301,10 @@ def _after_loss(led: LeaderContext, gone: list[Seat]) -> Decision:
     if len(gone) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
     left = all(led.said(seat, "left") for seat in gone)
-    cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}"
+    found = {verdict.kind for seat in gone if (verdict := led.view.verdicts.get(seat.incarnation)) is not None}
+    how = {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}
+    why = how.get(found.pop(), "") if len(found) == 1 and not left else ""
+    cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}{why}"
     return re_form(led, "lost", cause)
 
 

@@ -13,7 +13,7 @@ such drivers; they differ in whose workers there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -248,6 +248,10 @@ class Member:
     def newest_head(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
         return self._talks.newest()
+
+    def give_up(self, node: str, choose: Callable[[Collection[MemberRecord]], str]) -> Conversation[str]:
+        """See `Conversations.give_up`."""
+        return self._talks.give_up(node, choose)
 
     # Coming and going.
 

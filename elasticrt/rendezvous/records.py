@@ -213,11 +213,10 @@ class Draft(Record):
 
 
 class Generation(Draft):
-    """A draft as it is published: with a nonce that no other has, and the roster that it was made with."""
+    """A draft as it is published: with a nonce that no other has, by which its roster is found."""
 
     nonce: Hex16
     chunks: Annotated[int, Field(ge=1)]
-    roster_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class Report(Record):
@@ -270,7 +269,6 @@ class Preparation(Record):
     generation: Count
     node: Name
     incarnation: Hex16
-    digest: Annotated[str, Field(max_length=64)] = ""
     error: Annotated[str, words(4000)] = ""
 
 
@@ -351,17 +349,9 @@ def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple
     return tuple(RosterChunk(seats=tuple(chunk)) for chunk in chunks)
 
 
-def roster_digest(chunks: tuple[RosterChunk, ...]) -> str:
-    """SHA-256 over the encoded chunks in order: the generation names the roster it was made with."""
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk.encode() + b"\n")
-    return digest.hexdigest()
-
-
 def seal(
     draft: Draft, seats: tuple[Seat, ...], nonce: str, chunk_size: int
 ) -> tuple[Generation, tuple[RosterChunk, ...]]:
     """The generation to publish and its roster, in chunks of `chunk_size` seats on average."""
     chunks = roster_chunks(seats, chunk_size)
-    return Generation(**dict(draft), nonce=nonce, chunks=len(chunks), roster_digest=roster_digest(chunks)), chunks
+    return Generation(**dict(draft), nonce=nonce, chunks=len(chunks)), chunks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from elasticrt.rendezvous.records import Member
-from elasticrt.store.protocol import Broken, Changes, Resync, Txn
+from elasticrt.store.protocol import Changes, Resync, Txn
 
 T = TypeVar("T")
 
@@ -77,4 +77,4 @@ class Notice:
 
     watch: int
     range: str
-    item: Changes | Resync | Broken
+    item: Changes | Resync

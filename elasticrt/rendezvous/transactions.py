@@ -118,11 +118,15 @@ def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
     )
 
 
-def file(keys: Keys, guard: Guard, report: Report) -> Txn:
-    """Store a report about the current generation. It is true of the workers, whatever became of the member's key."""
+def file(keys: Keys, guard: Guard, report: Report, before: int) -> Txn:
+    """Store a report about the current generation. It is true of the workers, whatever became of the member's key.
+
+    `before`: the mod revision of this node's report before it. One whose answer was lost may arrive after the next.
+    """
+    key = keys.report(report.generation, report.node)
     return Txn(
-        compares=(_unchanged(keys.generation, guard.generation),),
-        operations=(Put(keys.report(report.generation, report.node), report.encode()),),
+        compares=(_unchanged(keys.generation, guard.generation), _unchanged(key, before)),
+        operations=(Put(key, report.encode()),),
         why=f"{report.node} reports {report.status} in generation {report.generation}",
     )
 

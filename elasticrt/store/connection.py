@@ -138,6 +138,14 @@ class Connections:
             if endpoint.address == self._addresses[self._current]:
                 self._current = (self._current + 1) % len(self._addresses)
 
+    def ask(self, what: str, method: Callable[[Endpoint], Any], request: Any, *, repeatable: bool = True) -> Any:
+        """One RPC as an operation: `method` gives the endpoint's stub; the answer. See `call`."""
+
+        def send(endpoint: Endpoint, timeout_s: float) -> Any:
+            return method(endpoint)(request, timeout=timeout_s, metadata=endpoint.metadata)
+
+        return self.call(what, send, repeatable=repeatable)
+
     def call(self, what: str, send: Callable[[Endpoint, float], _Result], *, repeatable: bool = True) -> _Result:
         """Run one operation within the deadline: `send(endpoint, timeout_s)` makes the RPC.
 

@@ -14,6 +14,7 @@ import math
 import secrets
 import ssl
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from elasticrt.store.protocol import (
     RangeRead,
     ServerStatus,
     StoreRefused,
-    StoreUnavailable,
     Txn,
     TxnResult,
     WatchSink,
@@ -87,11 +87,8 @@ class EtcdStore:
     def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         request = etcd_messages.range_request(prefix, exact=exact, limit=limit, by_create=by_create)
-
-        def send(endpoint: Endpoint, timeout_s: float) -> Any:
-            return endpoint.kv.Range(request, timeout=timeout_s, metadata=endpoint.metadata)
-
-        snapshot = etcd_messages.snapshot(self._connections.call(f"read {prefix}", send))
+        found = self._connections.ask(f"read {prefix}", lambda endpoint: endpoint.kv.Range, request)
+        snapshot = etcd_messages.snapshot(found)
         self._store_id = snapshot.store_id
         return snapshot
 
@@ -99,11 +96,7 @@ class EtcdStore:
         """See `protocol.Store`. Sent once; again only after errors that prove that etcd never had it."""
         request = etcd_messages.txn_request(txn)
         what = f"carry out a transaction ({txn.why})" if txn.why else "carry out a transaction"
-
-        def send(endpoint: Endpoint, timeout_s: float) -> Any:
-            return endpoint.kv.Txn(request, timeout=timeout_s, metadata=endpoint.metadata)
-
-        response = self._connections.call(what, send, repeatable=False)
+        response = self._connections.ask(what, lambda endpoint: endpoint.kv.Txn, request, repeatable=False)
         return TxnResult(response.succeeded, response.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
@@ -128,34 +121,16 @@ class EtcdStore:
     def keep_alive(self, lease_id: int) -> float:
         """See `protocol.Store`."""
         request = proto.LeaseKeepAliveRequest(ID=lease_id)
-
-        def send(endpoint: Endpoint, timeout_s: float) -> float:
-            # etcd offers this only as a stream; one question and one answer is what it is used for here.
-            call = endpoint.lease.LeaseKeepAlive(iter([request]), timeout=timeout_s, metadata=endpoint.metadata)
-            try:
-                for response in call:
-                    return float(response.TTL)
-            finally:
-                call.cancel()
-            raise StoreUnavailable(f"etcd ended a keep-alive without an answer ({endpoint.address})")
-
-        ttl_s = self._connections.call("keep a lease alive", send)
-        if ttl_s <= 0:
+        answer = self._connections.ask("keep a lease alive", lambda endpoint: endpoint.lease.LeaseKeepAlive, request)
+        if answer.TTL <= 0:
             raise LeaseLost(f"lease {lease_id:x} does not exist any more ({', '.join(self.endpoints)})")
-        return ttl_s
+        return float(answer.TTL)
 
     def revoke(self, lease_id: int) -> None:
         """See `protocol.Store`."""
         request = proto.LeaseRevokeRequest(ID=lease_id)
-
-        def send(endpoint: Endpoint, timeout_s: float) -> None:
-            try:
-                endpoint.lease.LeaseRevoke(request, timeout=timeout_s, metadata=endpoint.metadata)
-            except grpc.RpcError as error:
-                if judge_error(*status(error)) is not ErrorMeaning.LEASE_LOST:
-                    raise
-
-        self._connections.call("revoke a lease", send)
+        with suppress(LeaseLost):
+            self._connections.ask("revoke a lease", lambda endpoint: endpoint.lease.LeaseRevoke, request)
 
     def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> EtcdWatch:
         """See `protocol.Store`. After a `Resync` the watch is over; a new one goes on from a new read."""
@@ -163,12 +138,8 @@ class EtcdStore:
 
     def status(self) -> ServerStatus:
         """What the server says of itself. Raises StoreUnavailable, StoreRefused."""
-
-        def send(endpoint: Endpoint, timeout_s: float) -> Any:
-            request = proto.StatusRequest()
-            return endpoint.maintenance.Status(request, timeout=timeout_s, metadata=endpoint.metadata)
-
-        found = self._connections.call("ask for its status", send)
+        request = proto.StatusRequest()
+        found = self._connections.ask("ask for its status", lambda endpoint: endpoint.maintenance.Status, request)
         return ServerStatus(found.version, found.dbSize, found.dbSizeQuota, tuple(found.errors))
 
     def close(self) -> None:

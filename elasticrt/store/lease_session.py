@@ -1,5 +1,8 @@
 """The lease of one agent: kept alive in a thread of its own, and judged by this machine's clock.
 
+The thread talks to etcd, and may hang in a call for as long as the store's timeout. That time goes by meanwhile is
+noticed by the agent's loop, which calls `look` each time it goes round, and no later than `look_at`.
+
 Whether the agent may act on what it knows depends on when etcd last answered. `judge` says it in one of three words:
 *connected*; *suspended* (the last answer is older than two thirds of the TTL, or this process was stopped meanwhile:
 etcd may have given the lease up already); *lost* (etcd said that the lease is gone). An answer counts from the time
@@ -32,9 +35,6 @@ SUSPENDED_SHARE = 2 / 3
 RETRY_S_MAX = 0.25
 """The pause after a keep-alive that failed."""
 
-LOOKS_PER_TTL = 12
-"""How often the clock is looked at while nothing else happens: late notice of a suspension costs at most this share."""
-
 
 @dataclass(frozen=True)
 class SessionState:
@@ -57,7 +57,7 @@ def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: 
         return "lost", "etcd says that the lease is gone"
     if now - looked_at > ttl_s:
         return "suspended", f"paused for {now - looked_at:.1f} s"
-    if now - acked_at > SUSPENDED_SHARE * ttl_s:
+    if now - acked_at >= SUSPENDED_SHARE * ttl_s:
         return "suspended", f"no answer from etcd for {now - acked_at:.1f} s"
     return "connected", "etcd answers"
 
@@ -91,36 +91,49 @@ class LeaseSession:
         self._word: Word | None = None
         self._acked_at = self._looked_at = 0.0
         self._lost = self._closed = False
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
 
     def grant(self) -> Lease:
         """Get a lease: the first, which is kept alive from now on, or a new one in place of the last.
 
         Raises StoreUnavailable, StoreRefused; then the last one stays.
         """
+        is_first, sent_at = self._lease is None, self._now()
+        lease = self._store.grant(self._asked_ttl_s)
+        if lease.ttl_s > math.ceil(self._asked_ttl_s):
+            _logger.warning("etcd grants leases of %g s; asked for %g s", lease.ttl_s, self._asked_ttl_s)
         with self._lock:
-            is_first = self._lease is None
-        lease = self._grant()
+            self._lease = lease
+            self._acked_at = self._looked_at = sent_at
+            self._lost = False
+            self._judge()
+            self._wake.notify_all()
         if is_first:
             self._start()
         return lease
 
     def _start(self) -> None:
-        """Begin to keep the lease alive, and to judge it."""
-        for work in (self._keep_alive, self._look):
-            self._threads.append(threading.Thread(target=work, name=f"elasticrt-session{work.__name__}", daemon=True))
-            self._threads[-1].start()
+        """Begin to keep the lease alive."""
+        self._thread = threading.Thread(target=self._keep_alive, name="elasticrt-lease", daemon=True)
+        self._thread.start()
 
     def look(self) -> None:
-        """Look at the clock now: after a pause of the whole process the caller may be faster than our own threads."""
+        """Look at the clock now: the word may have changed without an answer, or this process have been stopped."""
         with self._lock:
             if self._lease is not None and not self._closed:
                 self._judge()
 
+    def look_at(self) -> float | None:
+        """When to look again if no answer comes, on the session's clock; None: only an answer can change the word."""
+        with self._lock:
+            if self._lease is None or self._word != "connected":
+                return None
+            return self._acked_at + SUSPENDED_SHARE * self._lease.ttl_s
+
     def close(self, revoke: bool, timeout_s: float) -> None:
         """Stop keeping alive; with `revoke` end the lease, so that its keys vanish now instead of after the TTL.
 
-        Waits at most `timeout_s` for the threads and the store's own timeout for the revocation, whose failure is not
+        Waits at most `timeout_s` for the thread and the store's own timeout for the revocation, whose failure is not
         an error: the lease then ends by itself.
         """
         with self._lock:
@@ -133,25 +146,11 @@ class LeaseSession:
                 self._store.revoke(lease.lease_id)
             except StoreError as error:
                 _logger.debug("the lease was not revoked and ends by itself: %s", error)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _grant(self) -> Lease:
-        sent_at = self._now()
-        lease = self._store.grant(self._asked_ttl_s)
-        if lease.ttl_s > math.ceil(self._asked_ttl_s):
-            _logger.warning("etcd grants leases of %g s; asked for %g s", lease.ttl_s, self._asked_ttl_s)
-        with self._lock:
-            self._lease = lease
-            self._acked_at = self._looked_at = sent_at
-            self._lost = False
-            self._judge()
-            self._wake.notify_all()
-        return lease
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _keep_alive(self) -> None:
-        """The thread that talks to etcd; it may hang in a call for as long as the store's timeout."""
+        """The thread."""
         pause_s = 0.0
         while True:
             with self._lock:
@@ -184,15 +183,6 @@ class LeaseSession:
                 self.answer_s = self._now() - sent_at
             self._judge(reason)
         return min(RETRY_S_MAX, lease.ttl_s * KEEP_ALIVE_SHARE) if reason else 0.0
-
-    def _look(self) -> None:
-        """The thread that only looks at the clock, so that a call that hangs can't hide that time goes by."""
-        while True:
-            with self._lock:
-                assert self._lease is not None, "started after the grant"
-                if self._wake.wait_for(lambda: self._closed, self._lease.ttl_s / LOOKS_PER_TTL):
-                    return
-                self._judge()
 
     def _judge(self, failure: str = "") -> None:
         """With the lock held: look at the clock, and tell the sink when the word has changed."""

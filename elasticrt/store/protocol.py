@@ -7,7 +7,8 @@ Three things matter more than the rest:
 
 * Every key carries revisions. A transaction that compares them is the only way this project changes shared state.
 * A call ends in success, `StoreUnavailable` (nothing is known about the effect of a write), or another `StoreError`.
-* A watch never silently skips: it delivers every revision after `from_revision`, or says `Compacted`/`Replaced`.
+* A watch never silently skips: it delivers every revision after `from_revision`, or says `Resync`. One that loses its
+  server says nothing, and goes on by itself.
 """
 
 from __future__ import annotations
@@ -141,14 +142,7 @@ class Resync:
     reason: str
 
 
-@dataclass(frozen=True)
-class Broken:
-    """The watch has lost its server and is trying again by itself; nothing has been skipped."""
-
-    reason: str
-
-
-WatchSink = Callable[[Changes | Resync | Broken], None]
+WatchSink = Callable[[Changes | Resync], None]
 """Called from the store's own thread: it must only hand over (put into a queue) and return."""
 
 

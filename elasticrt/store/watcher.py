@@ -17,16 +17,9 @@ from typing import Any
 
 from elasticrt.errors import ElasticError
 from elasticrt.store import etcd_messages
-from elasticrt.store.connection import Connections, Endpoint, grpc, refused, status, untrusted
+from elasticrt.store.connection import Connections, Endpoint, grpc, status
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
-from elasticrt.store.protocol import (
-    Broken,
-    Changes,
-    Event,
-    Resync,
-    StoreUnavailable,
-    WatchSink,
-)
+from elasticrt.store.protocol import Changes, Event, Resync, StoreUnavailable, WatchSink
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +40,6 @@ class EtcdWatch:
         next_revision: the first revision that the sink has not seen.
         store_id: the store that it began in, "" until that is known.
         active: it has not been cancelled, and has not ended.
-        broken: its owner was told that the server is away.
         logged_in_again: its last refusal was answered by a new login.
     """
 
@@ -59,7 +51,6 @@ class EtcdWatch:
     next_revision: int
     store_id: str
     active: bool = True
-    broken: bool = False
     logged_in_again: bool = False
 
     def request(self) -> Any:
@@ -140,9 +131,7 @@ class Watcher:
         failures = 0
         try:
             while not self._closed.is_set():
-                answered, reason = self._stream()
-                failures = 1 if answered else failures + 1
-                self._notify_broken(reason)
+                failures = 1 if self._stream() else failures + 1
                 pause_s = min(PAUSE_S_MAX, PAUSE_S_MIN * 2.0 ** min(failures - 1, 10))
                 self._closed.wait(pause_s * random.uniform(0.75, 1.0))  # noqa: S311  Jitter.
         except Exception:
@@ -159,8 +148,8 @@ class Watcher:
             watches, self._watches = list(self._watches.values()), {}
         return watches
 
-    def _stream(self) -> tuple[bool, str]:
-        """One stream from its start to its end: whether the server answered at all, and why it ended."""
+    def _stream(self) -> bool:
+        """One stream from its start to its end: whether the server answered at all."""
         answered = same_endpoint = False
         endpoint: Endpoint | None = None
         try:
@@ -169,19 +158,18 @@ class Watcher:
             for response in self._open(endpoint):
                 answered = True
                 self._dispatch(response, endpoint)
-            reason = f"etcd at {endpoint.address} ended the watch stream"
         except grpc.RpcError as error:
             assert endpoint is not None, "an RPC needs an endpoint"
-            reason = self._lost(endpoint, error)
-        except _LoginExpiredError as error:
-            reason, same_endpoint = str(error), True
+            self._lost(endpoint, error)
+        except _LoginExpiredError:
+            same_endpoint = True
         except ElasticError as error:
-            reason = str(error)
+            _logger.debug("no watch stream: %s", error)
         finally:
             self._hang_up()
         if endpoint is not None and not same_endpoint:
             self._connections.failed(endpoint)
-        return answered, reason
+        return answered
 
     def _open(self, endpoint: Endpoint) -> Iterator[Any]:
         requests: SimpleQueue[Any] = SimpleQueue()
@@ -206,31 +194,19 @@ class Watcher:
         if call is not None:
             call.cancel()
 
-    def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> str:
+    def _lost(self, endpoint: Endpoint, error: grpc.RpcError) -> None:
         code, details = status(error)
+        _logger.debug("the watch stream of etcd at %s has ended: %s: %s", endpoint.address, code, details)
         verdict = judge_error(code, details)
-        if verdict is ErrorMeaning.LOGIN and endpoint.log_out(endpoint.metadata):
-            return f"the login at {endpoint.address} expired"
-        if verdict is ErrorMeaning.UNTRUSTED:
+        if verdict is ErrorMeaning.LOGIN:
+            endpoint.log_out(endpoint.metadata)
+        elif verdict is ErrorMeaning.UNTRUSTED:
             self._connections.failed(endpoint, redial=True)
-            return untrusted(endpoint.address, details)
-        if verdict is ErrorMeaning.REFUSED:
-            return refused("watch", str(endpoint.address), code, details)
-        return f"etcd at {endpoint.address}: {code}: {details}"
-
-    def _notify_broken(self, reason: str) -> None:
-        with self._lock:
-            watches = [watch for watch in self._watches.values() if not watch.broken]
-        for watch in watches:
-            watch.broken = True
-            self._tell(watch, Broken(reason))
 
     def _dispatch(self, response: Any, endpoint: Endpoint) -> None:
         with self._lock:
             watch = self._watches.get(response.watch_id)
         if watch is None:
-            if response.created and not response.canceled and response.watch_id == 0:
-                self._too_old(endpoint)
             return  # The last words of a watch that we cancelled.
         store_id = etcd_messages.store_id(response.header)
         watch.store_id = watch.store_id or store_id
@@ -249,17 +225,11 @@ class Watcher:
         # A follower may lag behind what was read elsewhere; only a linearizable read proves that revisions went back.
         if response.header.revision < watch.next_revision - 1:
             request = etcd_messages.count_request()
-            header = self._connections.call(
-                "confirm the revision",
-                lambda endpoint, timeout_s: endpoint.kv.Range(request, timeout=timeout_s, metadata=endpoint.metadata),
-            ).header
+            header = self._connections.ask("confirm the revision", lambda endpoint: endpoint.kv.Range, request).header
             if header.revision < watch.next_revision - 1 or etcd_messages.store_id(header) != watch.store_id:
                 self._end(watch, "replaced")
                 return
         watch.logged_in_again = False
-        if watch.broken:
-            watch.broken = False
-            self._tell(watch, Changes((), watch.next_revision - 1))  # Back again; nothing new so far.
 
     def _changed(self, watch: EtcdWatch, response: Any) -> None:
         if not response.events:  # A progress notice: everything up to this revision has been delivered.
@@ -282,17 +252,9 @@ class Watcher:
         elif refused_login and not watch.logged_in_again and endpoint.log_out(endpoint.metadata):
             # Ending the stream makes all watches start again, on a new login. Once: the refusal may be meant.
             watch.logged_in_again = True
-            raise _LoginExpiredError(f"the login at {endpoint.address} expired ({reason})")
+            raise _LoginExpiredError
         else:
             self._end(watch, f"cancelled: {reason or 'no reason given'} (etcd at {endpoint.address})")
-
-    def _too_old(self, endpoint: Endpoint) -> None:
-        for watch in self._all():
-            self._end(watch, f"cancelled: etcd at {endpoint.address} is older than 3.4")
-
-    def _all(self) -> list[EtcdWatch]:
-        with self._lock:
-            return list(self._watches.values())
 
     def _end(self, watch: EtcdWatch, reason: str) -> None:
         """The last word of a watch."""
@@ -303,6 +265,6 @@ class Watcher:
         self._tell(watch, Resync(reason))
         watch.active = False
 
-    def _tell(self, watch: EtcdWatch, notice: Changes | Resync | Broken) -> None:
+    def _tell(self, watch: EtcdWatch, notice: Changes | Resync) -> None:
         if watch.active:
             watch.sink(notice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elasticrt.ipc.wording import counted
 from elasticrt.story import report, sentences
 from elasticrt.story.buckets import BUCKETS, Span, totals
 from elasticrt.story.fold import Story
@@ -12,6 +13,7 @@ from elasticrt.story.page import COLOURS, coarse
 
 NODES_SHOWN = 40
 POINTS_SHOWN = 400
+RANKS_SHOWN = 64
 SENTENCES_SHOWN = 60
 
 
@@ -45,10 +47,26 @@ def board(story: Story, now: float) -> dict[str, Any]:
             for name, text in BUCKETS.items()
             if name in spent
         ],
+        "saves": {"text": _saved(story), "at": [each.at for each in story.saves]},
+        "work": {
+            f"rank {rank}": [[at, round(own_s * 1e3, 2)] for at, own_s in story.work[rank]]
+            for rank in sorted(story.work)[:RANKS_SHOWN]
+        },
         "stepped": [story.last_step_at, story.newest],
         "points": [[point.at, point.step, dict(point.scalars)] for point in story.points[::step]],
         "sentences": _sentences(story)[-SENTENCES_SHOWN:],
     }
+
+
+def _saved(story: Story) -> str:
+    """The checkpoints, in words."""
+    if not story.saves:
+        return ""
+    last = story.saves[-1]
+    took = f" in {report.seconds(last.took_s)}" if last.took_s else ""
+    return (
+        f"{counted(story.checkpoints, 'checkpoint')}; the newest: step {last.step:,}, {last.bytes / 1e6:,.1f} MB{took}"
+    )
 
 
 def _by_node(story: Story, now: float) -> dict[str, list[Span]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
@@ -91,11 +91,13 @@ class LifeSpans:
         begin: when it began, in seconds.
         redone_until: by generation of the run, until when its steps are such that had been done before (minus infinity
             where none are); shared by all nodes.
+        saved: the generations in which a checkpoint was committed; shared by all nodes.
     """
 
-    def __init__(self, begin: float, redone_until: Mapping[int, float]) -> None:
+    def __init__(self, begin: float, redone_until: Mapping[int, float], saved: Collection[int] = ()) -> None:
         self.begin = self._cursor = begin
         self._redone_until = redone_until
+        self._saved = saved
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
         self._mode = "start"  # Then "idle", without a seat; "seated", before the first step; "training"; "over".
@@ -129,8 +131,9 @@ class LifeSpans:
             case events.WorkersStarted() if self._mode == "seated":
                 self._workers_at = at
             case events.Result():
-                if event.status == "succeeded" and self._mode == "seated" and self._workers_at is not None:
-                    self._to(self._workers_at, SET_UP)  # Of a script whose steps nobody sees.
+                unseen = self._mode == "seated" and self._newest not in self._saved  # Steps of a script without a Loop.
+                if event.status == "succeeded" and unseen and self._workers_at is not None:
+                    self._to(self._workers_at, SET_UP)
                     self._to(at, TRAIN)
                 self._finish(at)
                 self._mode = "over"

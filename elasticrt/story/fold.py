@@ -20,6 +20,9 @@ from elasticrt.story.buckets import TRAIN, LifeSpans, Span, together, totals
 POINTS_MAX = 4000
 """Of the curve of scalars so many points are kept; then every second one is left out."""
 
+WORK_MAX = 400
+"""The same of each rank's own work, and of checkpoints."""
+
 
 class Clocks:
     """When events happened, in seconds since 1970."""
@@ -135,6 +138,22 @@ class Point:
     scalars: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint.
+
+    Attributes:
+        at: when it was committed; `took_s`: how long that took, 0 where it is not known.
+        step: the step that it holds.
+        bytes: its size.
+    """
+
+    at: float
+    step: int
+    bytes: int
+    took_s: float
+
+
 class Story:
     """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`.
 
@@ -150,7 +169,9 @@ class Story:
         epoch, scalars: of the newest step.
         points: the scalars over time, thinned out.
         checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
-        checkpoints: how many there were.
+        checkpoints: how many there were; `saves`: them, thinned out.
+        samples: that the run has trained on so far; 0 where that is not known.
+        work: by rank, when and how long the own work of its steps took, in seconds; thinned out.
         troubles: what has failed, in order.
         result: how the run has ended; `text`: the report of a failed one.
         begin, last: when the first event was, and the last; 0 before there is one.
@@ -170,6 +191,9 @@ class Story:
         self.points: list[Point] = []
         self.checkpoint = self.checkpoints = 0
         self.checkpoint_at: float | None = None
+        self.saves: list[Save] = []
+        self.samples = 0
+        self.work: dict[int, list[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
         self.result: events.Result | None = None
         self.text = ""
@@ -178,6 +202,7 @@ class Story:
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
         self._redone_until: dict[int, float] = {}
+        self._saved: set[int] = set()  # Generations in which a checkpoint was committed.
         self._seen: dict[int, tuple[float, int]] = {}  # Of generations that do steps again: when it was at which step.
         self._stride = self._skipped = 1
 
@@ -219,15 +244,19 @@ class Story:
             case events.FirstStep():
                 self._first_step(event, node, at)
             case events.Recovery() | events.SetUp():
-                self._phases(event)
+                self._phases(event, node, at)
             case events.Step():
                 self._step(event, at)
-            case events.Progress() if event.step > self.newest:  # Steps may be left out of a file.
-                self._stepped(event.generation, event.step, at)
+            case events.Progress():
+                self._progressed(event, node, at)
             case events.Committed():
+                self._saved.add(event.generation)
                 if event.step >= self.checkpoint:
                     self.checkpoint, self.checkpoint_at = event.step, at
                 self.checkpoints += 1
+                self.saves.append(Save(at, event.step, event.bytes, event.took_s))
+                if len(self.saves) > WORK_MAX:
+                    del self.saves[::2]
             case events.WorkerEnded() if event.failure and not event.collateral:
                 self.troubles.append(Trouble(at, node, event.failure, event.generation))
             case events.MemberLost() if not self._has_left(event.lost):
@@ -251,7 +280,7 @@ class Story:
         if not self.lives:
             self.run_id, self.etcd, self.run_dir = event.run_id, event.etcd, event.run_dir
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
-        spans = LifeSpans(at, self._redone_until)
+        spans = LifeSpans(at, self._redone_until, self._saved)
         life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
         self.lives.append(life)
         self._present[record.node] = life
@@ -293,10 +322,13 @@ class Story:
             self._redone_until[chapter.number] = math.inf
         self._stepped(event.generation, event.step, at)
 
-    def _phases(self, event: events.Recovery | events.SetUp) -> None:
+    def _phases(self, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
         chapter = self._numbers.get(event.generation)
         if chapter is None:
             return
+        if chapter is self.chapter:  # A script without a Loop has told of no first step.
+            chapter.reported.setdefault(node, at)
+            chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
         seconds = {name: took_ms / 1000 for name, took_ms in event.phases.items()}
         if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
             chapter.pause_s, chapter.phases = event.pause_s, seconds
@@ -315,6 +347,17 @@ class Story:
         if len(self.points) > POINTS_MAX:
             del self.points[1::2]
             self._stride *= 2
+
+    def _progressed(self, event: events.Progress, node: str, at: float) -> None:
+        if event.step > self.newest:  # Steps may be left out of a file.
+            self._stepped(event.generation, event.step, at)
+        self.samples = event.samples or self.samples
+        generation, pids = self.workers.get(node, (0, {}))
+        for rank, own_s in zip(pids, event.own_s, strict=False):
+            if own_s and generation == event.generation:
+                self.work.setdefault(rank, []).append((at, own_s))
+                if len(self.work[rank]) > WORK_MAX:
+                    del self.work[rank][1::2]
 
     def _stepped(self, generation: int, step: int, at: float) -> None:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at

@@ -18,6 +18,7 @@ PHASES_SHOWN = 3
 PHASE_S_MIN = 0.005
 CHANGES_SHOWN = 12
 FAILURES_SHOWN = 3
+CAUSE_SHOWN = 72
 
 
 def report(story: Story, now: float | None = None) -> list[str]:
@@ -33,10 +34,12 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 
 def summary(story: Story) -> list[str]:
-    """A few lines for the end of an agent, from what it has written itself: one node's view."""
+    """A few lines for the end of an agent, from what it has written itself: one node's view, and said to be one."""
     if not story.chapters:
         return []
-    lines = [paces(story), worth(story), changes(story)]
+    alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
+    pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
+    lines = [pace, worth(story), changes(story)]
     by_node = Counter(trouble.node for trouble in story.troubles)
     if by_node:
         lines.append("failures: " + ", ".join(f"{node} ({count})" for node, count in by_node.most_common(NODES_SHOWN)))
@@ -76,8 +79,11 @@ def paces(story: Story) -> str:
 def made(story: Story) -> int:
     """Steps that the run has come forward, as far as the events tell.
 
-    Steps are reported ten times a second, the last one by its commit. The first resume point is where it began.
+    Steps are reported ten times a second, the last one by its commit. The first resume point is where it began. A run
+    that was at its end already commits what it has found, and makes none.
     """
+    if story.first_step_at is None:
+        return 0
     return max(story.step, story.checkpoint) - (story.chapters[0].resume_step if story.chapters else 0)
 
 
@@ -178,9 +184,16 @@ def generation_table(story: Story) -> list[str]:
             continue
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
-        rows.append((str(chapter.number), chapter.cause, *counts, pause, f"{chapter.redone:,}", longest(chapter)))
+        rows.append(
+            (str(chapter.number), shortened(chapter.cause), *counts, pause, f"{chapter.redone:,}", longest(chapter))
+        )
     lines = table(rows)
     return [*lines[:3], f"... {counted(left_out, 'generation')} ...", *lines[3:]] if left_out > 0 else lines
+
+
+def shortened(cause: str) -> str:
+    """A cause as a table has room for it. Events and `--json` have all of it."""
+    return cause if len(cause) <= CAUSE_SHOWN else cause[: CAUSE_SHOWN - 3].rstrip() + "..."
 
 
 def longest(chapter: Chapter) -> str:

@@ -16,20 +16,25 @@ def size(chapter: Chapter) -> str:
 
 def beginning(chapter: Chapter, *, first: bool) -> str:
     """What a generation is and why it was made; of the `first` of a run, what it is."""
-    name = f"generation {chapter.number}: {size(chapter)}"
+    name = f"generation {chapter.number}: "
     if first:
-        return name + (f", from step {chapter.resume_step:,}" if chapter.resume_step else "")
-    return chapter.cause + (f" at step {chapter.step:,}" if chapter.step else "") + f". {name}"
+        return name + size(chapter) + (f", from step {chapter.resume_step:,}" if chapter.resume_step else "")
+    return f"{name}{chapter.cause}, {size(chapter)}"
 
 
 def cost(chapter: Chapter, since: float) -> str:
-    """What it has cost until its first step: a pause and steps, or the time since `since` where there was no pause."""
+    """What it has cost until its first step: a pause and steps, or the time since `since` where there was no pause.
+
+    Of a script without a Loop no step is known by its number.
+    """
     assert chapter.stepped_at is not None
-    step = chapter.first_step or 0
     if chapter.pause_s is None:
-        return f"first step {step:,} after {chapter.stepped_at - since:.2f} s"
+        step = "" if chapter.first_step is None else f" {chapter.first_step:,}"
+        return f"first step{step} after {chapter.stepped_at - since:.2f} s"
+    if chapter.first_step is None:
+        return f"paused {chapter.pause_s:.2f} s; what the script had not saved is done again"
     again = f"{counted(chapter.redone, 'step')} done again" if chapter.redone else "no step lost"
-    return f"next step {step:,} after {chapter.pause_s:.2f} s; {again}"
+    return f"paused {chapter.pause_s:.2f} s after step {chapter.step:,}, {again}"
 
 
 def ending(result: events.Result) -> str:
@@ -38,16 +43,39 @@ def ending(result: events.Result) -> str:
     return text + (f": {result.reason}" if result.reason else "")
 
 
-def now_at(story: Story, speed: float | None) -> str:
-    """Where a run stands: step, epoch, scalars, `speed` in steps/s, nodes, newest checkpoint."""
-    parts = [f"step {story.newest:,}", f"epoch {story.epoch}"]
+def now_at(
+    story: Story, now: float, speed: float | None, goodput: float | None = None, *, step: int | None = None
+) -> str:
+    """Where a run stands at `now`, in a line that is read while it changes.
+
+    Args:
+        story: of the run.
+        now: in seconds since 1970.
+        speed: steps per second; None where it is not known.
+        goodput: from 0 to 1; None: not told.
+        step: the newest one; None: the story's.
+    """
+    chapter, step, parts = story.chapter, story.newest if step is None else step, []
+    if chapter is not None:
+        least, most = story.min_nodes, story.max_nodes
+        room = f" ({least} to {most})" if least != most else ""
+        parts.append(f"generation {chapter.number}  {counted(len(chapter.nodes), 'node')}{room}")
+    if step:
+        parts += [f"step {step:,}", *([f"{speed:.1f} steps/s"] if speed is not None else [])]
+        parts.append(f"epoch {story.epoch}")
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
-    parts += [f"{speed:.1f} steps/s"] if speed is not None else []
-    if story.chapter is not None:
-        parts.append(counted(len(story.chapter.nodes), "node"))
-    if story.checkpoint:
-        parts.append(f"checkpoint {story.checkpoint:,}")
+    if story.checkpoint_at is not None:
+        parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
+    parts += [f"goodput {goodput:.0%}"] if goodput is not None else []
     return "  ".join(parts)
+
+
+def lasted(seconds: float) -> str:
+    """A time in whole seconds, for what changes while it is read: `9 s`, `4 min 05 s`, `2 h 10 min`."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60:02} s" if whole < 7200 else f"{whole // 3600} h {whole // 60 % 60:02} min"
 
 
 def code_in_words(code: int) -> str:

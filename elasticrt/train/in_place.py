@@ -1,7 +1,7 @@
 """Going on in another generation without ending: a worker's part of losing a peer, and of letting one in.
 
-A worker whose group has lost somebody finds out by an error in a collective, or not at all: then it hangs. In both
-cases its agent sends it a seat in the next generation. A thread cuts the old group's sockets, the collective fails, and
+A worker whose group has lost a rank gets an error in a collective, or hangs in one. In both cases its agent sends it a
+seat in the next generation. A thread cuts the old group's sockets, the collective fails, and
 the step that it was in is undone: random numbers, buffers and gradients go back to where the step began. The group is
 made anew, DDP gets a new reducer, whoever is behind gets the state of one that is furthest, and the step is done again
 with the samples that are this rank's in the new world.
@@ -23,14 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.checkpoint.state_transfer import Standing
 from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
-from elasticrt.distributed.wrapping import wrappers
+from elasticrt.distributed.wrapping import ddp_layers
 from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
 from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.messages import Left
@@ -62,8 +61,7 @@ class InPlace:
     """
 
     def __init__(self, modules: Iterable[object], give_up: Callable[[], object], undoable: Callable[[], bool]) -> None:
-        found = [layer for each in modules if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
-        self._layers = [layer for layer in found if isinstance(layer, DistributedDataParallel)]
+        self._layers = ddp_layers(modules)
         self.worker = agent_client.worker_env()
         self._page = agent_client.status_page()
         self._link = agent_client.agent_link()
@@ -80,6 +78,11 @@ class InPlace:
     def beside(self) -> bool:
         """Whether this process sets up while others train, and has no seat yet."""
         return self.worker is not None and self.worker.beside
+
+    @property
+    def _agent(self) -> agent_client.AgentClient:
+        assert self._link is not None, "who can go on in place has an agent"
+        return self._link
 
     @property
     def has_seat(self) -> bool:
@@ -114,22 +117,21 @@ class InPlace:
         return next((text for layer in self._layers if (text := regroup.obstacle(layer))), "")
 
     def lost(self, error: BaseException, step: int) -> bool:
-        """Whether `error` only says that this generation has lost somebody; then the agent is told."""
+        """Whether `error` only says that this generation has lost a rank; then the agent is told."""
         if not self.is_of_peer(error):
             return False
-        assert self._link is not None and self.worker is not None, "who can go on in place has an agent"
-        if not self._link.overtaken:
+        if not self._agent.overtaken:
+            assert self.worker is not None, "a worker with an agent has a place"
             name, text, *_ = described(error)
-            self._link.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
+            self._agent.say(Left(self.worker.generation, step, f"{name}: {text}"[:400]))
         return True
 
     def is_of_peer(self, error: BaseException) -> bool:
-        """Whether `error` only says that this generation has lost somebody, and this process could go on in place."""
+        """Whether `error` only says that this generation has lost a rank, and this process could go on in place."""
         if not self.possible or not isinstance(error, Exception):
             return False
-        assert self._link is not None, "who can go on in place has an agent"
         name, text, callstack, _ = described(error)
-        if self._link.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
+        if self._agent.overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
             # Its group has been cut off, and with NCCL the script may have worked with what an aborted kernel left. An
             # error of another cause comes again when the step is redone.
             return True
@@ -151,10 +153,13 @@ class InPlace:
         if self._backend == "nccl":
             torch.cuda.synchronize()
 
+    def stepped_at(self) -> float | None:
+        """When this process ended its last step in its group, by the monotonic clock; None: it has made none."""
+        return self._page.step_at_ns / 1e9 if self._page is not None and self._page.step_at_ns else None
+
     def wait_for_seat(self) -> bool:
         """Wait for the seat in the next generation, and take it. False: there is none, and this process is to leave."""
-        assert self._link is not None, "who can go on in place has an agent"
-        seat = self._link.wait_for_seat(SEAT_S_MAX)
+        seat = self._agent.wait_for_seat(SEAT_S_MAX)
         if seat is None:
             return False
         agent_client.take_seat(seat)
@@ -166,9 +171,8 @@ class InPlace:
 
     def _follow(self) -> None:
         """From now on this thread, which makes the steps, may have to leave its group."""
-        assert self._link is not None, "who can go on in place has an agent"
         self._thread = threading.get_ident()
-        self._link.follow(self._cut)
+        self._agent.follow(self._cut)
         self.possible = True
 
     def _cut(self) -> None:
@@ -208,7 +212,7 @@ class InPlace:
 
     def rehearse(self, objects: Mapping[str, Any]) -> None:
         """Do once, alone, what the others will wait for when they let this process in: a first time takes longest."""
-        assert self.worker is not None, "who sets up beside others has an agent"
+        assert self.worker is not None, "only a worker with an agent sets up beside others"
         listening = socket.create_server(("127.0.0.1", 0))
         alone = replace(
             self.worker,
@@ -231,14 +235,14 @@ class InPlace:
 
     def announce_ready(self) -> None:
         """This process has set up beside the training: let it in."""
-        assert self._link is not None and self._page is not None, "who sets up beside others has an agent"
+        assert self._page is not None, "a worker with an agent has a page"
         self._follow()
         self._page.in_place = READY
-        self._link.say(Left(0))
+        self._agent.say(Left(0))
 
     def meet(self, step: int) -> bool:
-        """Leave the old group and meet in the seat's generation. False: somebody did not come."""
-        assert self.worker is not None and self._page is not None, "who has a seat has an agent"
+        """Leave the old group and meet in the seat's generation. False: a rank did not come."""
+        assert self.worker is not None and self._page is not None, "seats come from an agent"
         self._page.init_at_ns = time.monotonic_ns()
         self._page.step_at_ns = 0
         try:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from elasticrt.checkpoint import stateful
 from elasticrt.checkpoint.memory_tier import BUDGET
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
@@ -26,7 +25,6 @@ from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
-from elasticrt.train.optimizer_watch import OptimizerWatch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
@@ -82,27 +80,16 @@ class Loop:
             raise ConfigError(explain("no such way", "Loop(resume=)", got=resume, expected='"auto" or "fresh"'))
         self._shown = os.fspath(directory)
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
-        self._reporter = Reporter(stateful_objects.values())
+        self._reporter = Reporter(stateful_objects.values(), self._state.samples)
         self._saving = Saving(self._state, self._reporter, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
         self._steps_max: int | None = None
         self._stage = "new"  # Then "running" and "over", or "broken".
         # The parts that a step needs.
-        objects = self._state.objects.values()
-        modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-        scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
         self._weighting = Weighting(stateful_objects.values())
-        self._optimizers = OptimizerWatch(objects)
-        self._undo = Undo(modules, scalers, seed is not None)
+        self._undo = Undo(self._state, seeded=seed is not None)
         # The world that this process is in.
-        self._world = World(
-            stateful_objects,
-            self._state,
-            saving=self._saving,
-            undo=self._undo,
-            optimizers=self._optimizers,
-            reporter=self._reporter,
-        )
+        self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
         self._page = agent_client.status_page()
         self._guard = SigtermGuard(self._page)
         self._is_only = False  # Whether no other Loop was entered before.
@@ -209,14 +196,14 @@ class Loop:
         _entered.append(True)
         self._world.enter(fresh=self._fresh)
         self._saving.begin()
-        self._optimizers.attach(self._before_optimizer)
+        self._undo.watch(self._before_optimizer)
         self._stage = "running"
         self._guard.raise_()
         _running.append(self)
 
     def _leave(self) -> None:
         self._world.in_place.end()
-        self._optimizers.detach()
+        self._undo.unwatch()
         self._guard.lower()
         self._weighting.detach()
         self._reporter.expect_steps(expected=False)
@@ -297,7 +284,7 @@ class Loop:
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
             if self._redo:
-                self._undo.forget_between(self._state.objects, self.vars)
+                self._undo.forget_between()
                 continue
             self._settle(passed=True)
             # Between two parts of a step the state is that of neither side.
@@ -326,7 +313,7 @@ class Loop:
                 validation.check_entered(self._asked)
                 validation.check_has_step(self._redo or self._share is not None or self._state.position.steps > counted)
                 if self._redo:
-                    self._undo.forget_between(self._state.objects, self.vars)
+                    self._undo.forget_between()
                 self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
@@ -344,9 +331,9 @@ class Loop:
         """Have `call(Change)` called when the first epoch begins, and whenever the membership has changed.
 
         Args:
-            call: gets the generation's number, its world size and the one before (0 at first). It is called on every
-                rank, newcomers too, with the process group there and the state that of the same step: the place to make
-                subgroups.
+            call: gets the generation's number and cause, its world size and the one before (0 at first), and what it
+                has cost. It is called on every rank, newcomers too, with the process group there and the state that of
+                the same step: the place to make subgroups, or to adapt a learning rate.
         """
         self._world.on_change.append(call)
 
@@ -374,14 +361,13 @@ class Loop:
             self._pass_on()
             self._begin(WHOLE)
         if self._redo:
-            self._undo.forget_between(self._state.objects, self.vars)
+            self._undo.forget_between()
         if self._is_only:  # A newcomer could not know which of several loops the others are in.
             self._world.in_place.begin(self._loader if self._fed else None)
         self._undo.in_step = self._has_blocks = True
         self._redo = False
         if not self._within_step:
-            self._optimizers.touched = False
-            self._undo.note(self.vars)
+            self._undo.note()
 
     def _pass_on(self) -> None:
         """Another step by hand is asked for: the one before is done."""
@@ -397,15 +383,14 @@ class Loop:
         self._undo.in_step = False
         share = self._share
         assert share is not None, "a step has begun"
-        if error is None and share.last and not self._optimizers.stepped:
+        if error is None and share.last and not self._undo.stepped:
             error = self._unconfirmed()
         if error is None:
             self._within_step = not share.last
             if share.last:
-                self._undo.accumulates = not self._optimizers.stepped
-                self._optimizers.step_ends()
+                self._undo.step_ends()
             # Where no optimizer has stepped, a `break` may have left it: it counts when the next one is asked for.
-            if self._optimizers.stepped or not share.last or not (self._fed or self._optimizers.sees):
+            if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
                 self._settle(passed=True)
                 self._ended = not self._fed
             return False
@@ -420,7 +405,7 @@ class Loop:
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
         self._world.go_on()
-        self._undo.note_between(self._state.objects, self.vars)
+        self._undo.note_between()
         return True
 
     def _unconfirmed(self) -> BaseException | None:
@@ -449,14 +434,14 @@ class Loop:
         self._check_running("pause")
         self._weighting.end()
         self._reporter.expect_steps(expected=False)
-        since_ns = time.monotonic_ns()
+        self._reporter.pauses(time.monotonic_ns())
         try:
             yield
         except Exception as error:
             self._world.leave_state(error)
             raise
         finally:
-            self._reporter.paused(since_ns)
+            self._reporter.paused()
             if self._share is not None:
                 self._weighting.begin(self._share)
                 self._reporter.expect_steps(expected=True)
@@ -465,7 +450,7 @@ class Loop:
 
     def _begin(self, share: BatchSlice) -> None:
         self._share = share
-        self._optimizers.stepped = False
+        self._undo.stepped = False
         self._weighting.begin(share)
         self._reporter.expect_steps(expected=True)
         if self._state.ledger.writes:
@@ -478,7 +463,7 @@ class Loop:
             return
         self._weighting.end()
         self._completes = share.last
-        if share.last and (passed or self._optimizers.stepped):
+        if share.last and (passed or self._undo.stepped):
             self._count()
 
     def _count(self) -> None:
@@ -517,17 +502,14 @@ class Loop:
         """An exception left the batch. Its step is not counted; if the optimizer has stepped, the model is ahead."""
         self._weighting.end()
         self._share = None
-        if self._optimizers.stepped:
+        if self._undo.stepped:
             self._stage = "broken"
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._has_blocks and not self._undo.in_step:
             raise ConfigError(validation.outside_of_step())
-        watch = self._optimizers
         self._world.in_place.check_results()
-        if not watch.touched and watch.communicates_late:
-            self._undo.note_state(stateful.collect(self._state.objects))
-        watch.touched = True
+        self._undo.optimizer_begins()
         if self._share is not None and not self._share.last:
             raise RuntimeError(validation.unfinished_batch(self.steps_done + 1))
 

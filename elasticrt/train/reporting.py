@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from elasticrt.distributed import agent_client
-from elasticrt.distributed.wrapping import wrappers
+from elasticrt.distributed.wrapping import ddp_layers
 from elasticrt.errors import explain
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
@@ -67,8 +66,7 @@ class Waits:
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
-        found = [layer for each in objects if isinstance(each, torch.nn.Module) for layer in wrappers(each)]
-        self._layers: list[Any] = [each for each in found if isinstance(each, DistributedDataParallel)]
+        self._layers: list[Any] = list(ddp_layers(objects))
         self._read: dict[int, int] = {}
 
     def read(self, page: StatusPage) -> None:
@@ -90,12 +88,14 @@ class Reporter:
 
     Args:
         objects: the Loop's.
+        samples: how many of the data set the run has trained on.
 
     Attributes:
         scalars: the user's numbers.
     """
 
-    def __init__(self, objects: Iterable[object] = ()) -> None:
+    def __init__(self, objects: Iterable[object] = (), samples: Callable[[], int] = int) -> None:
+        self._samples = samples
         self._waits = Waits(objects)
         self._waits_at_ns = 0
         self._link = agent_client.agent_link()
@@ -136,9 +136,20 @@ class Reporter:
         if self._page is not None:
             self._page.save_ns += time.monotonic_ns() - since_ns
 
-    def paused(self, since_ns: int) -> None:
-        """The script did something else than training, since `since_ns`."""
+    def saves(self, since_ns: int) -> None:
+        """A checkpoint was begun at `since_ns`."""
         if self._page is not None:
+            self._page.saving_ns = since_ns
+
+    def pauses(self, since_ns: int) -> None:
+        """The script does something else than training from `since_ns` on."""
+        if self._page is not None:
+            self._page.pausing_ns = since_ns
+
+    def paused(self) -> None:
+        """It trains again."""
+        if self._page is not None:
+            since_ns, self._page.pausing_ns = self._page.pausing_ns, 0
             self._page.pause_ns += time.monotonic_ns() - since_ns
 
     def finished(self, step: int, epoch: int) -> None:
@@ -154,6 +165,7 @@ class Reporter:
             if self._page is not None and now_ns >= self._waits_at_ns:
                 self._waits_at_ns = now_ns + _READ_NS
                 self._waits.read(self._page)
+                self._page.samples = self._samples()
             message = Step(step, epoch, now_ns, self._resumed_from, self._first, dict(self.scalars.values(now_ns)))
             if self._link.post(message):
                 self._first = False

@@ -96,6 +96,7 @@ class Saving:
             uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
         if save:
             self._reporter.expect_steps(expected=False)
+            self._reporter.saves(since_ns)
             about = self._state.about()
             uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=about, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False

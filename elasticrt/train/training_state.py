@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from elasticrt.checkpoint import rng_state, stateful
+from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
 from elasticrt.errors import CheckpointError, explain
@@ -57,6 +58,11 @@ class TrainingState:
         sampler = None if self.sampler is None else self.sampler.state_dict()
         return {"position": self.position.to_dict(), "sampler": sampler}
 
+    def samples(self) -> int:
+        """Samples that the run has trained on, over all epochs; 0 without a sampler."""
+        known = {} if self.sampler is None else self.sampler.state_dict()
+        return int(known["epoch"] * known["samples"] + known["consumed"]) if known else 0
+
     def collect(self, **more: Any) -> dict[str, Any]:
         """All of it by name; `more` is added to what is ours."""
         ledger = self.ledger.history(self.position.steps)
@@ -73,18 +79,18 @@ class TrainingState:
         if (ours["sampler"] is None) != (self.sampler is None):
             had = "without" if ours["sampler"] is None else "with"
             raise CheckpointError(explain("the sampler changed", self._shown, got=f"a checkpoint {had} a sampler"))
-        self._put_back(data, self._shown)
+        self._put_back(data, self._shown, shared=True)
         self.numbers.restore(ours["rng"], self.position.steps)
 
     def take_over(self, data: dict[str, Any]) -> None:
         """Be where another rank is, whose `collect` gave `data`. Raises CheckpointError when it does not fit."""
         ours = data[stateful.OURS]
-        self._put_back(data, "the state of another rank")
+        self._put_back(data, "the state of another rank", shared=False)
         self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)
 
-    def _put_back(self, data: dict[str, Any], where: str) -> None:
-        ours = data[stateful.OURS]
-        stateful.put_back(self.objects, data, where)
+    def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
+        ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
+        stateful.put_back(self.objects, data, where, shared=shared)
         if self.sampler is not None and ours["sampler"] is not None:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position.from_dict(ours["position"])

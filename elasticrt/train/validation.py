@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from elasticrt.data.sampler import ElasticBatchSampler
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError, explain, whole_number
 from elasticrt.train.weighting import Weighting
 
 
 def check_counts(total: object, max_steps: object, where: str) -> None:
     """The arguments of `Loop.epochs` and `Loop.steps`. Raises TypeError, ValueError."""
-    for name, value in (("total", total), ("max_steps", max_steps)):
-        if value is None and name == "max_steps":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(explain(f"{name} is not a whole number", where, got=value))
-        if value < 0:
-            raise ValueError(explain(f"{name} is negative", where, got=value))
+    whole_number(total, "total", where)
+    if max_steps is not None:
+        whole_number(max_steps, "max_steps", where)
 
 
 def check_stage(stage: str, where: str) -> None:

@@ -20,11 +20,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
-from elasticrt.distributed.wrapping import wrappers
+from elasticrt.distributed.wrapping import ddp_layers
 
 
 class _Divided(torch.autograd.Function):
@@ -47,9 +46,7 @@ class Weighting:
     def __init__(self, objects: Iterable[object]) -> None:
         self._objects = list(objects)
         modules = [each for each in self._objects if isinstance(each, torch.nn.Module)]
-        self._parallel = [
-            layer for module in modules for layer in wrappers(module) if isinstance(layer, DistributedDataParallel)
-        ]
+        self._parallel = ddp_layers(self._objects)
         self._norms = [
             layer for module in modules for layer in module.modules() if isinstance(layer, torch.nn.SyncBatchNorm)
         ]

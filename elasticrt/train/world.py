@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from elasticrt.checkpoint import stateful
 from elasticrt.checkpoint.state_transfer import Standing
 from elasticrt.distributed import collectives, handover, regroup
 from elasticrt.train.in_place import InPlace
-from elasticrt.train.optimizer_watch import OptimizerWatch
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
@@ -22,11 +22,23 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Change:
-    """The world has changed, and this process lives on. World sizes count processes; `generation` is the new one."""
+    """The world has changed, and this process lives on; or it has just begun.
+
+    Attributes:
+        generation: the new one, 0 without an agent.
+        world_size: processes in it.
+        world_size_before: the same of the world that this process was in, 0 for none.
+        cause: why, in words such as `node-2 lost`; "" without an agent.
+        pause_s: seconds since this process's last step; None where it has made none.
+        steps_lost: steps that this process had finished, and that are done again.
+    """
 
     generation: int
     world_size: int
     world_size_before: int
+    cause: str = ""
+    pause_s: float | None = None
+    steps_lost: int = 0
 
 
 class World:
@@ -36,8 +48,7 @@ class World:
         objects: as given to the Loop, by name.
         state: what ranks of a new generation agree on.
         saving: moves with this process.
-        undo: what the open step may have changed.
-        optimizers: whether one has stepped in it.
+        undo: the present step.
         reporter: told whether steps are to be expected.
 
     Attributes:
@@ -52,19 +63,16 @@ class World:
         self,
         objects: Mapping[str, Any],
         state: TrainingState,
-        *,
         saving: Saving,
         undo: Undo,
-        optimizers: OptimizerWatch,
         reporter: Reporter,
     ) -> None:
         self._state = state
         self._saving = saving
         self._undo = undo
-        self._optimizers = optimizers
         self._reporter = reporter
         self._told = 0  # The world size of the Change before.
-        self.in_place = InPlace(objects.values(), self._give_up, lambda: undo.in_step and not optimizers.touched)
+        self.in_place = InPlace(objects.values(), self._give_up, lambda: undo.in_step and not undo.touched)
         self.size = self.resumed_size = 1
         self.moves = 0
         self.on_change: list[Callable[[Change], None]] = []
@@ -94,6 +102,7 @@ class World:
     def go_on(self) -> None:
         """Take the seat in the next generation, and be as far as all the others there."""
         self._reporter.expect_steps(expected=False)
+        stepped_at, steps = self.in_place.stepped_at(), self._state.position.steps
         arrived = False
         while not arrived:
             if not self.in_place.wait_for_seat():
@@ -101,7 +110,7 @@ class World:
             if not self.in_place.meet(self._state.position.steps):
                 continue
             try:
-                self._arrive()
+                self._arrive(stepped_at, steps)
                 arrived = True
             except regroup.Overtaken:
                 continue
@@ -111,14 +120,16 @@ class World:
 
     def undo_step(self) -> None:
         """Go back to where the open step began, as far as that is known."""
-        if self._optimizers.touched and not self._undo.put_back_state(self._state.objects):
+        if not self._undo.put_back():
             self._overwritten()
-        self._undo.put_back(self._state.vars)
 
-    def _arrive(self) -> None:
-        """All of a new generation are here: agree on the state, and let the script know."""
+    def _arrive(self, stepped_at: float | None, steps: int) -> None:
+        """All of a new generation are here: agree on the state, and let the script know.
+
+        `stepped_at`: when this process made its last step, number `steps`, if it has made any.
+        """
         state, worker = self._state, self.in_place.worker
-        assert worker is not None, "who has a seat has an agent"
+        assert worker is not None, "seats come from an agent"
         rank, self.size = collectives.rank_and_world()
         state.numbers.moved(rank)
         standing = Standing(state.position.steps if state.whole else -1, state.whole)
@@ -132,13 +143,17 @@ class World:
             state.take_over(taken)
             self._saving.run.total = taken[stateful.OURS]["total"]
         state.whole = True
-        self._optimizers.touched = self._optimizers.stepped = False
+        self._undo.touched = self._undo.stepped = False
         self.moves += 1
         self.resumed_size = self.size
         self._saving.move(worker)
         self._has_state(worker.nonce)
         state.ledger.renew()
-        self._tell_change()
+        if stepped_at is None:
+            self._tell_change()
+        else:
+            pause_s = time.monotonic() - stepped_at
+            self._tell_change(pause_s=pause_s, steps_lost=max(0, steps - state.position.steps))
 
     def _has_state(self, start: str) -> None:
         """The state is that of the generation that begins. `start`: the name of this start in the ledger."""
@@ -169,9 +184,10 @@ class World:
         if self._state.whole and not self._undo.in_step and self.in_place.is_of_peer(error):
             self._saving.hand_over()
 
-    def _tell_change(self) -> None:
+    def _tell_change(self, **cost: Any) -> None:
         worker = self.in_place.worker
-        change = Change(0 if worker is None else worker.generation, self.size, self._told)
+        generation, cause = (0, "") if worker is None else (worker.generation, worker.cause)
+        change = Change(generation, self.size, self._told, cause, **cost)
         for call in self.on_change:
             call(change)
         self._told = self.size

@@ -64,6 +64,7 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
         run_id=settings.run_id,
         attempt=of.attempt,
         nonce=of.nonce,
+        cause=of.cause,
         run_dir=str(settings.run_dir),
         role=settings.options.role,
         as_srun=settings.options.as_srun,

@@ -22,6 +22,7 @@ from elasticrt.ipc.collateral_errors import (
     exceptions_in,
     is_collateral,
 )
+from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure, FinalCode, first_cause
 from elasticrt.text import cut, size
 from elasticrt.workers.gpu_failures import gpu_cause
@@ -41,6 +42,35 @@ _FINAL: dict[str, FinalCode] = {"CheckpointError": 5, "PreparationError": 6, "Du
 
 
 @dataclass(frozen=True)
+class Remains:
+    """What is left of a worker that has ended, or that could not be started.
+
+    Attributes:
+        code: exit code, or minus the signal number.
+        error_file: the content of torchelastic's error file, "" when there is none.
+        last_lines: the end of its error output; `log_path`: where the whole of it is, "" when it is not kept.
+        step: the last global step that it is known to have finished.
+        stepped: whether it had made a step, None where that is not seen.
+        beats: optimizer steps that it made, in a script without a Loop; `loaded`: as in `Failure`.
+        start_error: why it could not be started, "" if it was.
+        lost: why the process that started it ended, if that took the worker along.
+        oom: the kernel's count of processes killed for memory went up meanwhile.
+    """
+
+    code: int
+    error_file: str = ""
+    last_lines: Sequence[str] = ()
+    log_path: str = ""
+    step: int | None = None
+    stepped: bool | None = None
+    beats: int = 0
+    loaded: int = 0
+    start_error: str = ""
+    lost: str = ""
+    oom: bool = False
+
+
+@dataclass(frozen=True)
 class Raised:
     """What a worker raised, as far as its error file or its output says: all empty for nothing.
 
@@ -54,88 +84,55 @@ class Raised:
     certain: bool = False
 
 
-def raised(code: int, error_file: str = "", last_lines: Sequence[str] = ()) -> Raised:
-    """What a worker raised that ended with exit `code`.
-
-    `error_file` is the content of torchelastic's error file, "" when there is none; `last_lines`: the end of its error
-    output.
-    """
-    found = _in_error_file(error_file)
-    if found.exception or found.message or code <= 0:
+def raised(left: Remains) -> Raised:
+    """What a worker raised, from what is `left` of it."""
+    found = _in_error_file(left.error_file)
+    if found.exception or found.message or left.code <= 0:
         return found
-    return _in_traceback(last_lines) or _without_traceback(code, last_lines)
+    return _in_traceback(left.last_lines) or _without_traceback(left.code, left.last_lines)
 
 
-def failure_of(
-    *,
-    rank: int,
-    local_rank: int,
-    node: str,
-    generation: int,
-    code: int,
-    error_file: str = "",
-    last_lines: Sequence[str] = (),
-    log_path: str = "",
-    step: int | None = None,
-    start_error: str = "",
-    lost: str = "",
-    oom: bool = False,
-    stepped: bool | None = None,
-    beats: int = 0,
-    loaded: int = 0,
-) -> Failure:
-    """The failure of a worker that ended with `code` (not 0), or could not be started.
-
-    Args:
-        rank: global rank; `local_rank`, `node` and `generation` say where.
-        code: exit code, or minus the signal number.
-        error_file: the content of torchelastic's error file, "" when there is none.
-        last_lines: the end of its error output; `log_path`: where the whole of it is, "" when it is not kept.
-        step: the last global step that it is known to have finished.
-        start_error: why it could not be started, "" if it was.
-        lost: why the process that started it ended, if that took the worker along.
-        oom: the kernel's count of processes killed for memory went up meanwhile.
-        stepped: whether it had made a step, None where that is not seen.
-        beats: optimizer steps that it made, in a script without a Loop; `loaded`: as in `Failure`.
-    """
-    found = raised(code, error_file, last_lines)
-    message = start_error or lost or found.message
+def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
+    """The failure of a `worker` from what is `left` of it; its code is not 0."""
+    found, code, where = raised(left), left.code, f"rank {worker.rank} on {worker.node}"
+    message = left.start_error or left.lost or found.message
     final: FinalCode = 0
-    if start_error:
-        collateral, final = False, 1 if _NOT_HERE.search(start_error) else 0
+    if left.start_error:
+        collateral, final = False, 1 if _NOT_HERE.search(left.start_error) else 0
     elif code > 0:
         collateral = is_collateral(found.exception, found.message, found.callstack)
-        final = 1 if found.certain and not stepped else _final_code(found, stepped=stepped)
+        final = 1 if found.certain and not left.stepped else _final_code(found, stepped=left.stepped)
     else:
-        collateral = _aborted_by_peer(code, last_lines)
+        collateral = _aborted_by_peer(code, left.last_lines)
     unmet = collateral and NEVER_MET.search(message) is not None
-    how = _how_it_ended(code, found.exception, message, start_error=start_error, oom=oom)
+    how = _how_it_ended(left, found.exception, message)
     # A watchdog of NCCL throws where nobody can catch: what it says of its GPU is in the output alone.
-    said = "\n".join(last_lines) if code == -signals.SIGABRT else f"{found.exception}: {message}"
+    said = "\n".join(left.last_lines) if code == -signals.SIGABRT else f"{found.exception}: {message}"
     gpu = None if collateral else gpu_cause(said)
     advice = [_how_to_meet(message)] if unmet else [f"{gpu.name}. {gpu.remedy}"] if gpu else []
+    place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
+    when = f", after step {left.step}" if left.step is not None else ""
     lines = [
         *advice,
-        f"rank {rank} failed first, on {node} (local rank {local_rank}), in generation {generation}"
-        + (f", after step {step}" if step is not None else ""),
+        f"rank {worker.rank} failed first, {place}{when}",
         f"  {how}",
-        *([f"  {WHO_KILLED}"] if code == -signals.SIGKILL and not oom and not lost else []),
-        *(["  the end of its error output:"] if last_lines else []),
-        *(f"  | {line}" for line in _newest(last_lines)),
-        *([f"  log: {log_path}"] if log_path else []),
+        *([f"  {WHO_KILLED}"] if code == -signals.SIGKILL and not left.oom and not left.lost else []),
+        *(["  the end of its error output:"] if left.last_lines else []),
+        *(f"  | {line}" for line in _newest(left.last_lines)),
+        *([f"  log: {left.log_path}"] if left.log_path else []),
         *([HOW_TO_MEND] if final == 1 else []),
     ]
     return Failure(
-        rank=rank,
+        rank=worker.rank,
         code=code,
         collateral=collateral,
-        summary=": ".join([f"rank {rank} on {node}", *advice, how]).replace("\n", " "),
+        summary=": ".join([where, *advice, how]).replace("\n", " "),
         text="\n".join(lines),
         final_code=final,
         unmet=unmet,
-        early=_digest(found) if stepped is False and not collateral and code > 0 else "",
-        beats=beats,
-        loaded=loaded,
+        early=_digest(found) if left.stepped is False and not collateral and code > 0 else "",
+        beats=left.beats,
+        loaded=left.loaded,
     )
 
 
@@ -200,13 +197,13 @@ def _in_a_line(failure: Failure) -> str:
     return f"  {'collateral' if failure.collateral else 'also'}: {cut(failure.summary, 200)}"
 
 
-def _how_it_ended(code: int, exception: str, message: str, *, start_error: str, oom: bool) -> str:
+def _how_it_ended(left: Remains, exception: str, message: str) -> str:
     """In a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
-    if start_error:
-        return f"could not be started: {cut(start_error, _MESSAGE_MAX_BYTES)}"
-    if oom and code == -signals.SIGKILL:
+    if left.start_error:
+        return f"could not be started: {cut(left.start_error, _MESSAGE_MAX_BYTES)}"
+    if left.oom and left.code == -signals.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
-    how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+    how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
     said = (cut(exception, _NAME_MAX_BYTES), cut(message, _MESSAGE_MAX_BYTES))
     return ": ".join(filter(None, (how, *said)))
 

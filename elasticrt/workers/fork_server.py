@@ -7,6 +7,7 @@ import torch. It runs in its own session, so that Ctrl-C in a terminal reaches t
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -49,18 +50,26 @@ def note(event: Warm, event_log: EventLog) -> None:
 
 
 class WorkerParent:
-    """One worker parent. A `WorkerGroup` reads from it; all methods but `receive` are for the agent's thread."""
+    """One worker parent. Its process starts at once; `Warm` follows when it can start workers, or `ParentLost`.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._channel: Channel | None = None
-        self._sending = threading.Lock()
-        self._closing = False
-        self._ended = threading.Event()
-        self._sessions: dict[int, int] = {}  # Of workers that run: process id -> start time, to tell it from a reuse.
+    Make it in the agent's main thread. A `WorkerGroup` reads from it; all other methods are for the agent's thread.
 
-    def start(
+    Args:
+        method: "fork" or "exec".
+        env: what workers will have, less what differs between them (`workers.environment`): variables that
+            interpreter and libraries read while they load have to be right here already.
+        directory: where workers will run.
+        preload: modules to import in advance.
+        kind: what the command will be, as in `Command`.
+        target: the script or module, where known: the parent reads it.
+
+    Attributes:
+        pid: the process id of the parent.
+
+    Raises OSError when the process cannot be started.
+    """
+
+    def __init__(
         self,
         *,
         method: str,
@@ -70,55 +79,39 @@ class WorkerParent:
         kind: str = "script",
         target: str = "",
     ) -> None:
-        """Start the process; returns at once. `Warm` follows when it can start workers, or `ParentLost`.
-
-        Call it from the agent's main thread. Raises OSError when the process cannot be started.
-
-        Args:
-            method: "fork" or "exec".
-            env: what workers will have, less what differs between them (`workers.environment`): variables that
-                interpreter and libraries read while they load have to be right here already.
-            directory: where workers will run.
-            preload: modules to import in advance.
-            kind: what the command will be, as in `Command`.
-            target: the script or module, where known: the parent reads it.
-        """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        command = [sys.executable, "-u", "-m", "elasticrt.bootstrap.fork_server_main"]
-        command += ["--method", method, "--channel-fd", str(theirs.fileno())]
-        command += [f"--preload={name}" for name in preload]
-        command += ["--kind", kind, f"--target={target}"]
+        self._sending = threading.Lock()
+        self._closing = False
+        self._ended = threading.Event()
+        self._sessions: dict[int, int] = {}  # Of workers that run: process id -> start time, to tell it from a reuse.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._channel = Channel(self._socket)
+        order = {"method": method, "preload": list(preload), "kind": kind, "target": target}
+        text = json.dumps({**order, "channel_fd": theirs.fileno()})
+        command = [sys.executable, "-u", "-m", "elasticrt.bootstrap.fork_server_main", text]
         try:
             self._process = subprocess.Popen(
                 command, env=dict(env), cwd=directory, pass_fds=[theirs.fileno()], start_new_session=True
             )
         except OSError:
-            mine.close()
+            self._socket.close()
             raise
         finally:
             theirs.close()
-        self._socket, self._channel = mine, Channel(mine)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the parent, 0 before `start`."""
-        return self._process.pid if self._process else 0
+        self.pid = self._process.pid
 
     def fileno(self) -> int:
         """For `select`."""
-        assert self._channel is not None
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message with `fds` (the caller keeps its own copies). ChannelClosed when the parent is gone."""
         with self._sending:
-            if self._channel is None or self._closing:
+            if self._closing:
                 raise ChannelClosed("the worker parent has been closed")
             self._channel.send(message, fds)
 
     def receive(self) -> list[ParentEvent]:
         """What the parent has said by now. ParentLost is the last of it: then it has ended, and been reaped."""
-        assert self._channel is not None
         found: list[ParentEvent] = []
         try:
             while received := self._channel.receive(0):
@@ -135,8 +128,6 @@ class WorkerParent:
 
     def close(self, timeout_s: float = PARENT_END_S) -> None:
         """End the parent and all workers, and wait for it; after `timeout_s` it is killed. May be called twice."""
-        if self._process is None or self._socket is None:
-            return
         with self._sending:
             self._closing = True
             # Only our sending side: the parent sees the end, and we still hear how its workers ended.
@@ -147,24 +138,21 @@ class WorkerParent:
             self._ended.wait(PARENT_END_S)
 
     def _lost(self, reason: str) -> ParentLost:
-        process, channel = self._process, self._channel
-        assert process is not None
-        assert channel is not None
         try:
-            code = process.wait(PARENT_END_S)
+            code = self._process.wait(PARENT_END_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # It has closed its channel and does not end: nothing can be done with it any more.
-            code = process.wait()
+            self._process.kill()  # It has closed its channel and does not end: nothing can be done with it any more.
+            code = self._process.wait()
         with self._sending:
             asked, self._closing = self._closing, True
-            channel.close()
+            self._channel.close()
         # Kill what a killed parent could not: it took its workers along, but not what these had started.
         for pid in in_sessions({pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}):
             with contextlib.suppress(OSError):  # It has ended by itself.
                 os.kill(pid, signal.SIGKILL)
         self._ended.set()
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return ParentLost(f"the worker parent (pid {process.pid}) ended: {ended}; {reason}", asked)
+        return ParentLost(f"the worker parent (pid {self.pid}) ended: {ended}; {reason}", asked)
 
 
 def keeps_dying(node: str, reason: str) -> ConfigError:

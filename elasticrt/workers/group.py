@@ -22,30 +22,10 @@ from elasticrt.ipc.messages import Look, Release, Reply, Reseat, Signal, Start
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
 from elasticrt.settings import Command, LogOptions
-from elasticrt.workers.failures import failure_of
+from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.fork_server import WorkerParent
 from elasticrt.workers.logs import Output, WorkerConsole, file_of
-from elasticrt.workers.worker_io import (
-    GroupEnded,
-    GroupEvent,
-    WorkerEnded,
-    WorkerIO,
-    WorkerSaid,
-    WorkerStarted,
-    WorkerState,
-    oom_kills,
-)
-
-__all__ = [
-    "Command",
-    "GroupEnded",
-    "GroupEvent",
-    "WorkerEnded",
-    "WorkerGroup",
-    "WorkerSaid",
-    "WorkerStarted",
-]
-
+from elasticrt.workers.worker_io import GroupEnded, GroupEvent, WorkerEnded, WorkerIO, WorkerState, oom_kills
 
 EXIT_CANNOT_START = 126
 """What a shell says of a program that it cannot execute, and the worker parent of a worker it cannot start."""
@@ -261,14 +241,7 @@ class WorkerGroup:
             for fd in worker.pipes.values():
                 os.close(fd)
         for env in envs:
-            failure = failure_of(
-                rank=env.rank,
-                local_rank=env.local_rank,
-                node=env.node,
-                generation=env.generation,
-                code=EXIT_CANNOT_START,
-                start_error=error,
-            )
+            failure = failure_of(env, Remains(EXIT_CANNOT_START, start_error=error))
             self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, failure))
         self._sink(GroupEnded(envs[0].generation))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import BinaryIO
 
+from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.file_modes import make_directory, opener
 from elasticrt.option_values import ERR, OUT
@@ -71,7 +72,15 @@ class WorkerConsole:
         self._unfinished[stream] = None if text.endswith((b"\n", b"\r")) else worker
 
     def _emit(self, stream: str, data: bytes) -> None:
-        fd = self._fds[stream]
+        try:
+            with std_streams.aside(ends_line=data.endswith(b"\n")):
+                self._write(self._fds[stream], data)
+        except OSError as error:
+            del self._fds[stream]
+            _LOG.warning("the console cannot be written any more (std%s: %s); workers go on", stream, error)
+
+    @staticmethod
+    def _write(fd: int, data: bytes) -> None:
         view = memoryview(data)
         while view:
             try:
@@ -81,10 +90,6 @@ class WorkerConsole:
                 # wait for the reader, but not for ever.
                 if not select.select([], [fd], [], _CONSOLE_WAIT_S)[1]:
                     return
-            except OSError as error:
-                del self._fds[stream]
-                _LOG.warning("the console cannot be written any more (std%s: %s); workers go on", stream, error)
-                return
 
 
 class _File:

@@ -26,7 +26,7 @@ from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Re
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
-from elasticrt.workers.failures import failure_of, raised
+from elasticrt.workers.failures import Remains, failure_of, raised
 from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
 from elasticrt.workers.logs import Output
 
@@ -305,27 +305,23 @@ class WorkerIO:
         worker.ended = True
         env, failure = worker.env, None
         if code != 0:
-            error_file, lines = _read_text(env.error_file), worker.output.tail()
-            by_us = code in (-signal.SIGTERM, -signal.SIGKILL) or not raised(code, error_file, lines).exception
+            pages = [each.page for each in self._workers if each.start == worker.start and not each.page.entered]
+            left = Remains(
+                code,
+                error_file=_read_text(env.error_file),
+                last_lines=worker.output.tail(),
+                log_path=worker.output.path,
+                step=worker.step or worker.page.step or None,
+                stepped=_stepped(worker),
+                beats=0 if worker.page.entered else worker.page.beats,
+                loaded=max((page.loaded for page in pages if page.beats), default=0),
+                start_error=start_error,
+                lost=lost,
+                oom=code == -signal.SIGKILL and oom_kills() > worker.oom_kills,
+            )
+            by_us = code in (-signal.SIGTERM, -signal.SIGKILL) or not raised(left).exception
             if not (worker.stopping and by_us):
-                pages = [each.page for each in self._workers if each.start == worker.start and not each.page.entered]
-                failure = failure_of(
-                    rank=env.rank,
-                    local_rank=env.local_rank,
-                    node=env.node,
-                    generation=env.generation,
-                    code=code,
-                    error_file=error_file,
-                    last_lines=lines,
-                    log_path=worker.output.path,
-                    step=worker.step or worker.page.step or None,
-                    stepped=_stepped(worker),
-                    beats=0 if worker.page.entered else worker.page.beats,
-                    loaded=max((page.loaded for page in pages if page.beats), default=0),
-                    start_error=start_error,
-                    lost=lost,
-                    oom=code == -signal.SIGKILL and oom_kills() > worker.oom_kills,
-                )
+                failure = failure_of(env, left)
         self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, worker.pid, code, failure))
 
 

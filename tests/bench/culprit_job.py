@@ -1,12 +1,15 @@
 """Trains a small model, and does to itself what `culprit.py` asks for: `culprit_job.py DIRECTORY LOADER_WORKERS`.
 
-DIRECTORY/inject names the next fault: "number kind rank". Its victim writes DIRECTORY/did-NUMBER, and goes on, where it
-can, when there is DIRECTORY/end-NUMBER.
+DIRECTORY/inject names the next fault: "number kind rank point". Its victim writes DIRECTORY/did-NUMBER, and goes on,
+where it can, when there is DIRECTORY/end-NUMBER. The point is one of: first (before a process's first step),
+forward, backward, optimizer, evaluation.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
@@ -23,15 +26,16 @@ import elasticrt
 
 DIRECTORY, LOADER_WORKERS = Path(sys.argv[1]), int(sys.argv[2])
 STEP_S = 0.03
+EVALUATE_EVERY = 20
 
 
-def asked(rank: int, *kinds: str) -> tuple[int, str] | None:
-    """The number and kind of the fault that is this rank's to commit now, if it is one of `kinds`; it is noted."""
+def asked(rank: int, here: str, *kinds: str) -> tuple[int, str] | None:
+    """The number and kind of the fault that is this rank's to commit `here`, if it is one of `kinds`; it is noted."""
     try:
-        number, kind, victim = (DIRECTORY / "inject").read_text().split()
+        number, kind, victim, point = (DIRECTORY / "inject").read_text().split()
     except (OSError, ValueError):
         return None
-    if int(victim) != rank or kind not in kinds:
+    if int(victim) != rank or kind not in kinds or point != here:
         return None
     try:
         fd = os.open(DIRECTORY / f"did-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -86,6 +90,20 @@ def reads(number: int) -> None:
     path.read_bytes()
 
 
+def sleeps_in_the_kernel(number: int) -> None:
+    """As in a read from a disk that does not answer, in a file that is mapped: in state D, with the interpreter's lock.
+
+    The parent of a process that was made by CLONE_VFORK sleeps so until that process ends.
+    """
+    clone, parent = {"x86_64": 56, "aarch64": 220}[platform.machine()], os.getpid()
+    clone_vfork = 0x4000
+    if ctypes.PyDLL(None).syscall(clone, clone_vfork | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+        while not over(number) and os.getppid() == parent:
+            time.sleep(0.05)
+        os._exit(0)
+    os.wait()
+
+
 def runs_out_of_memory(number: int) -> None:
     """More than the limit of its address space."""
     del number
@@ -122,23 +140,28 @@ def dies(number: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-HERE = {
-    each.__name__: each
-    for each in (sleeps, deadlocks, computes, reads, runs_out_of_memory, raises, barrier, all_reduce, stops, dies)
-}
+STUCK = (sleeps, deadlocks, computes, reads, sleeps_in_the_kernel, stops)
+HERE = {each.__name__: each for each in (*STUCK, runs_out_of_memory, raises, dies, barrier, all_reduce)}
+
+
+def commit(rank: int, here: str) -> None:
+    """Commit the fault that is to be committed `here`, if there is one."""
+    fault = asked(rank, here, *HERE)
+    if fault is not None:
+        HERE[fault[1]](fault[0])
 
 
 class Numbers(Dataset):
     """Samples; drawing one may take long."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.point = rank, "first"
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        fault = asked(self.rank, "loader")
+        fault = asked(self.rank, self.point, "loader")
         if fault is not None:
             sleeps(fault[0])
         return torch.full((16,), float(index % 7))
@@ -154,19 +177,24 @@ def main() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     model = DistributedDataParallel(net, bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    optimizer.register_step_pre_hook(lambda *_: commit(ctx.rank, "optimizer"))
     loop = elasticrt.Loop(DIRECTORY / "ckpt", sampler=sampler, model=model, optimizer=optimizer)
     for _ in loop.epochs(1000):
-        data.rank = ctx.rank
         for x in loop.batches(loader):
             data.rank = ctx.rank
             with loop.step():
-                fault = asked(ctx.rank, *HERE)
-                if fault is not None:
-                    HERE[fault[1]](fault[0])
+                commit(ctx.rank, data.point)
+                data.point = "forward"
                 time.sleep(STEP_S)
-                model(x).square().mean().backward()
+                y = model(x)
+                y.register_hook(lambda _: commit(ctx.rank, "backward"))
+                y.square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            if loop.steps_done % EVALUATE_EVERY == 0:
+                with loop.pause("evaluate"):
+                    commit(ctx.rank, "evaluation")
+                    ctx.sum(float(net(x).detach().square().sum()), len(x))
 
 
 if __name__ == "__main__":

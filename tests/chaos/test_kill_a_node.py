@@ -102,6 +102,7 @@ def _accuracy(cluster: Cluster) -> float:
     return found[0]
 
 
+@pytest.mark.slow
 def test_undisturbed(tmp_path: Path, data: Path) -> None:
     """The reference: three nodes, one generation, every sample once in each epoch."""
     with _running(tmp_path, data) as cluster:
@@ -170,8 +171,8 @@ def _resize_command(cluster: Cluster) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("disturb", "worlds", "lossless"),
     [
-        pytest.param(_one_worker, (3, 3), False, id="W02-worker"),
-        pytest.param(_last_node, (3, 2), False, id="A01-node"),
+        pytest.param(_one_worker, (3, 3), False, id="W02-worker", marks=pytest.mark.slow),
+        pytest.param(_last_node, (3, 2), False, id="A01-node", marks=pytest.mark.slow),
         pytest.param(_rank_zero, (3, 2), False, id="W03-node-with-rank-0"),
         pytest.param(_first_started, (3, 2), False, id="A07-first-started-node", marks=pytest.mark.slow),
         pytest.param(_leave, (3, 2), True, id="A02-leave-by-SIGTERM", marks=pytest.mark.slow),

@@ -52,3 +52,26 @@ def test_char_gpt(tmp_path: Path) -> None:
     output = _run("char_gpt.py", "--steps", "6", cwd=tmp_path)
     assert "def " in output
     assert list((tmp_path / "ckpt-gpt").glob("*.pt"))
+
+
+def test_scale_lr(tmp_path: Path) -> None:
+    """scale_lr.py sets the learning rate by the world size."""
+    assert "world size 0 to 2 (start): learning rate 0.04" in _run("scale_lr.py", "--steps", "5", cwd=tmp_path)
+
+
+def test_curve(tmp_path: Path) -> None:
+    """curve.py trains, and writes one curve, or says that it cannot."""
+    output = _run("curve.py", "--steps", "5", cwd=tmp_path)
+    assert "5 steps, loss" in output
+    assert ("no curve is written" in output) != (tmp_path / "curve").exists()
+
+
+def test_a_change_is_told_to_the_script(tmp_path: Path) -> None:
+    """scale_lr.py hears of a lost node: both world sizes, the cause, and what it has cost."""
+    script = [str(REPOSITORY / "examples" / "scale_lr.py"), "--steps", "4000"]
+    command = [sys.executable, "-m", "elasticrt", "simulate", "--nodes", "2", "--nnodes", "1:2"]
+    command += ["--fault", "step 30: kill node 1", *script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = r"world size 2 to 1 \(node-1 lost.*\), after \d+\.\d\d s and 0 steps lost: learning rate 0.02"
+    assert re.search(told, done.stdout), done.stdout

@@ -10,8 +10,8 @@ from uuid import uuid4
 
 import pytest
 
-from elasticrt.store.protocol import Address, Broken, Changes, Event, KeyValue, Put, Resync, Store, Txn
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from elasticrt.store.protocol import Address, Changes, Event, KeyValue, Put, Resync, Store, Txn
+from tests.memory_store import MemoryServer, MemoryStore
 from tests.servers import debian_binary, etcd_server, wait_until, wheel_binary
 
 KINDS = ("memory", "wheel", "debian")
@@ -41,9 +41,9 @@ class Inbox:
     """A watch sink that keeps what it got."""
 
     def __init__(self) -> None:
-        self.notices: list[Changes | Resync | Broken] = []
+        self.notices: list[Changes | Resync] = []
 
-    def __call__(self, notice: Changes | Resync | Broken) -> None:
+    def __call__(self, notice: Changes | Resync) -> None:
         """Be the sink."""
         self.notices.append(notice)
 

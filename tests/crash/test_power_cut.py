@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from elasticrt import Checkpointer
-from elasticrt.checkpoint import checkpoint_dir, commits, locate, restoring
+from elasticrt.checkpoint import checkpoint_dir, commits, restoring
 from elasticrt.data import durable_files as files
+from elasticrt.distributed.shared_payload import Payload
 from elasticrt.errors import ElasticError
 from elasticrt.ipc.env import Commit
 from tests.crash.disk import Change, Content, Recorder, remains
@@ -129,13 +130,13 @@ class Checker:
         self._numbers = itertools.count()
         self._torn = False
         self.states = 0
-        real = locate.parse
+        real = restoring.parse
 
-        def parse(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
-            self._torn |= bytes(payload) not in saved.whole
+        def parse(payload: Payload) -> dict[str, Any]:
+            self._torn |= payload.path.read_bytes() not in saved.whole
             return real(payload)
 
-        monkeypatch.setattr(locate, "parse", parse)
+        monkeypatch.setattr(restoring, "parse", parse)
 
     def check(self, disk: dict[str, Content], promise: Promise) -> str:
         """What is wrong, "" when nothing is."""

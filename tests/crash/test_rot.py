@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from elasticrt.checkpoint import checkpoint_dir, restoring
-from elasticrt.data.durable_files import Directory, Unfit
+from elasticrt.data.durable_files import Unfit
+from elasticrt.distributed.shared_payload import Payload
 from elasticrt.errors import CheckpointError
 from elasticrt.ipc.env import Commit
 from tests.crash.places import commit_of, release, restored, save
@@ -115,22 +116,25 @@ def test_all_damaged_stops(tmp_path: Path) -> None:
             restored(tmp_path, head)
 
 
-def _unchecked(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> bytearray:
-    return self._opened().read(commit.file)
+def _unchecked(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> Payload:
+    payload = Payload()
+    payload.write(self._opened().read(commit.file, size_max=1 << 20))
+    return payload
 
 
-def _size_only(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> bytearray:
-    return self._opened().read(commit.file, size=commit.size)
+def _size_only(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> Payload:
+    payload = Payload()
+    self._opened().read_into(commit.file, payload.write, commit.size)
+    return payload
 
 
-def _own_word(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> bytearray:
+def _own_word(self: checkpoint_dir.CheckpointDirectory, commit: Commit) -> Payload:
     """Checks a payload against its manifest, not against what was committed."""
-    directory: Directory = self._opened()
     known = self.history().manifests.get(commit.nonce)
-    content = directory.read(commit.file)
-    if known is None or checkpoint_dir.sha256(content) != known.commit.digest:
+    payload = _unchecked(self, commit)
+    if known is None or payload.flaw(known.commit.size, known.commit.digest):
         raise Unfit("not as the manifest says")
-    return content
+    return payload
 
 
 @pytest.mark.parametrize("broken", [_unchecked, _size_only, _own_word])

@@ -86,9 +86,9 @@ def interpreter(version: str) -> Path:
 
 
 def _requirements(pair: Pair) -> list[str]:
-    """torch, and what the package itself needs."""
+    """torch, what the package itself needs, and what the slice imports."""
     needed = [each for each in metadata.requires("elasticrt") or () if "extra ==" not in each]
-    return [f"torch=={pair.torch}.*", *(each for each in needed if not each.startswith("torch")), "numpy"]
+    return [f"torch=={pair.torch}.*", *(each for each in needed if not each.startswith("torch")), "numpy", "pytest"]
 
 
 def _pip(python: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.ipc.messages import Copied
 from elasticrt.rendezvous.records import Generation, Seat
-from elasticrt.workers.group import WorkerSaid
+from elasticrt.workers.worker_io import WorkerSaid
 from tests.virtual.engine import require
 from tests.virtual.work import step_of
 

@@ -1,6 +1,6 @@
 """Checkpoints on the disks of the nodes that wrote them: what workers can go on from when some nodes are not here.
 
-Each node offers what `elasticrt.checkpoint.locate` would find in its directory; the production rule chooses among them.
+Each node offers what `checkpoint.restoring` would find in its directory; the production rule chooses among them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, nobody
 from elasticrt.rendezvous.records import Seat
-from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LOOKS_PER_TTL, LeaseSession
+from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LeaseSession
 from tests.virtual.engine import VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
 
@@ -154,16 +154,15 @@ class VirtualProber:
 
 
 class VirtualLeaseSession(LeaseSession):
-    """The production lease, its two threads replaced by tasks."""
+    """The production lease, its thread replaced by a task."""
 
     def __init__(self, store: Wire, ttl_s: float, sink: Callable[[Any], None]) -> None:
         super().__init__(store, ttl_s, sink, now=store.process.clock)
         self._process = store.process
 
     def _start(self) -> None:
-        engine, process = self._process.sim.engine, self._process
-        process.tasks.append(engine.start(process, self._keep, "keep"))
-        process.tasks.append(engine.start(process, self._watch_clock, "look"))
+        process = self._process
+        process.tasks.append(process.sim.engine.start(process, self._keep, "keep"))
 
     def _keep(self) -> None:
         pause_s = 0.0
@@ -175,17 +174,9 @@ class VirtualLeaseSession(LeaseSession):
             if not self._closed:
                 pause_s = self._ask(self._lease, self._process.clock())
 
-    def _watch_clock(self) -> None:
-        assert self._lease is not None
-        while not self._closed:
-            self._process.sleep(self._lease.ttl_s / LOOKS_PER_TTL)
-            with self._lock:
-                if not self._closed:
-                    self._judge()
-
 
 class VirtualStoreProxy:
-    """The courier's thread as a task."""
+    """The store proxy's thread as a task."""
 
     def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
         process = store.process
@@ -194,7 +185,7 @@ class VirtualStoreProxy:
         self._process = process
         self._closing = False
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
-        process.tasks.append(process.sim.engine.start(process, self._work, "courier"))
+        process.tasks.append(process.sim.engine.start(process, self._work, "store proxy"))
 
     def send(self, errand: StoreRequest) -> None:
         """See `Courier`."""

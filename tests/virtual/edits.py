@@ -22,7 +22,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "identity by name": ((_VIEW, "View.seat_of", "and seat.incarnation == incarnation", ""),),
     "no fence on commit": ((_FENCE, "commit", "_unchanged(keys.generation, generation_mod),", ""),),
     "commit by whatever generation is current": (
-        (_A + "agent", "Agent._send_errand", "if view.generation and current else -1", "if view.generation else -1"),
+        (_A + "agent", "Agent._ask_store", "if view.generation and current else -1", "if view.generation else -1"),
     ),
     "no nonce read-back": ((_COMMIT, "StoreRequests._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (
@@ -47,7 +47,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
     "a leader hears of its own report as late as of others'": (
-        (_HANDLER, "Conversations.file", "revision and self.keys.all_reports in self._followed", "False"),
+        (_HANDLER, "Conversations.file", "self.keys.all_reports in self._followed", "False"),
     ),
     "a node's goodbye takes its failure with it": (
         (_R + "member", "Member.leave", "told is not None and told.generation == view.number", "False"),
@@ -89,7 +89,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
     "a failed publish is tried again unread": ((_HANDLER, "Conversations.publish", "yield from self.refresh()", "pass"),),
-    "a failed report is tried again unread": ((_HANDLER, "Conversations._done", "yield from self.refresh()", "pass"),),
+    "a failed report is tried again unread": ((_HANDLER, "Conversations.file", "yield from self.refresh()", "pass"),),
     "the leader does not follow reports": ((_VIEW, "followed", "keys.all_reports,", ""),),
     "a resync is taken for the end": ((_HANDLER, "Conversations.absorb", "self._unfollow(notice.range)", "pass"),),
     "workers of the last generation live on": (
@@ -99,10 +99,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
-        (_COMMIT, "StoreRequests._settle", "record.incarnation != errand.incarnation or ", ""),
+        (_COMMIT, "StoreRequests._settle", "record.incarnation != asked.incarnation or ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
-    "two build": ((_COMMIT, "StoreRequests._claim", "current.lease != errand.lease", "False"),),
+    "two build": ((_COMMIT, "StoreRequests._claim", "current.lease != asked.lease", "False"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),

@@ -6,7 +6,18 @@ _FOR_PEOPLE = (
     "harmless because the restart is the same: the leader waits a moment so that the report names the cause (of a "
     "hang: what all nodes were doing) and not its consequence, for people."
 )
+_UNSEEN = (
+    "harmless because no story or seed that was tried shows it, which is less than that nothing can go wrong: history "
+)
 HARMLESS: dict[str, str] = {
+    "file without _unchanged(key, before)": (
+        _UNSEEN + "201471 did, in which a late report replaced the next one, until the times of the protocol moved. "
+        "tests/unit/rendezvous/test_member.py checks the rule by itself."
+    ),
+    "a leader hears of its own report as late as of others'": (
+        _UNSEEN + "105498 did (S18) until the times of the protocol moved. It takes a leader that decides within the "
+        "delay of its own watch."
+    ),
     "a head that another wrote is overwritten": (
         "harmless because only rank 0 of the current generation commits, one commit at a time, and its generation "
         "begins at the head that was compared when it was published: the head it replaces is the head it knows. "

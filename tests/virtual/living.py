@@ -25,8 +25,8 @@ from elasticrt.ipc.messages import (
     Step,
 )
 from elasticrt.ipc.status_page import IN_PLACE, READY
-from elasticrt.workers.failures import failure_of
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.failures import Remains, failure_of
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual import disks
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import nanoseconds, require
@@ -177,9 +177,7 @@ class Worker:
     def _tell_end(self, code: int, failure: Any) -> None:
         env, self.told = self.env, True
         if failure is None and code not in (0,) and not self.stopping:
-            failure = failure_of(
-                rank=env.rank, local_rank=env.local_rank, node=env.node, generation=env.generation, code=code
-            )
+            failure = failure_of(env, Remains(code))
         self.emit(WorkerEnded(env.generation, env.rank, env.local_rank, 1, code, failure))
         if all(each.told or each.generation != env.generation for each in self.owner.workers):
             self.emit(GroupEnded(env.generation))
@@ -200,10 +198,8 @@ class Worker:
             self.lose(self.group)
             return
         env = self.env
-        failure = failure_of(
-            rank=env.rank, local_rank=env.local_rank, node=env.node, generation=env.generation, code=1,
-            last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
-        )  # fmt: skip
+        said = "Connection closed by peer" if collateral else "ValueError: " + summary
+        failure = failure_of(env, Remains(1, last_lines=(said,)))
         failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
         self.die(1, failure)
@@ -278,7 +274,7 @@ class Worker:
 
     def _publish(self) -> None:
         self.building = (*self.building, self.requests + 1)
-        self.ask(lambda number: Built(number, self._data(), "1", "d" * 64))
+        self.ask(lambda number: Built(number, self._data(), "1"))
 
     # Seats.
 

@@ -24,7 +24,7 @@ from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.store.protocol import Address, Credentials
-from elasticrt.workers.group import WorkerEnded
+from elasticrt.workers.worker_io import WorkerEnded
 from tests.virtual.conduct import Intent
 from tests.virtual.edges import edges
 from tests.virtual.engine import Task, VirtualQueue

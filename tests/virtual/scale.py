@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.protocol import Changes, Delete, KeyValue, Lease, Put, RangeRead, Txn, TxnResult, WatchSink
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore, MemoryWatch
+from tests.memory_store import MemoryServer, MemoryStore, MemoryWatch
 from tests.virtual.world import VirtualMember, World, spec
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"

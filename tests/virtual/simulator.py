@@ -18,7 +18,7 @@ from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.rendezvous.records import Keys, SpecRecord
 from elasticrt.spec import RunSpec, resized
 from elasticrt.store.protocol import Changes, Resync, Txn, TxnResult
-from elasticrt.testing.memory_store import MemoryServer
+from tests.memory_store import MemoryServer
 from tests.virtual.conduct import Intent
 from tests.virtual.copies import State, Trained
 from tests.virtual.engine import STORY_TAIL, Engine, Violation, require

@@ -9,7 +9,7 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Claim, Reply, Save
 from elasticrt.rendezvous.records import Keys
 from elasticrt.store.protocol import StoreUnavailable, Txn, TxnResult
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 
 class LossyStore(MemoryStore):

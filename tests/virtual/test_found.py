@@ -12,7 +12,7 @@ from elasticrt.rendezvous.decision import Ask, File, Wait, Withdraw
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.rendezvous.view import apply_range
 from elasticrt.store.protocol import Delete, Put, RangeRead, StoreUnavailable, Txn, TxnResult
-from elasticrt.testing.memory_store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
 
 

@@ -8,7 +8,7 @@ from elasticrt.errors import EXIT_STORE
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import End, Finish, Halt
 from elasticrt.store.protocol import RangeRead
-from elasticrt.testing.memory_store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.virtual.world import running
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrt.ipc.messages import Step
-from elasticrt.workers.group import WorkerSaid
+from elasticrt.workers.worker_io import WorkerSaid
 from tests.virtual import disks
 from tests.virtual.copies import Trained
 from tests.virtual.engine import nanoseconds

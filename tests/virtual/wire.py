@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elasticrt.errors import StoreError
 from elasticrt.store.protocol import (
-    Broken,
     Changes,
     Lease,
     RangeRead,
@@ -23,7 +22,7 @@ from elasticrt.store.protocol import (
     TxnResult,
     WatchSink,
 )
-from elasticrt.testing.memory_store import MemoryWatch
+from tests.memory_store import MemoryWatch
 
 if TYPE_CHECKING:
     from tests.virtual.conduct import Intent
@@ -45,14 +44,14 @@ class Channel:
         self._process = process
         self._sink = sink
         self.what = what
-        self._items: deque[Changes | Resync | Broken] = deque()
+        self._items: deque[Changes | Resync] = deque()
         self._due = 0.0
         self._missing = False
         self.lag_s = 0.0
         rates = sim.plan.rates
         self._late_s = sim.net.uniform(0.0, rates.late_s) if sim.chance("late", rates.late) else 0.0
 
-    def receive(self, item: Changes | Resync | Broken) -> None:
+    def receive(self, item: Changes | Resync) -> None:
         """From the server, at the moment of the change."""
         if not self.active:
             return

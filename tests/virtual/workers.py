@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
-from elasticrt.workers.failures import failure_of
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
+from elasticrt.workers.failures import Remains, failure_of
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import require
 
@@ -95,10 +95,8 @@ class Group:
             self.sim.engine.after(POLL_S, again)
             return
         env = self.envs[local_rank % len(self.envs)]
-        failure = failure_of(
-            rank=env.rank, local_rank=env.local_rank, node=env.node, generation=self.generation, code=1,
-            last_lines=("Connection closed by peer",) if collateral else ("ValueError: " + summary,),
-        )  # fmt: skip
+        said = "Connection closed by peer" if collateral else "ValueError: " + summary
+        failure = failure_of(replace(env, generation=self.generation), Remains(1, last_lines=(said,)))
         failure = replace(failure, collateral=collateral, final_code=final_code, early=early)
         self.sim.say(self.process, f"  worker {env.rank} fails{' (collateral)' if collateral else ''}")
         self.emit(WorkerEnded(self.generation, env.rank, env.local_rank, 1, 1, failure))
@@ -187,7 +185,7 @@ class Group:
                 self.sim.engine.after(POLL_S, self._publish)
                 return
             self.building = (*self.building, self.requests + 1)
-            self.ask(lambda number: Built(number, "data", "1", "d" * 64))
+            self.ask(lambda number: Built(number, "data", "1"))
 
     def save(self, step: int, trained: Trained) -> None:
         """Rank 0 asks for a commit, one at a time."""

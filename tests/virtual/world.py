@@ -38,7 +38,7 @@ from elasticrt.rendezvous.requests import Conversation, Notice
 from elasticrt.rendezvous.view import Verdict, View
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Lease, LeaseLost
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 T = TypeVar("T")
 

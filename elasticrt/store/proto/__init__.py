@@ -44,7 +44,8 @@ LeaseStub = _stub(
     LeaseGrant=("LeaseGrantRequest", "LeaseGrantResponse", _UNARY),
     LeaseRevoke=("LeaseRevokeRequest", "LeaseRevokeResponse", _UNARY),
     LeaseTimeToLive=("LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse", _UNARY),
-    LeaseKeepAlive=("LeaseKeepAliveRequest", "LeaseKeepAliveResponse", _STREAM),
+    # etcd has a stream for it; to a server a call with one request and one answer is a short stream.
+    LeaseKeepAlive=("LeaseKeepAliveRequest", "LeaseKeepAliveResponse", _UNARY),
 )
 WatchStub = _stub("Watch", Watch=("WatchRequest", "WatchResponse", _STREAM))
 AuthStub = _stub("Auth", Authenticate=("AuthenticateRequest", "AuthenticateResponse", _UNARY))

@@ -74,7 +74,7 @@ def test_the_dashboard_shows_what_is_exported() -> None:
     names = {name for expression in asked for name in re.findall(r"elasticrt_\w+", expression)}
     assert names <= exported.keys()
     assert len(names) > 15
-    for label, name in re.findall(r"by \((kind|bucket|phase)\) \((?:\w+\()?(elasticrt_\w+)", " ".join(asked)):
+    for label, name in re.findall(r"by \((kind|bucket|phase|rank)\) \((?:\w+\()?(elasticrt_\w+)", " ".join(asked)):
         assert label in exported[name]
 
 

@@ -80,12 +80,14 @@ def test_every_node_tells_of_a_generation_and_what_it_cost(tmp_path: Path) -> No
     """W02: each terminal has each generation, with this node's ranks, and the pause, also for a script without Loop."""
     with terminals(tmp_path, PLAIN, "ab", "--nnodes", "2") as agents:
         for agent in agents:
-            agent.wait_for(r"generation 1 with 2 nodes, 2 workers \(rank [01] here\): start")
+            agent.wait_for(r"generation 1: 2 nodes, world size 2, first step after .* \(rank [01] here\)")
             agent.wait_for("stepping in process")
         kill(int(re.search(r"stepping in process (\d+)", agents[0].text())[1]))
         for agent in agents:
-            agent.wait_for(r"generation 2 with 2 nodes, 2 workers \(rank [01] here\): rank \d on a: killed by SIGKILL")
-            agent.wait_for(r"next optimizer step after \d+\.\d\d s; what the script had not saved is done again")
+            agent.wait_for(
+                r"generation 2: rank \d on a: killed by SIGKILL, 2 nodes, world size 2, "
+                r"paused \d+\.\d\d s; what the script had not saved is done again \(rank [01] here\)"
+            )
         for agent in agents:
             agent.process.send_signal(signal.SIGINT)
         assert [agent.ended() for agent in agents] == [143, 143]

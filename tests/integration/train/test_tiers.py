@@ -57,11 +57,12 @@ def test_everything_comes_back_to_the_last_bit(results: dict[str, list], how: st
 
 @pytest.mark.parametrize("how", ["disk", "memory"])
 def test_what_arrives_damaged_is_refused(results: dict[str, list], how: str) -> None:
-    """S7: who gets the state over the process group holds it against its digest before it makes anything of it."""
+    """S7: who gets the state over the process group holds it against its digest, and all hear that it is not the same
+    before any of them makes anything of it."""
     well, damaged, also_well = results[f"{how}, damaged"]
-    assert well == also_well
-    assert well["prints"] == results["left"][0]
     assert damaged["refused"].startswith("RuntimeError: the state has changed on its way to this rank")
+    for each in (well, also_well):
+        assert each["refused"].startswith("RuntimeError: the state has changed on its way to another rank")
 
 
 @pytest.mark.parametrize("cut", [3, PER_EPOCH])

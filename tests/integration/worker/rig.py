@@ -21,8 +21,9 @@ from elasticrt.ipc.messages import Warm
 from elasticrt.settings import Command, LogOptions
 from elasticrt.workers.environment import worker_environment
 from elasticrt.workers.fork_server import WorkerParent
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerGroup, WorkerStarted
+from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.logs import WorkerConsole
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerStarted
 
 WAIT_S = 60.0
 
@@ -43,9 +44,8 @@ class Rig:
 
     def __init__(self, method: str, env: dict[str, str] | None = None, **options: Any) -> None:
         self.events: queue.Queue[Any] = queue.Queue()
-        self.parent = WorkerParent()
         self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
-        self.parent.start(method=method, env=self.base_env, directory=Path.cwd(), **options)
+        self.parent = WorkerParent(method=method, env=self.base_env, directory=Path.cwd(), **options)
         logs = LogOptions(console_ranks=frozenset())
         self.group = WorkerGroup(self.parent, self.events.put, logs=logs, console=WorkerConsole({}))
         self.generation = 0

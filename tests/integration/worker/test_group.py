@@ -11,7 +11,7 @@ import pytest
 
 from elasticrt.ipc.messages import Done
 from elasticrt.settings import Command
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerSaid
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid
 
 REDUCE = """
     import os, torch, torch.distributed as dist

@@ -17,7 +17,7 @@ from elasticrt.ipc.channel import ChannelClosed
 from elasticrt.ipc.messages import Signal
 from elasticrt.settings import Command
 from elasticrt.workers.fork_server import ParentLost
-from elasticrt.workers.group import GroupEnded, WorkerEnded, WorkerStarted
+from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerStarted
 
 BROOD = """\
 import os, signal, subprocess, sys, time
@@ -71,21 +71,6 @@ def test_nothing_outlives_a_worker_that_ended(either, brood, is_alive, after):
     pids = brood(either, after)
     either.finish()
     assert [is_alive(pid) for pid in pids] == [False] * 4
-
-
-def test_a_daemon_of_a_generation_goes_with_that_generation(either, brood, is_alive, tmp_path):
-    """W11: a daemon is swept when its generation ends, although the next has started, whose daemon stays."""
-    first = brood(either)
-    old = either.generation
-    (tmp_path / "pids").unlink()
-    second = brood(either)
-    either.group.kill(old)
-    either.wait(GroupEnded, lambda e: e.generation == old)
-    assert [is_alive(pid) for pid in first] == [False] * 4
-    assert [is_alive(pid) for pid in second] == [True] * 4
-    either.group.kill(either.generation)
-    either.finish()
-    assert [is_alive(pid) for pid in second] == [False] * 4
 
 
 def test_the_agent_is_killed(tmp_path, until, is_alive):
@@ -297,7 +282,7 @@ def test_a_new_generation_while_the_old_one_dies(warm, tmp_path):
 def test_the_channel_of_a_worker(warm, tmp_path):
     """Messages arrive with rank and generation, replies are received, the page is readable, nonsense is survived."""
     from elasticrt.ipc.messages import Claim, Reply, Step
-    from elasticrt.workers.group import WorkerSaid
+    from elasticrt.workers.worker_io import WorkerSaid
 
     body = """
         import os, time

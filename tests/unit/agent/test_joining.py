@@ -26,8 +26,8 @@ from elasticrt.run_options import RunOptions
 from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Lease, RangeRead, StoreUnavailable, Txn, TxnResult
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 from elasticrt.torchrun.participant import Participant
+from tests.memory_store import MemoryServer, MemoryStore
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
 

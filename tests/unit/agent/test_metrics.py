@@ -27,7 +27,8 @@ def test_views_of_a_story() -> None:
     assert value("steps_redone_total") == 1
     assert value("failures_total") == 1
     assert (value("checkpoint_step"), value("checkpoint_timestamp_seconds"), value("checkpoints_total")) == (50, 9.5, 1)
-    assert value("checkpoint_bytes") == 1 << 20
+    assert (value("checkpoint_bytes"), value("checkpoint_duration_seconds")) == (1 << 20, 0.4)
+    assert (value("samples"), value("own_work_seconds", rank="0")) == (3200, 0.07)
     assert (value("copy_step"), value("copy_bytes")) == (50, 4096)
     assert value("recovery_seconds_sum", phase="pause") == 0.08
     assert value("recovery_seconds_count", phase="agree") == 1

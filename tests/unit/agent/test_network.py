@@ -9,18 +9,12 @@ import pytest
 
 from elasticrt.agent.network_interfaces import interface_of
 from elasticrt.workers.environment import network
-from elasticrt.workers.failures import UNMET_MAX, failure_of, of_node
+from elasticrt.workers.failures import UNMET_MAX, Remains, failure_of, of_node
+from tests.unit.workers.states import worker
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 REFUSED = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"
-UNMET = failure_of(
-    rank=1,
-    local_rank=0,
-    node="b",
-    generation=2,
-    code=1,
-    error_file=f'{{"message": "{REFUSED}, remote=[127.0.1.1]:12167$1"}}',
-)
+UNMET = failure_of(worker("b", 1, 2), Remains(1, error_file=f'{{"message": "{REFUSED}, remote=[127.0.1.1]:12167$1"}}'))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Own, Reply, Save
 from elasticrt.ipc.proc import start_of
 from elasticrt.rendezvous.records import Keys
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 
 def errands_of(server: MemoryServer, run: str) -> StoreRequests:

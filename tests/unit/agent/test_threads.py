@@ -23,8 +23,8 @@ from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Credentials, Put, Resync, Txn
 from elasticrt.store.watcher import Watcher
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
 from elasticrt.torchrun.participant import Participant
+from tests.memory_store import MemoryServer, MemoryStore
 from tests.servers import wait_until
 
 if TYPE_CHECKING:
@@ -65,49 +65,47 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
     agent.loop.prober.close()
 
 
-def _courier() -> tuple[StoreProxy, int, MemoryStore]:
+def _proxy() -> tuple[StoreProxy, int, MemoryStore]:
     store = MemoryStore(MemoryServer(lambda: 0.0))
     revision = store.commit(Txn((), (Put(KEYS.generation, SpecRecord(spec=SPEC, attempt=1).encode()),))).revision
     return StoreProxy(store, KEYS, lambda _: None), revision, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_courier_answers_whatever_is_asked(text):
+def test_a_proxy_answers_whatever_is_asked(text):
     """A version, a name, a build's error of any size and characters: each request is answered, and so is the next."""
-    courier, revision, _ = _courier()
+    proxy, revision, _ = _proxy()
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
 
     def ask(request) -> Reply:
-        courier.send(StoreRequest(request, 1, revision, 1, "n0", "0" * 16, 0, replies.put))
+        proxy.send(StoreRequest(request, 1, revision, 1, "n0", "0" * 16, 0, replies.put))
         return replies.get(timeout=10)
 
     assert ask(Claim(1, f"name-{text}", text)).ok
     assert ask(Claim(2, f"name-{text}", text)).ok  # It is its own.
-    assert ask(Built(3, f"name-{text}", text, "d" * 64)).ok
-    assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, "done", {"digest": "d" * 64})
+    assert ask(Built(3, f"name-{text}", text)).ok
+    assert ask(Claim(4, f"name-{text}", text)) == Reply(4, False, "done")
     assert ask(Claim(5, f"name-{text}", text + "2")).ok
-    assert ask(Built(6, f"name-{text}", text + "2", "", text or "x")).ok
+    assert ask(Built(6, f"name-{text}", text + "2", text or "x")).ok
     assert ask(Claim(7, f"name-{text}", text + "2")).reason.startswith("failed: ")
-    assert not ask(Built(8, "x", text, text)).ok
-    assert ask(Claim(9, "y", text)).ok
-    assert not ask(Built(10, "y", text, "d" * 65)).ok
-    assert not ask(Save(11, {"step": text}, "")).ok
-    courier.close(5)
+    assert not ask(Built(8, "x", text)).ok
+    assert not ask(Save(9, {"step": text}, "")).ok
+    proxy.close(5)
 
 
-def test_a_dead_courier_ends_the_agent(agent):
-    """Whatever the courier's thread dies of, the agent's loop hears of it and ends with the reason."""
-    courier, revision, _ = _courier()
+def test_a_dead_proxy_ends_the_agent(agent):
+    """Whatever the proxy's thread dies of, the agent's loop hears of it and ends with the reason."""
+    proxy, revision, _ = _proxy()
 
     def broken(_: Reply) -> None:
         raise LookupError("a bug")
 
-    courier.send(StoreRequest(Claim(1, "x", "1"), 1, revision, 1, "n0", "0" * 16, 0, broken))
+    proxy.send(StoreRequest(Claim(1, "x", "1"), 1, revision, 1, "n0", "0" * 16, 0, broken))
     event = agent.queue.get(timeout=10)
     assert isinstance(event, ThreadDied)
-    with pytest.raises(RuntimeError, match=r"elasticrt-courier of this agent has ended: LookupError\('a bug'\)"):
+    with pytest.raises(RuntimeError, match=r"elasticrt-store-proxy of this agent has ended: LookupError\('a bug'\)"):
         agent.loop.handle(event)
-    courier.close(5)
+    proxy.close(5)
 
 
 def test_a_thread_that_asks_and_dies_is_heard_of(agent, monkeypatch):

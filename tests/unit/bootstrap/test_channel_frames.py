@@ -51,8 +51,8 @@ def test_the_largest_environment_fits_a_frame():
 @pytest.mark.parametrize("more", [0, 1])
 def test_no_message_is_larger_than_a_frame(more: int) -> None:
     """At the limit a message is sent; one byte more is refused by who would send it, in words."""
-    empty = len(encode(Built(1, "data", "1", "", "")))
-    message = Built(1, "data", "1", "", "x" * (FRAME_MAX_BYTES - empty + more))
+    empty = len(encode(Built(1, "data", "1", "")))
+    message = Built(1, "data", "1", "x" * (FRAME_MAX_BYTES - empty + more))
     if more:
         with pytest.raises(ValueError, match=f"a Built message of {FRAME_MAX_BYTES + 1} bytes"):
             encode(message)

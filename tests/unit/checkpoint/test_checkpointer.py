@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from elasticrt import Checkpointer, CheckpointError, ConfigError
-from elasticrt.checkpoint import checkpoint_dir, locate
+from elasticrt.checkpoint import checkpoint_dir, restoring
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory
 from elasticrt.checkpoint.manifest import Manifest, _check
 from elasticrt.checkpoint.snapshot import Snapshot
@@ -143,8 +144,8 @@ def test_damaged_payload_falls_back_to_its_parent(tmp_path, kind, caplog, monkey
     path = payload(tmp_path, 3)
     DAMAGE[kind](path)
     parsed = []
-    real = locate.parse
-    monkeypatch.setattr(locate, "parse", lambda data: parsed.append(len(data)) or real(data))
+    real = restoring.parse
+    monkeypatch.setattr(restoring, "parse", lambda payload: parsed.append(payload.size) or real(payload))
     assert restored(tmp_path) == 2
     assert len(parsed) == 1
     assert path.name in caplog.text
@@ -197,8 +198,6 @@ def test_valid_digest_over_code_is_refused(tmp_path):
     """A payload that would run code is refused even when its digest is right (SEC07)."""
     import pickle
 
-    from elasticrt.data.durable_files import sha256
-
     class Bomb:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "ran"),))
@@ -209,7 +208,7 @@ def test_valid_digest_over_code_is_refused(tmp_path):
     path.write_bytes(bomb)
     manifest = path.with_suffix(".json")
     fields = json.loads(manifest.read_text())
-    fields["commit"] |= {"digest": sha256(bomb), "size": len(bomb)}
+    fields["commit"] |= {"digest": hashlib.sha256(bomb).hexdigest(), "size": len(bomb)}
     manifest.write_text(signed(fields))
     assert restored(tmp_path) == 1
     assert not (tmp_path / "ran").exists()
@@ -280,10 +279,10 @@ def test_histories_of_before_go_once_there_are_enough_newer_checkpoints(tmp_path
         assert steps_on_disk(tmp_path) == steps
 
 
-def test_one_step_saved_twice_counts_once(tmp_path):
-    """The state behind an epoch's end has the steps of the one before it: `keep` different steps remain."""
+def test_one_step_saved_twice_counts_twice(tmp_path):
+    """The state behind an epoch's end has the steps of the one before it: `keep` checkpoints remain, no more."""
     save(tmp_path, 10, 20, 30, 30, keep=2)
-    assert steps_on_disk(tmp_path) == [20, 30, 30]
+    assert steps_on_disk(tmp_path) == [30, 30]
 
 
 def test_going_back_makes_a_new_branch(tmp_path):
@@ -294,6 +293,21 @@ def test_going_back_makes_a_new_branch(tmp_path):
     assert restored(tmp_path) == 3
     newest = max(tmp_path.glob("step-3-*.json"), key=lambda path: json.loads(path.read_text())["commit"]["serial"])
     assert json.loads(newest.read_text())["commit"]["parent"] == commit_of(tmp_path, 2).nonce
+
+
+def test_a_lack_of_memory_is_no_damage(tmp_path):
+    """Where a checkpoint does not fit into memory the rank fails: it does not go back to an older one (S6)."""
+    save(tmp_path, 1, 2)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
+        with pytest.raises(MemoryError, match="does not fit into memory"):
+            restored(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert restored(tmp_path) == 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 700, 4000])

@@ -17,7 +17,7 @@ from elasticrt.rendezvous.records import Keys, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Put, Txn
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ KILLED: list[Entry] = [
     (10.05, "a", events.FirstStep(2, 61, 60, 0.08, 0)),
 ]
 LOSSES: list[Entry] = [(4.0 + at, "a", events.Step(1, 10 * at, 0, {"loss": 2.0 / at})) for at in range(1, 6)]
+WORK: list[Entry] = [
+    (9.5, "a", events.Progress(1, 50, 0.0, 0.0, 0.0, own_s=(0.02,))),
+    (9.6, "b", events.Progress(1, 50, 0.0, 0.0, 0.0, own_s=(0.05,))),
+    (9.7, "a", events.Committed(50, 1, 2_500_000, 0.4)),
+]
 
 
 def write(directory: Path, entries: list[Entry]) -> None:
@@ -38,7 +43,7 @@ def write(directory: Path, entries: list[Entry]) -> None:
 
 def test_what_is_shown() -> None:
     """Nodes with their ranks, the time in the ribbon, the curves, and what happened in sentences."""
-    shown = board(story([*THREE_STEPS, *LOSSES, *KILLED]), 11.0)
+    shown = board(story([*THREE_STEPS, *LOSSES, *WORK, *KILLED]), 11.0)
     assert json.loads(json.dumps(shown)) == shown
     assert shown["tiles"]["world size"] == "1"
     assert shown["tiles"]["step"] == "61"
@@ -46,9 +51,11 @@ def test_what_is_shown() -> None:
     assert set(shown["ribbons"]) == {"run", "a", "b"}
     assert shown["ribbons"]["run"][0][0] == 0.0
     assert [point[1] for point in shown["points"]] == [10, 20, 30, 40, 50]
+    assert shown["work"] == {"rank 0": [[9.5, 20.0]], "rank 1": [[9.6, 50.0]]}
+    assert shown["saves"] == {"text": "1 checkpoint; the newest: step 50, 2.5 MB in 0.40 s", "at": [9.7]}
     said = [text for _, _, text in shown["sentences"]]
-    assert "lost node b: its port refuses at step 60. generation 2: 1 node, world size 1" in said
-    assert "next step 61 after 0.08 s; no step lost" in said
+    assert "generation 2: lost node b: its port refuses, 1 node, world size 1" in said
+    assert "paused 0.08 s after step 60, no step lost" in said
 
 
 @pytest.fixture
@@ -107,7 +114,7 @@ def test_updates_follow_the_events(server: Server, tmp_path: Path) -> None:
 def test_in_a_browser(tmp_path: Path) -> None:
     """The page draws a run and follows it, fits on a phone, in the dark as well, and its console has no error."""
     (tmp_path / "runs").mkdir(exist_ok=True)
-    write(tmp_path / "runs" / "calm-fox", [*THREE_STEPS, *LOSSES])
+    write(tmp_path / "runs" / "calm-fox", [*THREE_STEPS, *LOSSES, *WORK])
     command = [sys.executable, "-m", "elasticrt", "dashboard", "--log-dir", str(tmp_path / "runs")]
     with browser(tmp_path / "browser") as page, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
         try:
@@ -118,7 +125,9 @@ def test_in_a_browser(tmp_path: Path) -> None:
             page.ask("Emulation.setEmulatedMedia", features=dark)
             page.ask("Page.navigate", url=url)
             page.wait_for("document.body.innerText.includes('b training')")
-            assert page.value("document.querySelectorAll('canvas').length") == 5, "run, two nodes, steps/s, loss"
+            assert page.value("document.querySelectorAll('canvas').length") == 8, (
+                "run, nodes, checkpoints, ranks, steps/s, loss"
+            )
             assert page.value("document.documentElement.scrollWidth") <= 390
             assert page.value("getComputedStyle(document.body).colorScheme") == "light dark"
             write(tmp_path / "runs" / "calm-fox", KILLED)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrt.distributed import agent_client, regroup
 from elasticrt.distributed.regroup import GroupSockets
 from elasticrt.ipc.messages import Release, Reseat
+from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
 from tests.fake_worker import WORKER, Agent, under
 
@@ -183,13 +184,15 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
     net(torch.randn(4, 3)).sum().backward()
     before = {name: each.clone() for name, each in net.named_buffers()}
     gradients = {name: each.grad.clone() for name, each in net.named_parameters() if each.grad is not None}
-    undo = Undo([net], [], seeded=False)
+    state = TrainingState({"net": net}, None, None, None, "")
+    state.vars = variables
+    undo = Undo(state, seeded=False)
     undo.accumulates = accumulates
-    undo.note(variables)
+    undo.note()
     drawn = torch.rand(2), random.random()
     net(torch.randn(4, 3)).sum().backward()
     variables.update(ema=2.0, more=3)
-    undo.put_back(variables)
+    assert undo.put_back()
     assert all(torch.equal(each, before[name]) for name, each in net.named_buffers())
     assert variables == {"ema": 1.0, "list": [1]}
     assert torch.equal(torch.rand(2), drawn[0])
@@ -205,12 +208,12 @@ def test_a_step_is_undone(*, accumulates: bool) -> None:
 def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
     """A module may have other buffers than at the step before."""
     net = Net()
-    undo = Undo([net], [], seeded=True)
-    undo.note({})
+    undo = Undo(TrainingState({"net": net}, None, None, None, ""), seeded=True)
+    undo.note()
     net.register_buffer("late", torch.ones(1))
-    undo.note({})
+    undo.note()
     net.late += 1
-    undo.put_back({})
+    undo.put_back()
     assert net.late.item() == 1
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elasticrt.distributed import shared_payload
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
-from elasticrt.distributed.shared_payload import Kept, share_payload
+from elasticrt.distributed.shared_payload import Payload, share_payload
 
 PAYLOAD = bytes(range(256)) * 300
 DIGEST = hashlib.sha256(PAYLOAD).hexdigest()
@@ -58,9 +58,9 @@ def ranks(work: Callable[[int], Any], world: int) -> list[Any]:
 def _shared(rank: int, machines: str, *, opens: bool = True, damaged: int = -1, has: bytes = PAYLOAD) -> Any:
     """Rank 1 has it, and the ranks are on these machines. What came, and how many bytes this rank took part in."""
     shared_payload.LARGE_BYTES, shared_payload.PIECE_BYTES = 1000, 30_000
-    shared_payload._machine = lambda: ord(machines[rank])
+    shared_payload.machine = lambda: machines[rank]
     if not opens:
-        shared_payload._opened = lambda *_: -1
+        shared_payload._opened = lambda *_: None
     real, took = dist.broadcast, []
 
     def broadcast(tensor: torch.Tensor, source: int, **more: Any) -> None:
@@ -70,17 +70,20 @@ def _shared(rank: int, machines: str, *, opens: bool = True, damaged: int = -1, 
             tensor[5] ^= 8 if rank == damaged else 0
 
     dist.broadcast = broadcast
-    found = share_payload(has if rank == 1 else b"", len(PAYLOAD), DIGEST, 1)
-    assert (found.path.read_bytes() if isinstance(found, Kept) else bytes(found)) == has
+    mine = Payload() if rank == 1 and has else None
+    if mine is not None:
+        mine.write(has)
+    found = share_payload(mine, len(PAYLOAD), DIGEST, 1)
+    assert (b"" if found is None else found.path.read_bytes()) == has
     return sum(took)
 
 
 @pytest.mark.parametrize(
     ("machines", "opens", "took"),
     [
-        ("aab", True, [len(PAYLOAD)] * 3),  # Rank 0 keeps it for rank 1, which has it and gives it.
+        ("aab", True, [0, len(PAYLOAD), len(PAYLOAD)]),  # Rank 0 reads what rank 1 has.
         ("abbb", True, [len(PAYLOAD), len(PAYLOAD), 0, 0]),
-        ("bbbb", True, [len(PAYLOAD), len(PAYLOAD), 0, 0]),
+        ("bbbb", True, [0, 0, 0, 0]),
         ("abbb", False, [len(PAYLOAD)] * 4),
         ("cba", True, [len(PAYLOAD)] * 3),
     ],

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from elasticrt.ipc.error_file import CALLSTACK_BYTES_MAX, MESSAGE_BYTES_MAX, Described, described, write_error_file
-from elasticrt.workers.failures import failure_of, raised
+from elasticrt.workers.failures import Remains, failure_of, raised
+from tests.unit.workers.states import worker
 
 READ_BYTES = 1 << 18
 """As much of an error file as an agent reads."""
@@ -23,10 +24,8 @@ def test_an_exception_with_a_long_message_keeps_its_type(
     write_error_file(ValueError("begins " + letter * 300_000), 6)
     content = path.read_bytes()
     assert len(content) < READ_BYTES
-    failure = failure_of(
-        rank=0, local_rank=0, node="n", generation=1, code=1, error_file=content.decode()
-    )  # fmt: skip
-    found = raised(1, content.decode())
+    left = Remains(1, error_file=content.decode())
+    failure, found = failure_of(worker("n", 0, 1), left), raised(left)
     assert found.exception == "ValueError"
     assert found.message.startswith("begins ")
     assert failure.final_code == 6

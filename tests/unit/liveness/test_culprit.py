@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -131,6 +132,83 @@ def test_a_pause_is_no_mistake() -> None:
     waits, pauses = _at(0), _at(1, "code", stepping=False)
     found = [find({"n0": [waits, other]}) for other in (pauses, _at(1, "code"), replace(pauses, state="T"))]
     assert [each is not None and each.resting for each in found] == [True, False, False]
+
+
+NAMES = {"10.0.0.1": "n0", "10.0.0.2": "n1", "10.0.0.3": "n2"}
+
+
+@pytest.mark.parametrize(
+    ("unheard", "nodes", "words"),
+    [
+        pytest.param(
+            ["", "10.0.0.3", ""],
+            ("n1", "n2"),
+            "the link between n1 and n2 lets nothing through: n2 acknowledges nothing that rank 1 on n1 has sent",
+            id="one way",
+        ),
+        pytest.param(["", "10.0.0.3", "10.0.0.2"], ("n1", "n2"), "rank 1 on n1 has sent", id="both ways"),
+        pytest.param(
+            ["", "10.0.0.3,10.0.0.1", "10.0.0.2"],
+            ("n1", "n2", "n0"),
+            "the link between n1 and n2 and n0 and n1",
+            id="two links",
+        ),
+        pytest.param(
+            ["", "10.9.9.9", ""], ("n1",), "the link between 10.9.9.9 and n1", id="another interface's address"
+        ),
+    ],
+)
+def test_a_link_that_is_cut(unheard: list[str], nodes: tuple[str, ...], words: str) -> None:
+    """Where all wait, and what some have sent is not acknowledged, its two ends are named, and no rank is."""
+    found = find({f"n{rank}": [_at(rank, unheard=each)] for rank, each in enumerate(unheard)}, names=NAMES)
+    assert found is not None
+    assert (found.ranks, set(found.nodes)) == ((), set(nodes))
+    assert words in found.reason
+    busy = find({"n0": [_at(0)], "n1": [_at(1, "code", begun=7, unheard="10.0.0.3")]}, names=NAMES)
+    assert busy is not None
+    assert busy.ranks == (1,), "one that is not there explains more"
+
+
+def _flights(*rows: tuple[str, int, int, str]) -> str:
+    return json.dumps(rows)
+
+
+SUM, BARRIER = "all_reduce of [12]", "barrier"
+SIXTH = _flights(("default_pg", 6, 6, SUM))
+
+
+@pytest.mark.parametrize(
+    ("flights", "ranks", "words"),
+    [
+        pytest.param(
+            [SIXTH, _flights(("default_pg", 6, 6, BARRIER)), _flights(("default_pg", 7, 6, SUM))],
+            (1,),
+            "and is in barrier instead of all_reduce of [12] (number 6 of default_pg), in which the others wait",
+            id="another one",
+        ),
+        pytest.param(
+            [SIXTH, _flights(("default_pg", 6, 6, "all_reduce of [13]")), SIXTH],
+            (1,),
+            "is in all_reduce of [13] instead of all_reduce of [12]",
+            id="another size",
+        ),
+        pytest.param(
+            [SIXTH, SIXTH, _flights(("default_pg", 5, 0, SUM), ("mine 1", 1, 1, BARRIER))],
+            (2,),
+            "and has not begun all_reduce of [12] (number 6 of default_pg), in which the others wait",
+            id="another group",
+        ),
+        pytest.param([SIXTH] * 3, (), "no rank is to blame", id="all in one"),
+        pytest.param(["", "", ""], (), "no rank is to blame", id="no recorder"),
+        pytest.param(["[[1]]", "{}", "x"], (), "no rank is to blame", id="no flights"),
+    ],
+)
+def test_what_the_flight_recorder_says(flights: list[str], ranks: tuple[int, ...], words: str) -> None:
+    """Where the stacks look alike, torch's own record of collectives tells who is in another one, or behind."""
+    found = find({f"n{rank}": [_at(rank, "collective", flights=each)] for rank, each in enumerate(flights)})
+    assert found is not None
+    assert found.ranks == ranks
+    assert words in found.reason
 
 
 def test_a_node_that_says_nothing() -> None:

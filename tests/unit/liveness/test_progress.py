@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
-from elasticrt.liveness.progress import Progress
+from elasticrt.liveness.progress import OwnWork, Progress
 
 SECOND = 1_000_000_000
 
@@ -35,7 +37,7 @@ class Kept(EventLog):
 def _pauses(*generations: int) -> list[float | None]:
     """A node has seats in these generations: in each it makes a step at second N, and one at N + 0.5."""
     page, kept = Words(), Kept()
-    progress = Progress(lambda: [page], kept, lambda text: None, time)
+    progress = Progress(lambda: [page], kept, time)
     for number in generations:
         progress.replaced(number)
         progress.began()
@@ -55,3 +57,26 @@ def test_who_comes_back_has_no_pause() -> None:
     """A node that was left out of a generation, and is in again, tells none: the training has gone on without it."""
     assert _pauses(1, 3, 4) == [None, None, 0.5]
     assert _pauses(5) == [None]
+
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("looks", "own_ms"),
+    [
+        pytest.param([(10, 1000, 0, 0, 0)], 0, id="nothing was measured"),
+        pytest.param([(10, 1000, 0, 60, 2)], 70, id="a step of 100 ms, 30 of them waiting"),
+        pytest.param([(10, 1000, 0, 60, 2), (20, 2000, 0, 60, 2)], 70, id="the newest measurement holds"),
+        pytest.param([(10, 1000, 0, 60, 2), (20, 2000, 0, 80, 3)], 80, id="until the next"),
+        pytest.param([(10, 1000, 0, 60, 2), (10, 9000, 0, 60, 2)], 70, id="no step since"),
+        pytest.param([(10, 1500, 500, 60, 2)], 70, id="half a second of it in a pause"),
+        pytest.param([(10, 100, 0, 600, 2)], 0, id="never less than nothing"),
+    ],
+)
+def test_what_a_workers_own_work_takes(looks: list[tuple[int, int, int, int, int]], own_ms: float) -> None:
+    """Of a step, all but the waiting for others, pauses and saves: (step, at, besides, waited, waits), in ms."""
+    work = OwnWork(0, 0, 0, 0, 0)
+    for step, at, besides, waited, waits in looks:
+        work = work.looked(step, at * MS, besides * MS, waited * MS, waits)
+    assert work.own_s * 1e3 == pytest.approx(own_ms)

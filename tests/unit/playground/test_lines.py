@@ -57,7 +57,7 @@ BEGIN = [
 ]
 BEGIN_TOLD = [
     "-- run calm-fox, etcd embedded, logs in runs/x",
-    "-- generation 1: 3 nodes, world size 3. first step 1 after 2.50 s",
+    "-- generation 1: 3 nodes, world size 3, first step 1 after 2.50 s",
 ]
 TWO = ["node-0", "node-1"]
 KILLED = [
@@ -71,7 +71,7 @@ KILLED = [
 OFFER = "try: kill -9 4802 (node-2 and its workers)"
 KILLED_TOLD = [
     OFFER,
-    "-- node-2 lost at step 412. generation 2: 2 nodes, world size 2. next step 407 after 0.41 s; 6 steps done again",
+    "-- generation 2: node-2 lost, 2 nodes, world size 2, paused 0.41 s after step 412, 6 steps done again",
 ]
 
 
@@ -118,8 +118,7 @@ def told(history, min_nodes=1):
             ],
             [
                 *BEGIN_TOLD,
-                "-- node-3 joined at step 20. generation 2: 4 nodes, world size 4. next step 21 after 0.20 s; "
-                "no step lost",
+                "-- generation 2: node-3 joined, 4 nodes, world size 4, paused 0.20 s after step 20, no step lost",
             ],
             id="a join loses nothing, and a member that is slow to report delays the line by a second at most",
         ),
@@ -134,8 +133,7 @@ def told(history, min_nodes=1):
             ],
             [
                 *BEGIN_TOLD,
-                "-- node-1 left at step 20. generation 2: 2 nodes, world size 2. next step 21 after 0.20 s; "
-                "no step lost",
+                "-- generation 2: node-1 left, 2 nodes, world size 2, paused 0.20 s after step 20, no step lost",
             ],
             id="a drained node has left, not been lost",
         ),
@@ -149,8 +147,8 @@ def told(history, min_nodes=1):
             ],
             [
                 *BEGIN_TOLD,
-                "-- rank 1 on node-1: killed by SIGKILL at step 20. generation 2: 2 nodes, world size 2. "
-                "next step 21 after 0.20 s; no step lost",
+                "-- generation 2: rank 1 on node-1: killed by SIGKILL, 2 nodes, world size 2, paused 0.20 s "
+                "after step 20, no step lost",
             ],
             id="a node whose only worker was killed has not left",
         ),
@@ -163,8 +161,8 @@ def told(history, min_nodes=1):
             ],
             [
                 *BEGIN_TOLD,
-                "-- rank 1 on node-1: killed by SIGKILL at step 20. generation 2: 3 nodes, world size 3. "
-                "next step 11 after 0.15 s; 10 steps done again",
+                "-- generation 2: rank 1 on node-1: killed by SIGKILL, 3 nodes, world size 3, paused 0.15 s "
+                "after step 20, 10 steps done again",
             ],
             id="with the same members the leader's words tell the cause",
         ),
@@ -183,7 +181,7 @@ def told(history, min_nodes=1):
                 BEGIN_TOLD[0],
                 "-- generation 1: 3 nodes, world size 3",
                 ".. 5 s: 3 agents, generation 1, no step yet",
-                "-- generation 1. first step 1 after 9.00 s",
+                "-- generation 1: first step 1 after 9.00 s",
             ],
             id="a late first step is told late",
         ),
@@ -198,8 +196,8 @@ def told(history, min_nodes=1):
             ],
             [
                 *BEGIN_TOLD,
-                "-- node-2 lost at step 1. generation 2: 2 nodes, world size 2",
-                "-- node-1 lost at step 1. generation 3: 1 node, world size 1. next step 2 after 1.10 s; no step lost",
+                "-- generation 2: node-2 lost, 2 nodes, world size 2",
+                "-- generation 3: node-1 lost, 1 node, world size 1, paused 1.10 s after step 1, no step lost",
             ],
             id="a generation that never stepped is told before the next",
         ),
@@ -208,8 +206,8 @@ def told(history, min_nodes=1):
             [
                 *BEGIN_TOLD,
                 OFFER,
-                ".. step 81  epoch 3  loss 0.1235  30.8 steps/s  3 nodes",
-                ".. step 81  epoch 3  loss 0.1235  0.0 steps/s  3 nodes",
+                ".. generation 1  3 nodes (1 to 9)  step 81  30.8 steps/s  epoch 3  loss 0.1235",
+                ".. generation 1  3 nodes (1 to 9)  step 81  0.0 steps/s  epoch 3  loss 0.1235",
             ],
             id="a status line every five seconds",
         ),
@@ -218,8 +216,8 @@ def told(history, min_nodes=1):
             [
                 *BEGIN_TOLD,
                 *KILLED_TOLD,
-                ".. step 407  epoch 0  162.4 steps/s  2 nodes",
-                ".. step 417  epoch 0  2.0 steps/s  2 nodes",
+                ".. generation 2  2 nodes (1 to 9)  step 407  162.4 steps/s  epoch 0",
+                ".. generation 2  2 nodes (1 to 9)  step 417  2.0 steps/s  epoch 0",
             ],
             id="while steps are done again, the status line shows the step that was made last",
         ),

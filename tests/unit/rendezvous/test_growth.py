@@ -20,7 +20,7 @@ from elasticrt.rendezvous.requests import Notice
 from elasticrt.rendezvous.view import View, apply, apply_range
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Changes, Event, KeyValue, Put, RangeRead, Txn, TxnResult
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 KEYS = Keys("run")
 

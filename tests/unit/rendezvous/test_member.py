@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.errors import EXIT_STORE, StoreError
-from elasticrt.rendezvous.decision import Halt, Me, Wait
+from elasticrt.rendezvous.conversations import Conversations
+from elasticrt.rendezvous.decision import File, Halt, Me, Wait
 from elasticrt.rendezvous.member import Joining, Member
+from elasticrt.rendezvous.records import Keys, Report, decode
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.requests import Grant, Pause, Read, Transact
+from elasticrt.rendezvous.requests import Conversation, Grant, Pause, Read, Transact
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import SessionState
 from elasticrt.store.protocol import Lease, LeaseLost, RangeRead, StoreFull, StoreUnavailable, TxnResult
+from tests.memory_store import MemoryServer, MemoryStore
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
 HOW = Joining(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
@@ -94,3 +97,41 @@ def test_a_life_that_was_left_out_is_followed_by_another() -> None:
     member.begin_life()
     assert (member.me.record.incarnation, member.me.lease, member.me.report) == ("b" * 16, "lost", None)
     assert not isinstance(member.decide(1.0), Wait)
+
+
+def _sent(filing: Conversation[bool], store: MemoryStore) -> bool:
+    """Carry a conversation out on a store; whether it took effect."""
+    request = next(filing)
+    while True:
+        if isinstance(request, Transact):
+            answer = store.commit(request.txn)
+        else:
+            answer = store.read(request.range) if isinstance(request, Read) else None
+        try:
+            request = filing.send((answer, 10.0))
+        except StopIteration as done:
+            return done.value
+
+
+@pytest.mark.parametrize("arrives", ["before the next", "after the next"])
+def test_a_report_without_an_answer_never_replaces_the_next_one(arrives: str) -> None:
+    """Whenever it arrives: the report that is there in the end is the one that was made last."""
+    store, keys = MemoryStore(MemoryServer(lambda: 0.0)), Keys("run")
+    talks = Conversations("n0", keys, lambda: "b" * 16, lambda _: None)
+    first, last = (
+        File(Report(generation=1, node="n0", incarnation="a" * 16, status=status), status)
+        for status in ("holding", "held")
+    )
+    filing = talks.file(first)
+    lost = next(filing)
+    assert isinstance(lost, Transact)
+    with pytest.raises(StoreUnavailable):
+        filing.throw(StoreUnavailable("silence"))
+    if arrives == "before the next":
+        assert store.commit(lost.txn).succeeded
+        assert not _sent(talks.file(last), store), "what it knew was old"
+    assert _sent(talks.file(last), store)
+    if arrives == "after the next":
+        assert not store.commit(lost.txn).succeeded
+    (found,) = store.read(keys.report(1, "n0")).keys
+    assert decode(Report, found.key, found.value).status == "held"

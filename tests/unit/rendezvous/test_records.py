@@ -27,7 +27,6 @@ from elasticrt.rendezvous.records import (
     chunk_of,
     decode,
     roster_chunks,
-    roster_digest,
 )
 from elasticrt.spec import RunSpec
 
@@ -55,7 +54,6 @@ GENERATION = Generation(
     kind="start",
     resume=HEAD,
     chunks=1,
-    roster_digest="d" * 64,
 )
 SPEC = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=2, command=("script", "a.py")), attempt=1)
 REPORT = Report(generation=1, node="n0", incarnation="0" * 16, status="ok")
@@ -168,7 +166,6 @@ def test_a_node_finds_its_seat_in_its_own_chunk(count: int) -> None:
         assert [seat in chunk.seats for chunk in chunks].index(True) == chunk_of(seat.node, len(chunks))
     assert sum(len(chunk.seats) for chunk in chunks) == count
     assert all(decode(RosterChunk, "key", chunk.encode()) == chunk for chunk in chunks)
-    assert len(roster_digest(chunks)) == 64
 
 
 def test_a_generation_of_many_nodes_stays_small() -> None:

@@ -27,7 +27,6 @@ def _view(node: str, seats: list[Seat], chunks: int) -> View:
         cause="start",
         kind="start",
         chunks=chunks,
-        roster_digest="b" * 64,
     )
     return View(node, generation=Stored(generation, 1, 1, 0.0), seats={seat.node: seat for seat in seats})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticrt.store.embedded_supervisor import Need
 from elasticrt.store.protocol import Delete, Put, Txn
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 
 def test_members_are_counted() -> None:

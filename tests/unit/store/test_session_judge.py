@@ -8,7 +8,7 @@ import pytest
 
 from elasticrt.store.lease_session import SUSPENDED_SHARE, LeaseSession, SessionState, judge
 from elasticrt.store.protocol import Lease
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,8 @@ from elasticrt.testing.memory_store import MemoryServer, MemoryStore
     [
         # TTL is 6 s throughout, so that two thirds are 4 s.
         (0.0, 0.0, 0.0, False, ("connected", "etcd answers")),
-        (0.0, 3.5, 4.0, False, ("connected", "etcd answers")),
+        (0.0, 3.5, 3.9, False, ("connected", "etcd answers")),
+        (0.0, 3.9, 4.0, False, ("suspended", "no answer from etcd for 4.0 s")),
         (0.0, 4.0, 4.1, False, ("suspended", "no answer from etcd for 4.1 s")),
         (0.0, 100.0, 100.1, False, ("suspended", "no answer from etcd for 100.1 s")),
         # This process stood still: nothing it knows counts, not even an answer read after it woke up.

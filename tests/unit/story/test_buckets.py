@@ -38,6 +38,15 @@ START = {"start": 1.0, "waiting for nodes": 1.0, "set-up": 1.0, "re-form": 0.25,
             id="what took long is counted when it is over",
         ),
         pytest.param(
+            [
+                (5.0, "a", events.Progress(1, 50, 0.0, 0.0, 0.0)),
+                (10.0, "a", events.Progress(1, 50, 0.0, 0.0, 4.5)),
+                (15.0, "a", events.Progress(1, 50, 0.0, 0.0, 9.5)),
+            ],
+            {**START, "train": 2.0, "pause": 9.5},
+            id="a pause under way",
+        ),
+        pytest.param(
             [(10.0, "a", begun(2, "a")), (10.5, "a", events.Recovery(2, 1.0, PAUSE))],
             {**START, "train": 6.5, "detect": 0.1, "agree": 0.2, "re-form": 0.35, "restore": 0.35},
             id="a pause begins before it is told",

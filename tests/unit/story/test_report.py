@@ -130,7 +130,7 @@ def test_a_page_without_matplotlib(monkeypatch):
         ("runs", 0, "calm-fox"),
         ("status", 0, "run calm-fox: succeeded: all ended well\n2 nodes: a, b\n"),
         ("status --run-id calm-fox --watch", 0, "goodput 65.6%"),
-        ("status --run-id other", 2, "no such run on this machine (run other)"),
+        ("status --run-id other", 2, "no agent of this run is on this machine (run other)"),
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
         ("logs calm-fox 7", 2, "no such rank"),
         ("report other", 2, "no such run (other)"),

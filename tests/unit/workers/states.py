@@ -23,7 +23,6 @@ def ended(workers: int, **ends: Any) -> Report:
         cause="start",
         kind="start",
         chunks=1,
-        roster_digest="0" * 64,
     )
     seat = Seat(
         node="node-0",

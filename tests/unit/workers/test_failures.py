@@ -7,8 +7,8 @@ import json
 import pytest
 
 from elasticrt.ipc.failure import ENDED_EARLY, Failure, first_cause
-from elasticrt.workers.failures import failure_of, is_collateral, of_node, raised
-from tests.unit.workers.states import ended
+from elasticrt.workers.failures import Remains, failure_of, is_collateral, of_node, raised
+from tests.unit.workers.states import ended, worker
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 IN_TORCH = 'File "/x/torch/distributed/distributed_c10d.py", line 2780, in all_reduce'
@@ -16,8 +16,9 @@ IN_TORCH = 'File "/x/torch/distributed/distributed_c10d.py", line 2780, in all_r
 
 def failure(rank: int = 0, **changes: object) -> Failure:
     """A failure with some fields changed."""
-    fields: dict[str, object] = {"rank": rank, "local_rank": 0, "node": "node-0", "generation": 1, "code": 1}
-    return failure_of(**{**fields, **changes})
+    place = {"node": "node-0", "generation": 1, "local_rank": 0}
+    place |= {name: changes.pop(name) for name in place if name in changes}
+    return failure_of(worker(rank=rank, **place), Remains(**{"code": 1, **changes}))
 
 
 def error_file(message: str, callstack: str = "", **more: object) -> str:
@@ -76,7 +77,7 @@ def test_collateral_through_a_chain():
 def test_log_noise_is_not_evidence():
     """A warning about a peer in the output does not make a plain error collateral."""
     lines = [f"W1121 {GLOO}Connection closed by peer", "Traceback (most recent call last):", "ValueError: x"]
-    found = raised(1, last_lines=lines)
+    found = raised(Remains(1, last_lines=lines))
     assert (found.exception, found.message) == ("ValueError", "x")
     assert not failure(last_lines=lines).collateral
 

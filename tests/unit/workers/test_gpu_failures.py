@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from elasticrt.workers.failures import failure_of
+from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.gpu_failures import gpu_cause, suspects_gpu
+from tests.unit.workers.states import worker
 
 ASYNC = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call,so the stacktrace below might be "
@@ -87,15 +88,7 @@ def test_other_ends_name_no_gpu(said: str) -> None:
 def test_a_failure_names_its_gpu(code: int, message: str, output: str, named: str, *, suspect: bool) -> None:
     """In its summary and at the top of its text, with the remedy: by what was raised, or what an abort has said."""
     error_file = json.dumps({"message": {"message": message, "extraInfo": {}}}) if message else ""
-    failure = failure_of(
-        rank=1,
-        local_rank=0,
-        node="n",
-        generation=1,
-        code=code,
-        error_file=error_file,
-        last_lines=output.splitlines(),
-    )
+    failure = failure_of(worker(node="n", rank=1, generation=1), Remains(code, error_file, output.splitlines()))
     assert suspects_gpu(failure.summary) is suspect
     first = failure.text.splitlines()[0]
     assert named in failure.summary and named in first if named else first.startswith("rank 1 failed first")

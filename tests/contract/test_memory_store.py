@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.store.protocol import Changes, Compare, Delete, LeaseLost, Put, Resync, StoreRefused, Txn
-from elasticrt.testing.memory_store import MemoryServer, MemoryStore
+from tests.memory_store import MemoryServer, MemoryStore
 
 
 def write(store: MemoryStore, *keys: str, lease: int = 0) -> int:

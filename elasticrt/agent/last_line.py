@@ -1,0 +1,88 @@
+"""The last line of a terminal, which changes while all that is printed goes by above it.
+
+What it says is `story.sentences`' affair. It has no thread of its own: its owner draws it, and whoever writes to the
+terminal takes it away meanwhile (`ipc.std_streams.aside`). While a line of a worker is unfinished, as a progress bar's
+is, that one is the last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TextIO
+
+LOCK_S_MAX = 0.5
+"""A terminal that is stopped (Ctrl-S) holds whoever writes there: nobody waits for that longer than this."""
+
+FLOOD_S = 0.05
+"""What is printed faster than this goes by without the line, which comes back at the next drawing."""
+
+
+def fits(stream: TextIO | None, env: Mapping[str, str]) -> bool:
+    """Whether `stream` is a terminal that can take a line back."""
+    return stream is not None and stream.isatty() and env.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+class LastLine:
+    """The last line of the terminal `stream`. `draw` belongs to one thread, `aside` to all."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console  # 0.1 s: only where there is a terminal.
+
+        self._stream = stream
+        self._rich = Console(file=stream, highlight=False, soft_wrap=False)
+        self._lock = threading.RLock()  # A signal's handler may write while its thread does.
+        self._text = ""
+        self._there = self._unfinished = False
+        self._drawn_at = 0.0
+
+    def draw(self, text: str) -> None:
+        """Show `text` from now on; "" for nothing."""
+        with self._held():
+            if text != self._text or not self._there:
+                self._text = text
+                self._show()
+
+    @contextmanager
+    def aside(self, ends_line: bool) -> Iterator[None]:
+        """Somebody writes to the terminal in this context."""
+        with self._held():
+            if self._there:
+                self._there = False
+                self._put("\r\x1b[K")
+            try:
+                yield
+            finally:
+                self._unfinished = not ends_line
+                if time.monotonic() - self._drawn_at >= FLOOD_S:
+                    self._show()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        held = self._lock.acquire(timeout=LOCK_S_MAX)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
+    def _show(self) -> None:
+        if self._unfinished or not (self._text or self._there):
+            return
+        self._there, self._drawn_at = bool(self._text), time.monotonic()
+        # A line that fills the last column would begin another one.
+        width = max(1, self._rich.width - 1)
+        with self._rich.capture() as drawn:
+            self._rich.print(
+                self._text, style="bold", markup=False, no_wrap=True, overflow="ellipsis", width=width, end=""
+            )
+        self._put("\r" + drawn.get() + "\x1b[K")
+
+    def _put(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # The terminal is gone. Who has something to say finds out and says so.
+            self._text = ""

@@ -1,0 +1,77 @@
+"""What torch's flight recorder says of a rank's collectives, in short: for the status page, and between agents. Pure.
+
+Torch keeps the newest collectives of each process, of nccl and of gloo alike; TORCH_FR_BUFFER_SIZE says how many, 2,000
+without it, and 0 turns it off. Its JSON (version 2.10 in torch 2.13) has an entry for each: group, number in it,
+operation and sizes, and whether it is over.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from elasticrt.text import cut
+
+GROUPS_MAX = 4
+WHAT_MAX_BYTES = 60
+FLIGHTS_BYTES = 512
+"""The room for all of one rank."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One rank in one process group.
+
+    Attributes:
+        group: "default_pg", or what torch calls it.
+        begun: the number of the newest collective that it has begun there.
+        awaits: the number of the oldest one that is not over; 0 when all are.
+        what: that one, in words: "all_reduce of [12]"; of the newest where all are over.
+    """
+
+    group: str
+    begun: int
+    awaits: int
+    what: str
+
+
+def shortened(trace: str | bytes) -> str:
+    """Torch's `trace` as the flights of this rank, in JSON of at most FLIGHTS_BYTES; "" where it has none."""
+    try:
+        entries = [each for each in json.loads(trace)["entries"] if not each["is_p2p"]]
+        newest = sorted(entries, key=lambda each: each["record_id"], reverse=True)
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for each in newest:
+            mine = groups.setdefault(_group(each), [])
+            if not mine or mine[0]["pg_id"] == each["pg_id"]:  # Of the same name: a group that was made anew.
+                mine.append(each)
+        rows = [_row(name, mine) for name, mine in list(groups.items())[:GROUPS_MAX]]
+    except (ValueError, KeyError, TypeError, IndexError):  # Another version's.
+        return ""
+    while rows and len(json.dumps(rows)) > FLIGHTS_BYTES:
+        rows.pop()
+    return json.dumps(rows) if rows else ""
+
+
+def read(text: str) -> tuple[Flight, ...]:
+    """The flights in the text of `shortened`; none in any other."""
+    try:
+        rows = [(str(group), int(begun), int(awaits), str(what)) for group, begun, awaits, what in json.loads(text)]
+    except (ValueError, TypeError):
+        return ()
+    return tuple(Flight(*row) for row in rows)
+
+
+def _group(entry: dict[str, Any]) -> str:
+    name, words = entry["process_group"]
+    return cut(words if words == "default_pg" else f"{words} {name}", WHAT_MAX_BYTES)
+
+
+def _row(name: str, newest: list[dict[str, Any]]) -> list[str | int]:
+    waits = [each for each in newest if not each["retired"] and each["state"] != "completed"]
+    shown = waits[-1] if waits else newest[0]
+    sizes = " and ".join(str(size) for size in shown["input_sizes"])
+    what = shown["profiling_name"].partition(":")[2] + (f" of {sizes}" if sizes else "")
+    begun, awaits = newest[0]["collective_seq_id"], shown["collective_seq_id"] if waits else 0
+    return [name, int(begun), int(awaits), cut(what, WHAT_MAX_BYTES)]

@@ -1,0 +1,75 @@
+"""When a change of membership is told, and in which sentence: once its cost is known, or when that takes long. Pure.
+
+The sentence comes from the run's story alone, so that the agents' terminals and `simulate` say the same.
+"""
+
+from __future__ import annotations
+
+from elasticrt import events
+from elasticrt.story import sentences
+from elasticrt.story.fold import Chapter, Story
+
+COST_COMPLETE_S = 1.0
+"""How long a sentence waits for the other nodes' first steps."""
+
+COST_NONE_S = 3.0
+"""How long it waits for any first step; then it comes without a cost, and the cost comes alone."""
+
+Told = tuple[Chapter, str]
+"""A generation, and what is said of it."""
+
+
+class Changes:
+    """What has been said of the generations of one story.
+
+    Args:
+        story: it is told all events here.
+        whole: whether it gets the events of all nodes, or of one.
+        began_at: when the run did; 0: with its first event.
+    """
+
+    def __init__(self, story: Story, *, whole: bool, began_at: float = 0.0) -> None:
+        self._story = story
+        self._whole = whole
+        self._began_at = began_at
+        self._announced = self._costed = 0  # The newest generations of which the sentence, or the cost, has been said.
+
+    def tell(self, record: events.Record) -> list[Told]:
+        """Fold an event into the story; what is said now."""
+        story, before = self._story, self._story.chapter
+        said: list[Told] = []
+        story.tell(record)
+        chapter = story.chapter
+        if before is not None and before is not chapter and before.number > self._costed:
+            said += [self._announce(before)] if before.reported or before.number > self._announced else []
+        if chapter is not None and chapter.number > self._costed and chapter.reported:
+            complete = not self._whole or set(chapter.reported) >= {*chapter.nodes}
+            said += [self._announce(chapter)] if complete else []
+        return said
+
+    def tick(self, now: float) -> list[Told]:
+        """What is said because it is `now`."""
+        chapter, due = self._story.chapter, self.due()
+        return [self._announce(chapter)] if chapter is not None and due is not None and now >= due else []
+
+    def due(self) -> float | None:
+        """When `tick` will say something, if nothing happens until then."""
+        chapter = self._story.chapter
+        if chapter is None or chapter.number <= self._costed:
+            return None
+        if chapter.stepped_at is not None:
+            return chapter.stepped_at + COST_COMPLETE_S
+        return chapter.begin + COST_NONE_S if chapter.number > self._announced else None
+
+    def _announce(self, chapter: Chapter) -> Told:
+        """The sentence of a generation, with its cost if that is known, or the cost alone if it comes late."""
+        first = chapter is self._story.chapters[0]
+        name = f"generation {chapter.number}: "
+        parts = [] if chapter.number <= self._announced else [sentences.beginning(chapter, first=first)]
+        self._announced = chapter.number
+        if chapter.stepped_at is not None:
+            self._costed = chapter.number
+            since = (self._began_at or self._story.begin) if first else chapter.begin
+            parts.append(sentences.cost(chapter, since))
+        text = ", ".join(parts)
+        return chapter, text if text.startswith(name) else name + text

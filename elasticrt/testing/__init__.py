@@ -1,1 +1,0 @@
-"""The in-memory model of etcd: what the simulator and the tests use in its place."""

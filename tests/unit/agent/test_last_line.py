@@ -1,0 +1,166 @@
+"""What a terminal's last line says, and how it gives way to what is printed."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from elasticrt import events
+from elasticrt.agent.doing import Doing, doing, in_words
+from elasticrt.agent.last_line import LastLine, fits
+from elasticrt.rendezvous.decision import Me, Run, Wait
+from elasticrt.rendezvous.records import HandoverRecord
+from elasticrt.story import sentences
+from elasticrt.story.changes import Changes
+from elasticrt.story.fold import Story
+from tests.unit.story.told import THREE_STEPS, begun, record, story
+
+SPEC = SimpleNamespace(min_nodes=3, join_timeout_s=600.0)
+ME = Me(record=SimpleNamespace(node="a", incarnation="1", warm=True), spec=SPEC)
+COLD = replace(ME, record=SimpleNamespace(node="a", incarnation="1", warm=False))
+SEAT = object()
+
+
+def view(*members: str, short: float | None = None, **fields: object) -> SimpleNamespace:
+    """What a leader that may have a seat knows."""
+    seated = fields.pop("seated", False)
+    basic = {"handover": None, "leads": True, "complete": True, "generation": None, "number": 0, "roster_known": True}
+    known = {**basic, "members": dict.fromkeys(members), "short_since": short, **fields}
+    return SimpleNamespace(**known, seat_of=lambda *_: SEAT if seated else None)
+
+
+GENERATION = SimpleNamespace(record=SimpleNamespace(number=2, nodes=3, attempt=1))
+HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained", step=120))
+
+
+@pytest.mark.parametrize(
+    ("me", "seen", "decision", "workers", "drain_until", "found"),
+    [
+        pytest.param(
+            ME, view("a", "b", short=5.0), Wait("2 nodes; 3 needed"), "", None,
+            Doing("waiting for nodes", "a, b here, 1 missing", 605.0), id="who is here, how many lack, until when",
+        ),
+        pytest.param(COLD, view("a", leads=False), Wait("b leads"), "", None, Doing("importing torch"), id="not warm"),
+        pytest.param(
+            ME, view("a", leads=False), Wait("b leads"), "", None, Doing("waiting for the others", "b leads"),
+            id="another one leads",
+        ),
+        pytest.param(
+            ME, view("a", generation=GENERATION, number=2), Wait("training"), "", None,
+            Doing("standing by", "generation 2 has 3 nodes"), id="a standby",
+        ),
+        pytest.param(
+            ME, view("a", generation=GENERATION, seated=True), Wait("training"), "preparing data", None,
+            Doing("preparing data"), id="what its workers do",
+        ),
+        pytest.param(
+            ME, view("a", generation=GENERATION, seated=True), Wait("training"), "", None, None, id="training"
+        ),
+        pytest.param(
+            ME, view("a", generation=GENERATION, seated=True), Wait("c will join", 9.0), "", None,
+            Doing("waiting", "c will join"), id="what the leader waits for",
+        ),
+        pytest.param(
+            ME, view("a", generation=GENERATION, seated=True, handover=HANDOVER), Run(None, None, ""), "", 25.0,
+            Doing("handing over", "b drained, all leave after step 120", 25.0), id="a node drains",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_waited_for(me, seen, decision, workers, drain_until, found):  # noqa: PLR0917  Columns of a table.
+    """All that takes long has a name, a state, and an end where it has one."""
+    assert doing(me, seen, decision, workers=workers, drain_until=drain_until) == found
+
+
+def test_waiting_in_words():
+    """How long it lasts, and how long it may."""
+    waits = Doing("waiting for nodes", "a, b here, 1 missing", 605.0)
+    assert in_words(waits, 5.0, 17.0) == "waiting for nodes 12 s: a, b here, 1 missing; gives up in 9 min 48 s"
+    assert in_words(Doing("preparing data"), 0.0, 150.0) == "preparing data 2 min 30 s"
+
+
+def test_where_the_run_stands():
+    """Generation, nodes of how many, step, speed, scalars, the checkpoint's age, goodput."""
+    entries = [*THREE_STEPS, (5.0, "a", events.Step(1, 40, 3, {"loss": 0.12345})), (6.0, "a", events.Committed(38, 1))]
+    said = sentences.now_at(story(entries), 18.0, 12.5, 0.974, step=41)
+    assert said == (
+        "generation 1  2 nodes (1 to 4)  step 41  12.5 steps/s  epoch 3  loss 0.1235  checkpoint 38 (12 s ago)  "
+        "goodput 97%"
+    )
+    assert sentences.now_at(Story(), 0.0, None) == ""
+
+
+STEP = events.FirstStep(2, 51, 50, 0.11, 0)
+NO_LOOP = events.Recovery(2, 0.25, {"first_step": 250.0})
+WARM = [(at + 1.0, node, event) for at, node, event in THREE_STEPS if node == "a"]
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([(6.1, STEP)], ["generation 2: b lost, 1 node, world size 1, paused 0.11 s after step 50, no step lost"]),
+        (
+            [(6.2, NO_LOOP)],
+            ["generation 2: b lost, 1 node, world size 1, paused 0.25 s; what the script had not saved is done again"],
+        ),
+        (
+            [(10.0, None), (10.5, STEP)],
+            [
+                "generation 2: b lost, 1 node, world size 1",
+                "generation 2: paused 0.11 s after step 50, no step lost",
+            ],
+        ),
+        ([(8.9, None)], []),
+    ],
+    ids=["with its cost at once", "without a Loop", "a late cost comes alone", "not before three seconds"],
+)
+def test_a_change_is_one_sentence(after, said):
+    """An agent says a change as soon as its own node has stepped, or after three seconds."""
+    changes, told = Changes(Story(), whole=False), []
+    for at, node, event in [*WARM, (6.0, "a", begun(2, "a", cause="b lost"))]:
+        told += changes.tell(record(at, node, event))
+    assert [text for _, text in told] == ["generation 1: 2 nodes, world size 2, first step 1 after 4.00 s"]
+    told = []
+    for at, event in after:
+        told += changes.tick(at) if event is None else changes.tell(record(at, "a", event))
+    assert [text for _, text in told] == said
+
+
+def test_the_line_gives_way():
+    """What is printed goes above it; while a line is unfinished that one stays the last."""
+    terminal = io.StringIO()
+    line = LastLine(terminal)
+    line.draw("step 1")
+    with line.aside(ends_line=True):
+        terminal.write("words\n")
+    line.draw("step 2")
+    with line.aside(ends_line=False):
+        terminal.write("50 %")
+    line.draw("step 3")
+    with line.aside(ends_line=True):
+        terminal.write(" 100 %\n")
+    line.draw("step 4")
+    line.draw("")
+    assert screen(terminal.getvalue()) == ["words", "50 % 100 %", ""]
+    assert "step 3" not in terminal.getvalue()
+    assert "step 4" in terminal.getvalue()
+
+
+def screen(written: str) -> list[str]:
+    """What a terminal shows of `written`, which goes back to a line's beginning and clears it."""
+    lines = [""]
+    for piece in written.replace("\r\x1b[K", "\r").replace("\x1b[K", "").split("\n"):
+        lines[-1] = (lines[-1] + piece).rpartition("\r")[2]
+        lines.append("")
+    return lines[:-1]
+
+
+@pytest.mark.parametrize(("term", "there"), [("xterm", True), ("dumb", False), ("", False)])
+def test_which_terminal(term, there):
+    """A line can be taken back by a terminal that knows how, and by nothing else."""
+    shown = SimpleNamespace(isatty=lambda: True)
+    assert fits(shown, {"TERM": term}) is there
+    assert not fits(io.StringIO(), {"TERM": "xterm"})
+    assert not fits(None, {})
