@@ -160,7 +160,8 @@ def test_the_node_with_the_newest_checkpoint_is_lost(tmp_path: Path) -> None:
     with Cluster(tmp_path, f"back-{secrets.token_hex(4)}", options, [str(script)]) as cluster:
         for rank, name in enumerate("abc"):
             cluster.start(name, "--node-rank", str(rank))
-        cluster.wait("a has saved", lambda: commits(cluster) == [15])
+        # The mark beside the files follows the commit in etcd.
+        cluster.wait("a has saved", lambda: commits(cluster) == [15] and _newest(tmp_path, "a") == 15)
         lost = cluster.agents["a"]
         kill(lost.pid)
         assert gone([*lost.worker_pids().values()], 10.0) == [], "it would make the next step with the others"
