@@ -176,7 +176,7 @@ def _resize_command(cluster: Cluster) -> dict[str, int]:
         pytest.param(_rank_zero, (3, 2), False, id="W03-node-with-rank-0"),
         pytest.param(_first_started, (3, 2), False, id="A07-first-started-node", marks=pytest.mark.slow),
         pytest.param(_leave, (3, 2), True, id="A02-leave-by-SIGTERM", marks=pytest.mark.slow),
-        pytest.param(_join, (3, 4), True, id="L4-join"),
+        pytest.param(_join, (3, 4), True, id="L4-join", marks=pytest.mark.slow),
         pytest.param(_drain_command, (3, 2), True, id="drain-by-command", marks=pytest.mark.slow),
         pytest.param(_resize_command, (3, 2), True, id="resize-by-command", marks=pytest.mark.slow),
     ],

@@ -64,7 +64,11 @@ def _kill_node(cluster: Cluster) -> AgentProcess:
 
 @pytest.mark.parametrize(
     ("disturb", "nodes"),
-    [pytest.param(_kill_worker, 1, marks=pytest.mark.slow), (_kill_worker, 2), (_kill_node, 2)],
+    [
+        pytest.param(_kill_worker, 1, marks=pytest.mark.slow),
+        pytest.param(_kill_worker, 2, marks=pytest.mark.slow),
+        (_kill_node, 2),
+    ],
 )
 def test_a_failure_costs_the_steps_since_the_newest_copy(tmp_path: Path, disturb: object, nodes: int) -> None:
     """S5: without a single checkpoint on disk a run that loses rank 0 goes on from a copy in a survivor's memory."""

@@ -214,7 +214,7 @@ def _all_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int, kee
     return states
 
 
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("copied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool) -> None:
     """F04, S7, S8: at least 2,000 states: the acknowledged checkpoint or a newer one, whole; no torn one is parsed."""
     (tmp_path / "disk").mkdir()
