@@ -253,7 +253,8 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
     if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
         # /etc/hosts often gives a machine's own name 127.0.1.1. An address of loopback may be meant as it is.
         got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
-        raise ConfigError(explain("a name that means this machine alone", "--local-addr", got=got, expected=expected))
+        what, remedy = "a name that means this machine alone", "Give the IP address that `ip -brief address` shows"
+        raise ConfigError(explain(what, "--local-addr", got=got, expected=expected, remedy=remedy))
     return ip
 
 

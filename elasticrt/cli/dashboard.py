@@ -57,6 +57,8 @@ def serve(listen: str, log_dir: str) -> int:
         raise ConfigError(explain("the page cannot be served", "--listen", got=got, remedy=remedy)) from None
     with server:
         write(sys.stdout, f"{server.url}\n")
+        if not run_dir.newest(log_dir):
+            write(sys.stdout, f"no runs in {log_dir} yet; --log-dir names another place\n")
         server.serve_forever()
     return EXIT_OK
 

@@ -117,7 +117,8 @@ def show(arguments: argparse.Namespace) -> int:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError(explain("the report cannot be written", arguments.html, got=str(error.strerror))) from None
+        what, remedy = "the report cannot be written", "Name a file in a directory that is there and may be written to"
+        raise ConfigError(explain(what, arguments.html, got=str(error.strerror), remedy=remedy)) from None
     write(sys.stdout, f"written: {arguments.html}\n")
     return EXIT_OK
 

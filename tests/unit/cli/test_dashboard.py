@@ -99,6 +99,17 @@ def test_other_addresses_need_a_token(tmp_path: Path) -> None:
         assert open_to_all.url.endswith(f"/?token={open_to_all.token}")
 
 
+def test_a_place_without_runs_is_named(tmp_path: Path) -> None:
+    """A page that has nothing to show yet says so, with where it looks: `--log-dir` may be mistyped."""
+    command = [sys.executable, "-m", "elasticrt", "dashboard", "--log-dir", "nowhere"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as served:
+        assert served.stdout is not None
+        url, said = (served.stdout.readline() for _ in range(2))
+        served.terminate()
+    assert url.startswith("http://127.0.0.1:")
+    assert said == "no runs in nowhere yet; --log-dir names another place\n"
+
+
 def test_updates_follow_the_events(server: Server, tmp_path: Path) -> None:
     """What is known is told at once, and again when the agents have written more."""
     status, answer = ask(server, "/updates?run=calm-fox")
