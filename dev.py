@@ -204,8 +204,8 @@ def test(rest: list[str]) -> int:
     full = "--full" in rest
     args = [word for word in rest if word != "--full"]
     slice_ = [] if full else ["-m", "not slow"]
-    # Most tests wait for processes, so that several at a time are quicker even on two cores. `-n 0`: one at a time.
-    together = ["-n", str(min(4, max(2, os.cpu_count() or 1))), "--dist", "loadfile"]
+    # Most tests wait for processes, so that one more at a time than there are cores is quicker. `-n 0`: one at a time.
+    together = ["-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile"]
     checks = {**lints(), "mypy": ["mypy"], "mkdocs": MKDOCS, "pytest": ["pytest", *slice_, *together, *args]}
     return run_all(checks)
 
