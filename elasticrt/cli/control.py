@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import declare, read
+from elasticrt.cli.report import declare_log_dir
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError, explain
 from elasticrt.ipc.env import Commit
@@ -25,7 +26,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.option_values import option, parse_nodes, positive_seconds
-from elasticrt.run_options import EtcdOptions, RunOptions
+from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
 from elasticrt.story import run_dir
 from elasticrt.story.report import as_object, changes, head, paces, worth
@@ -130,9 +131,8 @@ def _command(
 
 
 def _declare_run(parser: argparse.ArgumentParser, text: str) -> None:
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
     parser.add_argument("run", metavar="RUN", nargs="?", help=text)
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    declare_log_dir(parser)
 
 
 def _options(arguments: argparse.Namespace, base: E) -> E:

@@ -89,10 +89,15 @@ def _command(
         parser.add_argument(
             "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
         )
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    declare_log_dir(parser)
     parser.set_defaults(func=act)
     return parser
+
+
+def declare_log_dir(parser: argparse.ArgumentParser) -> None:
+    """The option of all commands that read the directories of runs."""
+    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
