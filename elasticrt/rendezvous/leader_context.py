@@ -211,9 +211,15 @@ def survivors(view: View) -> list[Stored[Member]]:
 
 
 def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
-    """A member with as many workers ready as its report of a failure says, which is written before its key."""
+    """A member with as many workers ready as its report of a failure says, if that is newer than its key.
+
+    A report is written before the key. But a member that was cut off registers first, and only then says what has
+    happened since its last report.
+    """
     report = view.reports.get(entry.record.node)
     if report is None or report.record.status != "failed" or report.record.incarnation != entry.record.incarnation:
+        return entry
+    if report.mod_revision < entry.mod_revision:
         return entry
     newer = {"ready": report.record.ready, "has_state": report.record.has_state}
     return replace(entry, record=entry.record.model_copy(update=newer))

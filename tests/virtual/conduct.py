@@ -263,7 +263,11 @@ class Conduct:
         known = [each for group in groups for each in (*group.workers, *group.dead)]
         lately = self.sim.engine.now - 2.0 - self.sim.slack
         having = [each for each in known if each.generation and each.whole and each.died_at > lately]
-        require(having, "S18", f"generation {new.number} goes on in place, and nobody in it has the state")
+        # What an agent had that was started again meanwhile is not known any more; the transaction may arrive late.
+        lives = {name: self.sim.processes[name].me for name in seats}
+        former = [me for name, me in lives.items() if me is None or me.record.incarnation != seats[name].incarnation]
+        text = f"generation {new.number} goes on in place, and nobody in it has the state"
+        require(having or former, "S18", text)
         for name, count in ready.items():
             seat = seats.get(name)
             text = (

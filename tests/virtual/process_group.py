@@ -129,7 +129,7 @@ class ProcessGroup:
         self.sim.say(workers[0].process, f"  generation {self.generation} goes on after step {len(self.state)}")
         last_s = 0.0
         for rank in agreed.behind:
-            workers[rank].whole = False
+            workers[rank].whole, workers[rank].page.restored_at_ns = False, 0
             took_s = self.sim.living.uniform(0.01, self.sim.plan.share_s)
             last_s = max(last_s, took_s)
             self.sim.engine.after(took_s, self._received, workers[rank], agreed)

@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 
 from elasticrt.errors import StoreError
+from elasticrt.ipc.failure import Failure
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Ask, File, Wait, Withdraw
-from elasticrt.rendezvous.records import HandoverRecord
-from elasticrt.rendezvous.view import apply_range
+from elasticrt.rendezvous.leader_context import as_reported
+from elasticrt.rendezvous.records import HandoverRecord, Report
+from elasticrt.rendezvous.view import Stored, apply_range
 from elasticrt.store.protocol import Delete, Put, RangeRead, StoreUnavailable, Txn, TxnResult
 from tests.memory_store import MemoryStore
 from tests.virtual.world import VirtualMember, World, check_ranks, running, spec, told_to_leave
+
+FAILURE = Failure(rank=1, code=-9, collateral=False, summary="killed by SIGKILL")
 
 
 def test_a_seat_is_taken_only_from_the_generations_own_roster() -> None:
@@ -164,3 +168,18 @@ def test_of_two_who_see_nobody_alive_one_is_refused() -> None:
     slow.store.read("/")
     assert slow.store.arrived is not None
     assert not slow.store.arrived.succeeded
+
+
+def test_a_key_that_is_newer_than_a_report_counts() -> None:
+    """S18: a node that was cut off registers before it reports again, so an old report may be wrong by then."""
+    view = running(2).members["n0"].view
+    entry = view.members["n1"]
+    filed = Stored(
+        Report(generation=view.number, node="n1", incarnation=entry.record.incarnation, status="failed",
+               failure=FAILURE, ready=1, has_state=True),
+        create_revision=1, mod_revision=entry.mod_revision + 1, since=0.0,
+    )  # fmt: skip
+    newer = replace(view, filed={"n1": filed})
+    assert as_reported(newer, entry).record.has_state
+    older = replace(view, filed={"n1": replace(filed, mod_revision=entry.mod_revision - 1)})
+    assert not as_reported(older, entry).record.has_state
