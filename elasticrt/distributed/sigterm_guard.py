@@ -8,6 +8,8 @@ at its next step boundary, or where the loop ends. A handler that the script has
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.status_page import StatusPage
@@ -68,17 +71,36 @@ class SigtermGuard:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+_sheltered: set[Any] = set()
+"""Processes that never see SIGTERM: see `sheltered`."""
+
+
 @contextmanager
 def sheltered() -> Iterator[None]:
-    """Processes that are started here never see SIGTERM: a DataLoader's would die of it and fail the training.
+    """Block SIGTERM in processes that are started here: a DataLoader worker would die of it and fail the training.
 
-    They end with their parent anyway: torch's end when it is gone, and the agent ends whole sessions.
+    When this process ends, multiprocessing ends its children with SIGTERM and then waits for them without a limit. It
+    would wait for ever for these, so they get SIGKILL before that.
     """
-    if agent_client.status_page() is None:
+    if agent_client.worker_env() is None:
         yield
         return
+    others = set(multiprocessing.active_children())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if not _sheltered:
+            # Hooks run in reverse order: this one before multiprocessing's own, which was registered at its import.
+            atexit.register(_end_sheltered, os.getpid())
+        _sheltered.update(set(multiprocessing.active_children()) - others)
+
+
+def _end_sheltered(owner: int) -> None:
+    """Kill what is left of the sheltered processes, in the process (`owner`) that has started them."""
+    if os.getpid() != owner:
+        return
+    for child in _sheltered.intersection(multiprocessing.active_children()):
+        if child.daemon:
+            child.kill()
