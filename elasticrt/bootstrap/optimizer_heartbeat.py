@@ -9,21 +9,19 @@ before its lease ends. No more than that: such a script may well evaluate for an
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import os
 import stat
 import time
 from typing import Any
 
-from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
+from elasticrt.distributed import agent_client
 
 _CLOCK_OF_FILES = 5
 """CLOCK_REALTIME_COARSE, by which files are stamped: `time.time` is ahead of it, and so of a file written after."""
 
 
-def begin(worker: WorkerEnv) -> None:
+def begin() -> None:
     """From now on every `step` of an optimizer of this process beats: a microsecond or so each, no tensor is read.
 
     Before the first of them `torch.load` notes when what it has read was written.
@@ -31,12 +29,9 @@ def begin(worker: WorkerEnv) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    if worker.page_fd < 0:
-        return
-    page, me, torch_load = StatusPage(worker.page_fd), os.getpid(), torch.load
+    page, me, torch_load = agent_client.status_page(), os.getpid(), torch.load
     begun_ns = time.clock_gettime_ns(_CLOCK_OF_FILES)
-    os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
-    faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=True, chain=False)
+    agent_client.show_stacks()
     page.begun_at_ns = time.monotonic_ns()
 
     def beat(*_: object) -> None:

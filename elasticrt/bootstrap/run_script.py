@@ -20,9 +20,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from elasticrt.bootstrap import env_store, optimizer_heartbeat, process_groups, shutdown
+from elasticrt.bootstrap import env_store, optimizer_heartbeat, shutdown
+from elasticrt.distributed import agent_client, process_groups
 from elasticrt.errors import Handover
-from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import text_of
 from elasticrt.ipc.messages import HANDED_OVER_CODE
 
@@ -54,15 +54,17 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
     process_groups.keep()
-    worker = WorkerEnv.from_env(env)
+    worker = agent_client.worker_env()
     if worker is not None:
         env_store.serve_env_rendezvous(worker)
-        optimizer_heartbeat.begin(worker)
+        optimizer_heartbeat.begin()
     last, me = next(reversed(sys.modules)), os.getpid()
     code = _run(list(command), module=module)
     is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
     names = ["__main__", *_imported_since(last)]
-    shutdown.leave(code, names, host_fd=-1 if worker is None or is_fork else _host_fd(worker))
+    # The link is made here: an interpreter that is ending starts no threads.
+    host = agent_client.agent_link() if code == 0 and not is_fork and _hosts_store() else None
+    shutdown.leave(code, names, host)
 
 
 def _imported_since(marker: str) -> list[str]:
@@ -78,13 +80,10 @@ def _imported_since(marker: str) -> list[str]:
     return found[::-1]
 
 
-def _host_fd(worker: WorkerEnv) -> int:
-    """The channel of a worker that holds its group's store: of rank 0 of the generation it is in by now; else -1."""
-    try:
-        now = WorkerEnv.from_env({**worker.to_env(), **os.environ}) or worker
-    except ValueError:  # The script has written to the agent's variables.
-        now = worker
-    return worker.channel_fd if now.rank == 0 and now.world_size > 1 else -1
+def _hosts_store() -> bool:
+    """Whether this worker holds its group's store: rank 0 of the generation that it is in now."""
+    worker = agent_client.worker_env()
+    return worker is not None and worker.rank == 0 and worker.world_size > 1
 
 
 def _take_environment(env: Mapping[str, str]) -> None:

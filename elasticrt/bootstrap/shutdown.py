@@ -21,12 +21,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from elasticrt.distributed.agent_client import AgentClient
 from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, PreparationError
 from elasticrt.ipc import error_file, own_sockets
-from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.collateral_errors import is_collateral
 from elasticrt.ipc.error_file import described
-from elasticrt.ipc.messages import Done, Release
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
@@ -72,34 +71,6 @@ def _called_at(error: BaseException) -> str:
     return f"  called at {theirs[-1].filename}, line {theirs[-1].lineno}{line}\n"
 
 
-def linger(channel_fd: int) -> None:
-    """Say that the script is done, and wait until the group is: others may still need the store in this process.
-
-    The wait ends with Release, or when the agent is gone. Peers that take longer find this process gone from their
-    collectives.
-    """
-    link = sys.modules.get("elasticrt.distributed.agent_client")
-    if link is not None and hasattr(link, "linger"):
-        # The training library has the channel, and whatever was received on it.
-        link.linger(0, CONNECTING_S, _leave_groups)
-        return
-    if channel_fd < 0:
-        return
-    channel = Channel.adopt(channel_fd)
-    try:
-        channel.send(Done(0))
-        wait_s: float | None = CONNECTING_S
-        while True:
-            received = channel.receive(wait_s)
-            if received is None:
-                _leave_groups()
-                wait_s = None
-            elif isinstance(received[0], Release):
-                return
-    except ChannelClosed:
-        return  # The agent is gone, or has given up on this group: there is nothing left to wait for.
-
-
 def _leave_groups() -> None:
     """Let peers that wait for this process in a collective find it gone. Connections of the store stay."""
     store = os.environ.get("MASTER_PORT", "")
@@ -124,24 +95,29 @@ _last_steps: list[Callable[[], object]] = []
 """What the last exit hook does: nothing, until `leave` has been called."""
 
 
-def leave(code: int, names: Sequence[str] = (), *, host_fd: int = -1) -> NoReturn:
+def leave(code: int, names: Sequence[str] = (), host: AgentClient | None = None) -> NoReturn:
     """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
 
-    The interpreter joins threads and runs exit hooks. The last one (see `arrange`) destroys the objects that the script
-    and the modules it imported (`names`) hold, which flushes files and calls `__del__`, flushes streams, and ends the
-    process. Left out are the destructors of preloaded libraries. In a fork they cost 0.2 s of copying pages only to
-    free them, they complain of what a fork cannot free, and they can wait for ever for a thread of torch's that needs
-    the interpreter.
+    The interpreter joins threads and runs exit hooks. The last hook (see `arrange`) destroys the objects that the
+    script and the modules it imported (`names`) hold, which flushes files and calls `__del__`. It then flushes streams
+    and ends the process. The destructors of preloaded libraries are left out: in a fork they cost 0.2 s of copying
+    pages only to free them, complain of what a fork cannot free, and can wait for ever for a thread of torch's that
+    needs the interpreter.
 
-    After a success a worker with `host_fd` lingers on that channel. Code of the script's runs here: whatever it raises
-    is shown as an interpreter shows it, and everything else is still done.
+    Code of the script's runs here. What it raises is shown as an interpreter shows it, and the rest is still done.
+
+    Args:
+        code: the exit code.
+        names: modules to destroy.
+        host: after a success, the link of a worker that hosts its group's store. It waits until the group has ended, or
+            its agent is gone. Peers that take longer find this process gone from their collectives.
     """
     _spare_torch()
-    _last_steps.append(partial(_end, code, names, host_fd))
+    _last_steps.append(partial(_end, code, names, host))
     sys.exit(1)  # What counts if the last step fails; else it ends the process with `code`.
 
 
-def _end(code: int, names: Sequence[str], host_fd: int) -> NoReturn:
+def _end(code: int, names: Sequence[str], host: AgentClient | None) -> NoReturn:
     # Before, because of a file that goes with others at once only the lower half may be left to write to.
     flushed = [_flushed(file) for file in _open_files()]
     try:
@@ -152,8 +128,8 @@ def _end(code: int, names: Sequence[str], host_fd: int) -> NoReturn:
     if not all(flushed):
         code = code or _EXIT_CANNOT_FLUSH
     ctypes.CDLL(None).fflush(None)
-    if code == 0 and host_fd >= 0:
-        linger(host_fd)
+    if code == 0 and host is not None:
+        host.linger(0, CONNECTING_S, _leave_groups)  # Others may still need the store in this process.
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

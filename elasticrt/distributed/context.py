@@ -166,8 +166,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if _context is not None and dist.is_initialized():
         return _context
     worker, page = agent_client.worker_env(), agent_client.status_page()
-    if page is not None:
-        page.init_at_ns = time.monotonic_ns()
+    page.init_at_ns = time.monotonic_ns()
     rank, world_size = collectives.rank_and_world()
     if not 0 <= rank < world_size:
         raise ConfigError(
@@ -190,8 +189,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
             _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
         _timeout_s, _own_group = timeout_s, True
         regroup.note_subgroups()
-    if page is not None:
-        page.joined_at_ns = time.monotonic_ns()
+    page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
         local_rank=own_local_rank(rank),

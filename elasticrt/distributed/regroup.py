@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from elasticrt.distributed import process_groups
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
@@ -260,11 +261,9 @@ def tidy() -> None:
     """Let go of what was left long ago. Called where no collective is under way."""
     if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
         until = time.monotonic() - RETIRED_S
-        keeper = sys.modules.get("elasticrt.bootstrap.process_groups")  # It keeps every group for the script's own end.
         while _retired and _retired[0][0] < until:
             _, left = _retired.pop(0)
-            if keeper is not None:
-                keeper.release(left)
+            process_groups.release(left)
             del left
 
 

@@ -81,7 +81,7 @@ class Loop:
         self._shown = os.fspath(directory)
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
         self._reporter = Reporter(stateful_objects.values(), self._state.samples)
-        self._saving = Saving(self._state, self._reporter, directory, every=every, keep=keep, memory=memory)
+        self._saving = Saving(self._state, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
         self._steps_max: int | None = None
         self._stage = "new"  # Then "running" and "over", or "broken".
@@ -91,7 +91,7 @@ class Loop:
         # The world that this process is in.
         self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
         self._page = agent_client.status_page()
-        self._guard = SigtermGuard(self._page)
+        self._guard = SigtermGuard()
         self._is_only = False  # Whether no other Loop was entered before.
         # The batch that is being trained.
         self._share: BatchSlice | None = None  # None between batches.
@@ -206,7 +206,7 @@ class Loop:
         self._undo.unwatch()
         self._guard.lower()
         self._weighting.detach()
-        self._reporter.expect_steps(expected=False)
+        self._page.stepping = 0
         self._state.ledger.close()
         self._stage = "over"
         self._share = None
@@ -262,7 +262,7 @@ class Loop:
             if self._state.sampler is not None or not self._redo:
                 since_ns = time.monotonic_ns()
                 batch, share = next(drawn, (None, None))
-                self._reporter.waited_for_data(since_ns)
+                self._page.data_ns += time.monotonic_ns() - since_ns
             self._redo = False
             if share is None:
                 self._state.position = self._state.position._replace(drained=True)
@@ -275,7 +275,7 @@ class Loop:
                 validation.check_entered(self._asked)
             except GeneratorExit:
                 self._fed = False
-                self._reporter.expect_steps(expected=False)
+                self._page.stepping = 0
                 if generator_exit.on_purpose(sys._getframe(1)):
                     self._settle()
                 else:
@@ -290,7 +290,7 @@ class Loop:
             # Between two parts of a step the state is that of neither side.
             if share.last and moves == self._world.moves:
                 self._boundary()
-        self._reporter.expect_steps(expected=False)
+        self._page.stepping = 0
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
@@ -433,18 +433,19 @@ class Loop:
             raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
         self._check_running("pause")
         self._weighting.end()
-        self._reporter.expect_steps(expected=False)
-        self._reporter.pauses(time.monotonic_ns())
+        self._page.stepping = 0
+        self._page.pausing_ns = time.monotonic_ns()
         try:
             yield
         except Exception as error:
             self._world.leave_state(error)
             raise
         finally:
-            self._reporter.paused()
+            since_ns, self._page.pausing_ns = self._page.pausing_ns, 0
+            self._page.pause_ns += time.monotonic_ns() - since_ns
             if self._share is not None:
                 self._weighting.begin(self._share)
-                self._reporter.expect_steps(expected=True)
+                self._page.stepping = 1
 
     # The boundary
 
@@ -452,7 +453,7 @@ class Loop:
         self._share = share
         self._undo.stepped = False
         self._weighting.begin(share)
-        self._reporter.expect_steps(expected=True)
+        self._page.stepping = 1
         if self._state.ledger.writes:
             self._state.ledger.begin(self._state.position.steps + 1, self._state.position.epoch, share)
 
@@ -485,7 +486,7 @@ class Loop:
         total = self._saving.run.total
         if self._world.in_place.has_seat:
             self._world.go_on()
-        elif self._page is not None and self._page.stop and handover.must_leave(self._page, total):
+        elif self._page.stop and handover.must_leave(self._page, total):
             if self._page.save:
                 self._saving.last()
             if not self._world.in_place.possible:

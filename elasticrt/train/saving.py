@@ -12,7 +12,6 @@ from elasticrt.data.position import Position, SaveInterval
 from elasticrt.distributed import agent_client, collectives
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.train.reporting import Reporter
 from elasticrt.train.training_state import TrainingState
 
 
@@ -21,7 +20,6 @@ class Saving:
 
     Args:
         state: what is saved.
-        reporter: told that no step is to be expected while a save begins.
         directory: for checkpoints.
         every: how often to save, in the words of `Loop`.
         keep: how many checkpoints to keep.
@@ -38,7 +36,6 @@ class Saving:
     def __init__(
         self,
         state: TrainingState,
-        reporter: Reporter,
         directory: str | os.PathLike[str],
         *,
         every: str,
@@ -53,7 +50,7 @@ class Saving:
         self.run = run_of(worker)
         self._every = SaveInterval.parse(every)
         self._state = state
-        self._reporter = reporter
+        self._page = agent_client.status_page()
         self._saved = Position()
         self._saved_at = 0.0
         self._is_first = False  # Whether this is rank 0, which saves to the directory.
@@ -95,14 +92,14 @@ class Saving:
         if copy:
             uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
         if save:
-            self._reporter.expect_steps(expected=False)
-            self._reporter.saves(since_ns)
+            self._page.stepping = 0
+            self._page.saving_ns = since_ns
             about = self._state.about()
             uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=about, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
             self.checkpointer.snapshots.take(state, uses)
-        self._reporter.saved(since_ns)
+        self._page.save_ns += time.monotonic_ns() - since_ns
 
     def last(self) -> None:
         """The loop is left: save what is not saved yet, and wait for it. Raises as `Checkpointer.wait`."""
@@ -116,7 +113,7 @@ class Saving:
     def _wait(self) -> None:
         since_ns = time.monotonic_ns()
         self.checkpointer.wait()
-        self._reporter.saved(since_ns)
+        self._page.save_ns += time.monotonic_ns() - since_ns
 
     def hand_over(self) -> None:
         """This process ends: its agent gets the state."""
