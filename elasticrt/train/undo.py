@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import rng_state, stateful
-from elasticrt.distributed import collectives, regroup
+from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
@@ -129,7 +129,7 @@ class Undo:
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)
-        regroup.drop_gradients(self._modules)
+        self._drop_gradients()
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
         for scaler in self._scalers:
@@ -173,9 +173,14 @@ class Undo:
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """The reverse; none given: forget them."""
         self.accumulates = any(each is not None for each in gradients)
-        regroup.drop_gradients(self._modules)
+        self._drop_gradients()
         for owner, gradient in zip(self._parameters() if gradients else [], gradients, strict=True):
             owner.grad = gradient
+
+    def _drop_gradients(self) -> None:
+        # They may be views of a bucket that a work of the old group still writes into.
+        for each in self._parameters():
+            each.grad = None
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [each for module in self._modules for each in module.parameters()]
