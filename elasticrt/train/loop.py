@@ -505,7 +505,7 @@ class Loop:
         raise handover.leave(total)
 
     def _interrupted(self) -> None:
-        """An exception has left the batch, whose step does not count. If the optimizer has stepped, the Loop is broken."""
+        """An exception has left the batch: its step does not count, and if it was half made, the Loop is broken."""
         self._weighting.end()
         self._share = None
         if self._undo.stepped:
