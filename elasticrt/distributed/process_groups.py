@@ -1,9 +1,8 @@
-"""Process groups live as long as their process: what destroys one may wait for ever.
+"""Keeps a reference to every process group until the process ends, because destroying a group can deadlock.
 
-Torch destroys a gloo group where the last reference to it goes, which is often a DistributedDataParallel in a local
-variable. The destructor joins gloo's threads while its own thread holds the interpreter lock (torch 2.13). A thread of
-gloo's that drops the last result of a collective just then needs the same lock. So a reference to each group is kept
-until the process ends. `destroy_process_group` still shuts a group down.
+Torch destroys a gloo group with the last reference to it, which is often held by a DistributedDataParallel in a local
+variable. The destructor joins gloo's threads while it holds the interpreter's lock (torch 2.13). A thread that drops
+the last result of a collective at that moment needs the same lock. `destroy_process_group` still shuts a group down.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _kept: list[Any] = []
 
 
 class _Kept(dict[Any, Any]):
-    """Torch's map of the groups that it knows. It forgets a group that is destroyed; we do not."""
+    """Torch's map of the groups that it knows. Torch removes a destroyed group; `_kept` keeps it."""
 
     def __setitem__(self, group: Any, about: Any) -> None:
         _kept.append(group)
@@ -24,13 +23,13 @@ class _Kept(dict[Any, Any]):
 
 
 def release(groups: Iterable[object]) -> None:
-    """Let go of groups that have nothing to do any more, and no thread of theirs either: destroying those is safe."""
+    """Release groups whose threads have no work left, and which are therefore safe to destroy."""
     for group in groups:
         _kept[:] = [each for each in _kept if each is not group]
 
 
 def keep() -> None:
-    """Keep every process group that is made from now on. Nothing changes where torch has no such map."""
+    """Keep every process group that is made from now on. Does nothing if torch has no such map."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
     known = getattr(module, "_pg_map", None)
     if type(known) is dict:
