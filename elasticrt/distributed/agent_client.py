@@ -230,6 +230,7 @@ def take_seat(seat: WorkerEnv) -> None:
     """Make this process the worker that `seat` describes, in its environment as well."""
     os.environ.update(seat.to_env())
     worker_env.cache_clear()
+    worker_env()  # Read at once: the script may write to these variables later.
 
 
 @lru_cache(maxsize=1)
