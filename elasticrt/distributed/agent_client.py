@@ -60,7 +60,7 @@ class AgentClient:
         self._news = threading.Condition()  # Of what follows.
         self._released = False
         self._announced = self._taken = 0  # Numbers of seats: the newest that has come, and the one that was taken.
-        self._seat: tuple[int, WorkerEnv] | None = None  # The newest that nobody has taken, with its number.
+        self._seat: tuple[int, WorkerEnv] | None = None  # The newest that is not taken, with its number.
         self._on_seat: Callable[[], object] = bool
         threading.Thread(target=self._read, name="elasticrt-link", daemon=True).start()
 
@@ -189,10 +189,10 @@ class AgentClient:
     def _seated(self, message: Reseat, fds: list[int]) -> None:
         """Keep a new seat. The old group is cut first, because the main thread may be waiting in it."""
         here = worker_env()
-        told = WorkerEnv.from_env({**os.environ, **message.env})
-        assert here is not None and told is not None, "only an agent's worker has a link"
+        sent = WorkerEnv.from_env({**os.environ, **message.env})
+        assert here is not None and sent is not None, "only an agent's worker has a link"
         seat = replace(
-            told,
+            sent,
             listen_fd=fds[0] if fds else -1,
             channel_fd=here.channel_fd,
             page_fd=here.page_fd,

@@ -155,26 +155,15 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     can't be. A meeting that takes longer than `timeout_s` raises torch's error.
     """
     global _context, _timeout_s  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
-        raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
+    _check_arguments(backend, timeout_s)
     if _context is not None and dist.is_initialized():
         return _context
     worker, page = agent_client.worker_env(), agent_client.status_page()
     page.init_at_ns = time.monotonic_ns()
     rank, world_size = collectives.rank_and_world()
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            explain(
-                "no such rank",
-                "environment",
-                got=f"RANK={rank} WORLD_SIZE={world_size}",
-                expected="0 <= RANK < WORLD_SIZE",
-            )
-        )
+        got = f"RANK={rank} WORLD_SIZE={world_size}"
+        raise ConfigError(explain("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE"))
     local_rank = _variable("LOCAL_RANK", rank)
     local_world_size = _variable("LOCAL_WORLD_SIZE", world_size)
     device = _device(local_rank)
@@ -200,6 +189,15 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         run_dir=Path(worker.run_dir) if worker is not None and worker.run_dir else None,
     )
     return _context
+
+
+def _check_arguments(backend: object, timeout_s: object) -> None:
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
 
 
 def _variable(name: str, default: int) -> int:

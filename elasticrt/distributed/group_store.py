@@ -78,7 +78,7 @@ class GroupStoreServer:
         with contextlib.suppress(OSError):  # The client has hung up already.
             connection, _ = self._listening.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(1.0)  # For answers: nobody asks without reading them.
+            connection.settimeout(1.0)  # For answers: a client that asks reads them.
             self._clients[connection] = _Client()
             self._selector.register(connection, selectors.EVENT_READ)
 
@@ -245,7 +245,7 @@ def _line(value: Any) -> bytes:
 
 
 def _answered(connection: socket.socket, question: dict[str, Any], deadline: float) -> Any:
-    """What the server says to a question: one line, as nothing else was asked on this connection."""
+    """The server's answer to a question: one line, because nothing else was asked on this connection."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     connection.sendall(_line(question))
     data = bytearray()
