@@ -89,19 +89,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [each[:size].cpu().numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
 
-def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> bytes | bytearray | memoryview:
-    """The bytes that rank `source` passed in, on every rank."""
-    if alone():
-        return data
-    mine = dist.get_rank() == source
-    place = device()
-    size = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=place)
-    dist.broadcast(size, source)
-    buffer = bytearray(data) if mine else bytearray(int(size.item()))
-    if buffer:
-        content = torch.frombuffer(buffer, dtype=torch.uint8)
-        travelling = content.to(place)
-        dist.broadcast(travelling, source)
-        if travelling is not content:
-            content.copy_(travelling)
-    return buffer
+def broadcast_bytes(data: bytes, source: int = 0) -> bytes:
+    """The bytes that rank `source` passed in, on every rank. They should be few: all ranks' are gathered for that."""
+    rank, _ = rank_and_world()
+    return data if alone() else gather_bytes(data if rank == source else b"")[source]

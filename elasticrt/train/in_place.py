@@ -4,7 +4,7 @@ A worker whose group has lost a rank gets an error in a collective, or hangs in 
 seat in the next generation. A thread cuts the old group's sockets, so that the collective fails, and `train.world`
 undoes the open step. Then the group is made anew and DDP gets a new reducer.
 
-An error that has another cause than a lost peer is never swallowed. One of a lost peer is raised if no seat comes.
+An error that has another cause than a lost peer is never swallowed. If no seat comes, the process leaves its loop.
 """
 
 from __future__ import annotations
