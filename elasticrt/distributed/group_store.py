@@ -159,7 +159,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         self._nonce = nonce
         self._own = threading.local()
         self.set_timeout(datetime.timedelta(seconds=timeout_s))
-        self.address: str = self._connection(time.monotonic() + timeout_s).getsockname()[0]
+        self.check([])
+        self.address: str = self._own.connection.getsockname()[0]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
@@ -211,21 +212,17 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
             raise dist.DistStoreError(what) from None
         except OSError as error:
             self._hang_up()
-            raise self._gone(error) from error
+            place = f"{self._to[0]}:{self._to[1]}"
+            what = f"the store of generation {self._nonce} at {place}: connection closed by peer ({error})"
+            raise dist.DistNetworkError(what) from error
 
     def _connection(self, deadline: float) -> socket.socket:
         connection: socket.socket | None = getattr(self._own, "connection", None)
         if connection is None:
-            with contextlib.ExitStack() as undo:
-                try:
-                    connection = socket.create_connection(self._to, timeout=max(0.001, deadline - time.monotonic()))
-                    undo.enter_context(connection)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    _answered(connection, {"op": "hello", "nonce": self._nonce}, deadline)
-                except OSError as error:
-                    raise self._gone(error) from error
-                undo.pop_all()
+            connection = socket.create_connection(self._to, timeout=_left_s(deadline))
             self._own.connection = connection
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _answered(connection, {"op": "hello", "nonce": self._nonce}, deadline)
         return connection
 
     def _hang_up(self) -> None:
@@ -233,11 +230,9 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         if connection is not None:
             connection.close()
 
-    def _gone(self, error: OSError) -> Exception:
-        place = f"{self._to[0]}:{self._to[1]}"
-        what = f"the store of generation {self._nonce} at {place}: connection closed by peer ({error})"
-        gone: Exception = dist.DistNetworkError(what)
-        return gone
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _line(value: Any) -> bytes:
@@ -246,11 +241,11 @@ def _line(value: Any) -> bytes:
 
 def _answered(connection: socket.socket, question: dict[str, Any], deadline: float) -> Any:
     """The server's answer to a question: one line, because nothing else was asked on this connection."""
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    connection.settimeout(_left_s(deadline))
     connection.sendall(_line(question))
     data = bytearray()
     while not data.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.settimeout(_left_s(deadline))
         piece = connection.recv(1 << 16)
         if not piece:
             raise ConnectionResetError("end of stream")
