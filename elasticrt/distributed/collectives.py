@@ -81,8 +81,9 @@ def gather_bytes(data: bytes) -> list[bytes]:
     if alone():
         return [data]
     sizes = [size for (size,) in gather_numbers([len(data)])]
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    if data:  # `frombuffer` refuses an empty buffer.
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     travelling = mine.to(device())
     gathered = [torch.empty_like(travelling) for _ in sizes]
     dist.all_gather(gathered, travelling)
