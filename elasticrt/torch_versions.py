@@ -9,8 +9,10 @@ from typing import Any
 
 
 def find_gloo() -> None:
-    """Do before a fork what the first group of each process would do: find the backend among the entry points of all
-    installed packages (2.15: 20 ms for 70 of them). Not nccl's: which one it is may still be said by a variable.
+    """Find the gloo backend before a fork, so that the first group of each fork need not.
+
+    From 2.15 torch looks for it among the entry points of all installed packages (20 ms for 70 of them). Not nccl: a
+    variable of the script may still choose which one.
     """
     from torch.distributed.distributed_c10d import Backend
 
@@ -20,15 +22,15 @@ def find_gloo() -> None:
 
 
 def bound_to(device: Any, backend: str) -> dict[str, Any]:
-    """What `init_process_group` is told of the device that this process computes on.
+    """The arguments of `init_process_group` for the device that this process computes on.
 
-    With nccl: its communicator is made at once, on that GPU, and an error of it is seen there. From 2.15 the default
-    nccl (nccl2) takes any GPU that it is not told of by the rank, which is wrong where LOCAL_RANK is 0 for all.
+    With nccl its communicator is then made at once, on that GPU, and an error shows there. Without it the default nccl
+    from 2.15 on (nccl2) chooses a GPU by the rank, which is wrong if LOCAL_RANK is 0 for all.
     """
     return {"device_id": device} if device.type == "cuda" and backend.startswith("nccl") else {}
 
 
 def reducer_was_renewed(layer: Any) -> None:
-    """DDP has another reducer: tell it what DDP itself only tells the first (2.15: who finalizes a backward pass)."""
+    """Configure a new reducer as DDP configures only its first (2.15: how a backward pass is finalized)."""
     if getattr(layer, "_require_manual_backward_finalization", False):
         layer.require_manual_backward_finalization = True

@@ -71,7 +71,7 @@ LAYERS: dict[str, set[str]] = {
         "text",
     },
     "torchrun": {"agent", "liveness", "workers", "rendezvous", "store", "ipc", "spec", "option_values", "errors"},
-    "bootstrap": {"torch_versions", "ipc", "errors"},
+    "bootstrap": {"distributed", "torch_versions", "ipc", "errors"},
     "distributed": {"torch_versions", "ipc", "errors"},
     "data": {"distributed", "ipc", "errors"},
     "checkpoint": {"data", "distributed", "ipc", "errors", "text"},

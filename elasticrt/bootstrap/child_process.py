@@ -1,7 +1,7 @@
 """Between the fork and the user's program: a worker process gets its session, signals, descriptors and directory.
 
-Everything that can fail here is told to the worker parent through a pipe and ends the process: nothing of the user's
-has run yet, so this is an error of starting, not of the script. Standard library only.
+An error here is reported to the worker parent through a pipe and ends the process. None of the user's code has run yet,
+so it is an error of starting, not of the script. Standard library only.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Job:
 def needs_own_interpreter(start: Start) -> bool:
     """Whether a fork of this process cannot become `start`'s command, so that a fresh Python has to run it.
 
-    That is so when variables that Python or the loader read while starting differ from this process's, when another
-    Python is asked for, and for anything but a plain source file (a directory, a zip file, a path that is not there).
+    It cannot if variables that Python or the loader read at their start differ from this process's, if another Python
+    is asked for, and for anything but a plain source file (a directory, a zip file, a missing path).
     """
     ours, theirs = _startup_variables(os.environ), _startup_variables(start.env)
     python = theirs.get("PYTHON_EXEC") or sys.executable
@@ -96,8 +96,8 @@ def settle(job: Job, signals: Mapping[int, Any]) -> dict[str, str]:
     env = dict(job.start.env)
     fds = dict(job.fds)
     if job.executes and "listen" in fds:
-        # Only workers that run in this interpreter know how to host a store on a given socket. For all others the
-        # port has to be free by the time they bind it.
+        # Only workers that run in this interpreter can host a store on a given socket. All others bind the port, which
+        # has to be free by then.
         os.close(fds.pop("listen"))
     for name, variable in _FD_VARIABLES.items():
         env[variable] = str(fds.get(name, -1))

@@ -1,8 +1,8 @@
-"""The worker parent: starts the workers of one node, reaps them with all they left behind, and guards them.
+"""The worker parent: starts the workers of one node, reaps them and all that they left behind, and guards them.
 
-A process of its own because the agent has threads and must not import torch. With "fork" it has imported torch before
-the first worker is needed, and each worker is a fork of it; with "exec" it is small and each worker is a fresh program.
-It has one thread and one loop: messages from the agent, ends of children. When the agent is gone, so are the workers.
+It is a process of its own because the agent has threads and must not import torch. With "fork" it imports torch before
+the first worker is needed, and each worker is a fork of it. With "exec" it is small, and each worker is a new program.
+One thread runs one loop: messages from the agent, ends of children. When the agent ends, it ends the workers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from elasticrt.ipc.wakeup import Wakeup
 
 SWEEP_AGAIN_S = 0.02
 SWEEP_MAX_S = 2.0
-"""After this a worker counts as gone although a process of its session is not: it hangs inside the kernel."""
+"""After this a worker counts as ended although a process of its session has not: it hangs inside the kernel."""
 END_MAX_S = 0.9
-"""How long a parent without an agent tries to see its workers gone before it ends itself."""
+"""How long a parent without an agent tries to end its workers before it ends itself."""
 
 _IGNORED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 )
-"""Schedulers send these to every process of a job. What they mean is the agent's business; ours is to stay with it."""
+"""Schedulers send these to every process of a job. The agent acts on them; its worker parent stays with it."""
 
 
 @dataclass
@@ -82,16 +82,18 @@ class ForkServer:
             while job is None:
                 job = self._turn()
         except ChannelClosed:
-            self._end()  # The agent is gone, which is the ordinary way in which this ends.
+            self._end()  # The agent has ended, which is how a worker parent usually ends.
         except BaseException:
             self._end()
             raise
         return job
 
     def _turn(self) -> Job | None:
-        ready = select.select([self._channel.fileno(), self._bell.fileno()], [], [], self._wait_s())[0]
+        sweeps = any(worker.code is not None for worker in self._workers.values())
+        channel = self._channel.fileno()
+        ready = select.select([channel, self._bell.fileno()], [], [], SWEEP_AGAIN_S if sweeps else None)[0]
         self._reap()
-        if self._channel.fileno() not in ready:
+        if channel not in ready:
             return None
         received = self._channel.receive(0)
         while received is not None:
@@ -102,38 +104,41 @@ class ForkServer:
             received = self._channel.receive(0) if self._channel.pending() else None
         return None
 
-    def _wait_s(self) -> float | None:
-        return SWEEP_AGAIN_S if any(worker.code is not None for worker in self._workers.values()) else None
-
     def _handle(self, message: Message, fds: list[int]) -> Job | None:
         if isinstance(message, Start):
             return self._start(message, fds)
         if isinstance(message, Signal):
-            alive = [
-                worker.pid
-                for worker in self._workers.values()
-                if worker.code is None
-                and message.generation in (0, worker.start.generation)
-                and (not message.local_ranks or worker.start.local_rank in message.local_ranks)
-            ]
-            if message.sessions:
-                process_sessions.kill_sessions(alive, message.number)
-            if not message.sessions or message.number == signal.SIGKILL:
-                # SIGKILL to the process itself as well: one that was forked just now has no session of its own yet.
-                for pid in alive:
-                    process_sessions.kill(pid, message.number)
+            self._signal(message)
             return None
         raise ValueError(f"the agent sent a {type(message).__name__} to its worker parent")
+
+    def _signal(self, message: Signal) -> None:
+        alive = [
+            worker.pid
+            for worker in self._workers.values()
+            if worker.code is None
+            and message.generation in (0, worker.start.generation)
+            and (not message.local_ranks or worker.start.local_rank in message.local_ranks)
+        ]
+        if message.sessions:
+            process_sessions.kill_sessions(alive, message.number)
+        if not message.sessions or message.number == signal.SIGKILL:
+            # SIGKILL to the process itself as well: one that was just forked has no session of its own yet.
+            for pid in alive:
+                process_sessions.kill(pid, message.number)
 
     def _start(self, start: Start, fds: list[int]) -> Job | None:
         """Fork a worker. In the worker itself: its job."""
         job = None
         try:
-            _expect_all(start, fds)
+            if len(fds) != len(start.fd_names):
+                # The kernel drops descriptors for which this process has no number left.
+                what = f"{os.strerror(errno.EMFILE)}: {len(fds)} of {len(start.fd_names)} descriptors arrived"
+                raise OSError(errno.EMFILE, what)  # noqa: TRY301  As the fork below would.
             job = self._fork(start, dict(zip(start.fd_names, fds, strict=True)))
         except OSError as error:
             text = f"cannot start a worker process: {error}"
-            self._send(Exited(start.generation, start.local_rank, 0, child_process.EXIT_CANNOT_EXECUTE, text))
+            self._channel.send(Exited(start.generation, start.local_rank, 0, child_process.EXIT_CANNOT_EXECUTE, text))
         if job is None:
             for fd in fds:
                 os.close(fd)
@@ -158,17 +163,14 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.close(errors_writer)
         self._workers[pid] = _Worker(start, pid, errors_fd)
-        self._send(Started(start.generation, start.local_rank, pid, time.monotonic_ns()))
+        self._channel.send(Started(start.generation, start.local_rank, pid, time.monotonic_ns()))
         return None
 
-    def _send(self, message: Message) -> None:
-        self._channel.send(message)
-
     def _reap(self) -> None:
-        """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
+        """Reap ended children, sweep up what workers left behind, and report workers of which nothing is left."""
         self._bell.heard()
         with contextlib.suppress(ChildProcessError):
-            # A worker is looked at before it is reaped: until then no other process can get its number.
+            # Its session is killed before a worker is reaped: until then no other process can get its number.
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 worker = self._workers.get(ended.si_pid)
                 if worker is not None:
@@ -182,10 +184,10 @@ class ForkServer:
                 self._report(worker)
 
     def _left_behind(self, worker: _Worker) -> bool:
-        """Kill what is left of an ended worker; whether anything was."""
+        """Kill what is left of an ended worker. Returns whether anything was."""
         left = process_sessions.members([worker.pid])
         if all(each is worker or each.code is not None for each in self._workers.values()):
-            left += self._orphans()  # The last worker takes those along that detached themselves from any session.
+            left += self._orphans()  # Processes that detached themselves from any session end with the last worker.
         for pid in left:
             process_sessions.kill(pid, signal.SIGKILL)
         return bool(left)
@@ -202,10 +204,10 @@ class ForkServer:
         del self._workers[worker.pid]
         error = f"cannot start the worker: {worker.error}" if worker.error else ""
         start, code = worker.start, worker.code if worker.code is not None else 0
-        self._send(Exited(start.generation, start.local_rank, worker.pid, code, error))
+        self._channel.send(Exited(start.generation, start.local_rank, worker.pid, code, error))
 
     def _end(self) -> None:
-        """The agent is gone: end every process of the workers, within END_MAX_S seconds."""
+        """End every process of the workers within END_MAX_S seconds, after the end of the agent."""
         deadline = time.monotonic() + END_MAX_S
         while time.monotonic() < deadline:
             process_sessions.kill_sessions(list(self._workers), signal.SIGKILL)
@@ -213,20 +215,12 @@ class ForkServer:
                 process_sessions.kill(pid, signal.SIGKILL)
             try:
                 with contextlib.suppress(ChannelClosed):
-                    # The agent may have closed its sending side only, and still listen to how they ended.
+                    # The agent may have closed only its sending side, and still read how they ended.
                     self._reap()
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     select.select([self._bell], [], [], SWEEP_AGAIN_S)
             except ChildProcessError:
                 return
-
-
-def _expect_all(start: Start, fds: list[int]) -> None:
-    if len(fds) != len(start.fd_names):
-        # The kernel drops those for which this process has no number left.
-        raise OSError(
-            errno.EMFILE, f"{os.strerror(errno.EMFILE)}: {len(fds)} of {len(start.fd_names)} descriptors arrived"
-        )
 
 
 def main(text: str) -> NoReturn:
@@ -237,7 +231,7 @@ def main(text: str) -> NoReturn:
     shutdown.arrange()
     options = SimpleNamespace(**json.loads(text))
     if not getattr(sys.flags, "safe_path", False):
-        # `-m` has put the agent's directory there. No file of the user's may be imported by its name's accident.
+        # `-m` has put the agent's directory there. A file of the user's must not be imported because of its name.
         sys.path.pop(0)
     occupy()  # Descriptors that arrive must never get the numbers of the standard streams.
     process_sessions.adopt_orphans()
@@ -246,7 +240,7 @@ def main(text: str) -> NoReturn:
     warm, torch_threads = _prepare(options, script, directory)
     job = parent.serve(warm)
     if job is None:
-        shutdown.leave(0)  # As in its forks, what was imported is not taken apart: libraries complain of what is left.
+        shutdown.leave(0)  # As in its forks, what was imported is not taken apart.
     parent.forget()
     signals = parent.signals
     del parent
@@ -260,7 +254,7 @@ def main(text: str) -> NoReturn:
 
 
 def _script(options: SimpleNamespace) -> tuple[Path | None, str]:
-    """The file that workers will run, where it is known, and what they will have first on their path ("" if not)."""
+    """The file that workers will run, if it is known, and the first entry of their path, or ""."""
     if options.kind == "program" or not options.target:
         return None, ""
     if options.kind == "script":
@@ -272,7 +266,7 @@ def _script(options: SimpleNamespace) -> tuple[Path | None, str]:
 
 
 def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> tuple[Warm, int]:
-    """Import what workers will need, and say how they will be started, and why; and torch's own number of threads."""
+    """Import what workers will need. Returns how they will be started and why, and torch's own number of threads."""
     before_s = time.monotonic()
     reason, torch_threads = "", 0
     if options.kind == "program":
@@ -288,9 +282,9 @@ def _prepare(options: SimpleNamespace, script: Path | None, directory: str) -> t
 
 
 def _read_ahead(script: Path | None) -> tuple[str, list[str]]:
-    """Why `script` needs interpreters of its own ("" when it does not), and what to import for it before it runs."""
+    """Why `script` needs interpreters of its own, or "", and what to import for it before it runs."""
     if script is None or not script.exists():
-        return "", []  # If it never comes, Python itself will say so, in every worker.
+        return "", []  # If it never comes, Python reports that in every worker.
     if not child_process.is_source(script):
         return f"{script.name} is not a plain source file", []
     from elasticrt.bootstrap import script_scan

@@ -1,46 +1,41 @@
-"""What an agent can see of a script that knows nothing of it: each step of an optimizer is a beat on the status page.
+"""Signs of life of a script without `Loop`: each step of an optimizer is a beat on the status page.
 
-What `torch.load` reads before the first of them is taken for the snapshot that the script goes on from.
+The newest file that `torch.load` reads before the first beat is taken for the snapshot that the script goes on from.
 
-Beats that stand still are a reason to ask the other nodes whether they live, so that a machine without power is found
-before its lease ends. No more than that: such a script may well evaluate for an hour between two steps.
+When beats stand still, the agent asks the other nodes whether they live, and so finds a machine without power before
+its lease ends. Nothing more follows: such a script may evaluate for an hour between two steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import os
 import stat
 import time
 from typing import Any
 
-from elasticrt.ipc.env import WorkerEnv
-from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
+from elasticrt.distributed import agent_client
 
 _CLOCK_OF_FILES = 5
 """CLOCK_REALTIME_COARSE, by which files are stamped: `time.time` is ahead of it, and so of a file written after."""
 
 
-def begin(worker: WorkerEnv) -> None:
-    """From now on every `step` of an optimizer of this process beats: a microsecond or so each, no tensor is read.
+def begin() -> None:
+    """From now on every optimizer's `step` in this process beats, which takes about a microsecond and reads no tensor.
 
-    Before the first of them `torch.load` notes when what it has read was written.
+    Before the first beat, `torch.load` notes when the file that it reads was written.
     """
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    if worker.page_fd < 0:
-        return
-    page, me, torch_load = StatusPage(worker.page_fd), os.getpid(), torch.load
+    page, me, torch_load = agent_client.status_page(), os.getpid(), torch.load
     begun_ns = time.clock_gettime_ns(_CLOCK_OF_FILES)
-    os.lseek(worker.page_fd, PAGE_BYTES, os.SEEK_SET)
-    faulthandler.register(STACKS_SIGNAL, worker.page_fd, all_threads=True, chain=False)
+    agent_client.show_stacks()
     page.begun_at_ns = time.monotonic_ns()
 
     def beat(*_: object) -> None:
-        if os.getpid() == me:  # What the script forks has a life of its own.
+        if os.getpid() == me:  # Not in a process that the script has forked.
             now_ns, beats = time.monotonic_ns(), page.beats
             if not beats:
                 page.first_beat_at_ns = now_ns
@@ -51,18 +46,18 @@ def begin(worker: WorkerEnv) -> None:
     def load(*args: Any, **kwargs: Any) -> Any:
         read = torch_load(*args, **kwargs)
         if os.getpid() == me and not page.beats:
-            with contextlib.suppress(Exception):  # Anything may be read from, and some of it is in no directory.
+            with contextlib.suppress(Exception):  # It may have read from anything, also from what is no file.
                 page.loaded = max(page.loaded, _written_us(args[0] if args else kwargs["f"], begun_ns))
         return read
 
     register_optimizer_step_post_hook(beat)
-    torch.load = torch.serialization.load = load  # Both: a function is pickled by the name of its module.
+    torch.load = torch.serialization.load = load  # In both modules, because a function is pickled by its module's name.
 
 
 def _written_us(file: Any, before_ns: int) -> int:
-    """When a file was last written, in microseconds since the epoch; 0 where that was not `before_ns`.
+    """When a file was last written, in microseconds since the epoch; 0 if it was not before `before_ns`.
 
-    What this life has written itself, or fetched from elsewhere, is new each time, and shows no progress.
+    A file that this process has written or fetched itself is new after each start, and shows no progress.
     """
     found = os.stat(file if isinstance(file, str | os.PathLike) else file.name)  # noqa: PTH116  Or a descriptor.
     old = stat.S_ISREG(found.st_mode) and found.st_mtime_ns < before_ns

@@ -1,8 +1,8 @@
-"""Warming up: import what workers will need, so that a worker that is a fork finds it there.
+"""Warming up: import what workers will need, so that a forked worker has it already.
 
 That is torch, its optimizers, the parts that torch imports on first use, the well-known libraries that the script
-begins with, and the modules of --preload. Whether this process can be forked afterwards is tested, not guessed: it must
-have one thread, no children, no CUDA, no new sockets.
+begins with, and the modules of --preload. A trial fork then shows whether this process can be forked: it must have one
+thread, no children, no CUDA, and no new sockets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 
 from elasticrt import torch_versions
+from elasticrt.bootstrap import process_sessions
 from elasticrt.ipc import own_sockets
 
 _ROOTS = ("torch", "numpy", "elasticrt")
@@ -39,13 +40,17 @@ _LAZY = (
 
 
 def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) -> tuple[str, int]:
-    """Import torch and `modules`; returns why forking is not possible ("" when it is), and torch's thread count.
+    """Import torch and `modules`. Returns why forking is not possible, or "", and torch's thread count.
 
-    `directory` is what the script has first on its path. `wanted` is imported as far as it can be. The thread count is
-    the one that a fresh interpreter would have used, where OMP_NUM_THREADS is not set.
+    Args:
+        modules: of --preload.
+        directory: the first entry of the script's path, or "".
+        wanted: imported as far as possible.
+
+    The thread count is the one that a fresh interpreter uses where OMP_NUM_THREADS is not set.
     """
-    # Libraries that ask at their import whether there is a GPU: by the driver's own list, not by CUDA, which no fork of
-    # this process could use then.
+    # A library that looks for a GPU at its import then asks the driver's own list. Asking CUDA would keep every fork of
+    # this process from using it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # Imports make no garbage worth the time to look for it.
     try:
@@ -72,7 +77,7 @@ def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> t
     for name in wanted:
         if not (directory and _shadows(name.partition(".")[0], directory)):
             _import_if_there(name)
-    # Nothing that exists now is ever garbage: the collector must not touch (and so copy) it in every worker.
+    # Nothing that exists now is ever garbage. The collector would touch it, and so copy it, in every worker.
     gc.freeze()
     why = _why_unsafe(sockets_before)
     return f"a preloaded module {why}" if why else "", threads
@@ -91,8 +96,8 @@ def _first_on_path(directory: str) -> Iterator[None]:
 
 
 def _why_unsafe(sockets_before: set[str]) -> str:
-    """Fork once and look at both sides. "" when neither has a thread, CUDA, a child, or a socket that is new."""
-    if _has_children():
+    """Fork once and look at both sides. Returns "" if neither has a thread, CUDA, a child, or a new socket."""
+    if process_sessions.children():
         return "has started a process"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -106,21 +111,12 @@ def _why_unsafe(sockets_before: set[str]) -> str:
         return "starts a thread in a forked process"
     if found and torch is not None and torch.cuda.device_count():
         return "has asked for the GPUs (torch.cuda.is_available()), which no fork can use then"
-    # Only now: libraries such as OpenBLAS end their threads when a fork is near, and have none afterwards.
+    # Only after the fork: libraries such as OpenBLAS end their threads before one, and have none afterwards.
     if _tasks() != 1:
         return f"keeps {_tasks() - 1} thread(s) running"
     if set(own_sockets.own().values()) - sockets_before:
         return "has opened a socket"
     return ""
-
-
-def _has_children() -> bool:
-    """Whether this process has any child, running or ended."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _tasks() -> int:
@@ -140,7 +136,7 @@ def _import_torch() -> int:
     import torch
 
     threads = torch.get_num_threads()
-    # Before anything else: a pool of threads that exists once does not survive a fork, and every child would hang.
+    # Before anything else: a pool of threads does not survive a fork, and every child would hang.
     torch.set_num_threads(1)
     import torch.distributed
     import torch.nn.parallel

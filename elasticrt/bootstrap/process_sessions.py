@@ -1,8 +1,8 @@
-"""Processes and sessions as Linux shows them: who belongs to a worker, and how to make sure that none is left.
+"""The processes that belong to a worker, as Linux shows them, and how to end all of them.
 
-Every worker leads its own session, so that everything it started and did not detach on purpose is found by its session
-id; what did detach (a double fork) ends up as a child of the worker parent, which is a subreaper. Standard library
-only: this also runs where there is no torch.
+Every worker leads its own session, so that what it has started is found by its session id. A process that has detached
+itself from the session (a double fork) becomes a child of the worker parent, which is a subreaper. Standard library
+only, because this also runs without torch.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ def adopt_orphans() -> None:
 
 
 def members(session_ids: Collection[int]) -> list[int]:
-    """The processes in these sessions. Dead ones that wait to be reaped by a stranger do not count."""
+    """The processes in these sessions, without ended ones that another process has to reap."""
     return [pid for pid in in_sessions(session_ids) if not _is_foreign_zombie(pid)]
 
 
 def children() -> list[int]:
-    """The processes whose parent is this one, dead ones included until they are reaped."""
+    """The child processes of this one, with ended ones that it has not reaped."""
     me = os.getpid()
     return [pid for pid in all_pids() if (found := stat(pid)) is not None and found.parent == me]
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether the process has ended (it may wait to be reaped)."""
+    """Whether the process has ended, reaped or not."""
     found = stat(pid)
     return found is None or found.ended
 
 
 def kill(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended already, or that has become someone else's (set-uid)."""
+    """Send a signal to a process, unless it has ended or belongs to another user (set-uid)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def kill_sessions(session_ids: Collection[int], number: int) -> None:
-    """Send a signal to all processes of these sessions: their leaders' process groups first, at once, then the rest."""
+    """Send a signal to all processes of these sessions, first to the process groups of their leaders."""
     for session_id in session_ids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(session_id, number)
     for pid in members(session_ids):
-        # A second SIGKILL does no harm; any other signal must arrive once only, and the groups have it already.
+        # A second SIGKILL does no harm. Any other signal must arrive once, and the groups have it already.
         if number == signal.SIGKILL or not _in_leading_group(pid, session_ids):
             kill(pid, number)
 

@@ -1,8 +1,8 @@
 """Become `python -u script args`, in a process that was forked from one that has torch imported already.
 
-What a script can see of its interpreter is made what a fresh one would show: `__main__`, argv, path, environment,
-multiprocessing, random numbers, exit codes, tracebacks. The rest of the interpreter's life (threads joined, exit hooks,
-streams flushed) is `shutdown.leave`'s: it does what Python does, but for taking torch apart.
+A script sees of its interpreter what a fresh one would show: `__main__`, argv, path, environment, multiprocessing,
+random numbers, exit codes, tracebacks. At the end `shutdown.leave` joins threads, runs exit hooks and flushes streams
+as Python does, but does not take torch apart.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from elasticrt.bootstrap import env_store, optimizer_heartbeat, process_groups, shutdown
+from elasticrt.bootstrap import env_store, optimizer_heartbeat, shutdown
+from elasticrt.distributed import agent_client, process_groups
 from elasticrt.errors import Handover
-from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import text_of
 from elasticrt.ipc.messages import HANDED_OVER_CODE
 
@@ -42,11 +42,11 @@ _LOADED_BY_ANY_PYTHON = frozenset(
         "zipimport",
     )
 )
-"""Modules that are there before the first line of any script, so that a local file of that name never wins."""
+"""Modules that exist before the first line of any script, so that a local file of that name is never imported."""
 
 
 def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torch_threads: int) -> NoReturn:
-    """Run the script (`command[0]`, or with `module` the module of that name) and what follows it, and end."""
+    """Run the script `command[0]`, or with `module` the module of that name, with the rest as arguments, and end."""
     _take_environment(env)
     _take_identity()
     _fresh_random_numbers()
@@ -54,23 +54,23 @@ def become(command: Sequence[str], *, module: bool, env: Mapping[str, str], torc
     directory = os.getcwd() if module else os.path.dirname(os.path.realpath(command[0]))  # noqa: PTH109, PTH120  As Python does it.
     _take_path(directory)
     process_groups.keep()
-    worker = WorkerEnv.from_env(env)
+    worker = agent_client.worker_env()
     if worker is not None:
         env_store.serve_env_rendezvous(worker)
-        optimizer_heartbeat.begin(worker)
+        optimizer_heartbeat.begin()
     last, me = next(reversed(sys.modules)), os.getpid()
     code = _run(list(command), module=module)
-    is_fork = os.getpid() != me  # Of the script's own making: it does not speak for the worker.
+    is_fork = os.getpid() != me  # One that the script has made, which must not act for the worker.
     names = ["__main__", *_imported_since(last)]
-    shutdown.leave(code, names, host_fd=-1 if worker is None or is_fork else _host_fd(worker))
+    # The link is made here: an interpreter that is ending starts no threads.
+    host = agent_client.agent_link() if code == 0 and not is_fork and _hosts_store() else None
+    shutdown.leave(code, names, host)
 
 
 def _imported_since(marker: str) -> list[str]:
-    """The modules that were imported after the one called `marker`, in that order.
-
-    From the end: touching every module's name would copy, in a fork, all the pages that the names are in.
-    """
+    """The modules that were imported after the one called `marker`, in that order."""
     found = []
+    # From the end: reading the names of all modules would copy, in a fork, all the pages that they are in.
     for name in reversed(list(sys.modules) if threading.active_count() > 1 else sys.modules):
         if name == marker:
             break
@@ -78,13 +78,10 @@ def _imported_since(marker: str) -> list[str]:
     return found[::-1]
 
 
-def _host_fd(worker: WorkerEnv) -> int:
-    """The channel of a worker that holds its group's store: of rank 0 of the generation it is in by now; else -1."""
-    try:
-        now = WorkerEnv.from_env({**worker.to_env(), **os.environ}) or worker
-    except ValueError:  # The script has written to the agent's variables.
-        now = worker
-    return worker.channel_fd if now.rank == 0 and now.world_size > 1 else -1
+def _hosts_store() -> bool:
+    """Whether this worker holds its group's store: rank 0 of the generation that it is in now."""
+    worker = agent_client.worker_env()
+    return worker is not None and worker.rank == 0 and worker.world_size > 1
 
 
 def _take_environment(env: Mapping[str, str]) -> None:
@@ -98,7 +95,7 @@ def _take_environment(env: Mapping[str, str]) -> None:
 
 
 def _take_identity() -> None:
-    """What a program of its own has for itself: the secret of its multiprocessing, and its temporary directory."""
+    """Get what every program has for itself: a secret for multiprocessing, and a temporary directory."""
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "tempfile" in sys.modules:
@@ -106,7 +103,7 @@ def _take_identity() -> None:
 
 
 def _fresh_random_numbers() -> None:
-    # All workers are copies of one process, and would all draw the same. Python's own `random` reseeds itself.
+    # All workers are copies of one process, and would draw the same numbers. Python's own `random` reseeds itself.
     import torch
 
     torch.default_generator.seed()
@@ -118,7 +115,7 @@ def _fresh_random_numbers() -> None:
 def _set_threads(env: Mapping[str, str], torch_threads: int) -> None:
     import torch
 
-    # The first number of a list like "4,2": the rest is for nested parallelism.
+    # The first number of a list like "4,2"; the others are for nested parallelism.
     wanted = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else torch_threads)
 
@@ -131,13 +128,13 @@ def _take_path(directory: str) -> None:
     try:
         names = {entry.name for entry in os.scandir(directory)}
     except OSError:
-        return  # Nothing can be imported from there, then.
+        return  # Nothing can be imported from there.
     for name in names:
         _prefer_local(name, directory)
 
 
 def _prefer_local(entry: str, directory: str) -> None:
-    """Forget a module that was imported early, if a fresh interpreter would find one of its name here instead."""
+    """Forget a preloaded module if a fresh interpreter would find another one of its name in `directory`."""
     name = entry.partition(".")[0]
     loaded = sys.modules.get(name)
     if loaded is None or name in _LOADED_BY_ANY_PYTHON or name in sys.builtin_module_names:
@@ -159,25 +156,25 @@ def _run(command: list[str], *, module: bool) -> int:
     sys.argv = ["-m" if module else command[0], *command[1:]]
     try:
         if module:
-            # What `python -m` itself calls: it fills `__main__` and argv[0], and words the error for a missing one.
+            # What `python -m` calls: it fills `__main__` and argv[0], and reports a missing module. The public
+            # `runpy.run_module` would put another `__main__` in its place when the script ends.
             runpy._run_module_as_main(command[0])  # type: ignore[attr-defined]
         else:
             _execute_script(command[0], main)
     except SystemExit as request:
         return _exit_code(request.code)
     except Handover:
-        return HANDED_OVER_CODE  # The agent has been told, and has the state.
-    except BaseException as error:  # noqa: BLE001  This is the top of the user's program: everything ends up here.
+        return HANDED_OVER_CODE  # The agent knows, and has the state.
+    except BaseException as error:  # noqa: BLE001  This is the top of the user's program.
         failure = error
     else:
         return 0
-    return _uncaught(
-        failure, is_fork=os.getpid() != me
-    )  # Out here: no exception is being handled any more, as the user's hook expects.
+    # Outside of the `except`, because the user's hook expects that no exception is being handled.
+    return _uncaught(failure, is_fork=os.getpid() != me)
 
 
 def _exit_code(code: object) -> int:
-    """The exit code that Python makes of the argument of `sys.exit`, printing what is no number."""
+    """The exit code that Python makes of the argument of `sys.exit`. Prints an argument that is no number."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -192,11 +189,11 @@ def _execute_script(path: str, main: types.ModuleType) -> None:
     vars(main).update({"__file__": full, "__cached__": None, "__loader__": loader})
     with io.open_code(full) as file:
         source = file.read()
-    exec(compile(source, full, "exec", dont_inherit=True), vars(main))  # noqa: S102  It is what we are here for.
+    exec(compile(source, full, "exec", dont_inherit=True), vars(main))  # noqa: S102  Running the script is the purpose.
 
 
 def _uncaught(error: BaseException, *, is_fork: bool) -> int:
-    """Show the traceback as Python does, keep it for the report unless it is a fork's, and give the exit code."""
+    """Print the traceback as Python does, keep it for the report unless it is a fork's, and return the exit code."""
     trace = error.__traceback__ = _theirs(error)
     if not is_fork:
         shutdown.write_error_file(error)
@@ -205,11 +202,11 @@ def _uncaught(error: BaseException, *, is_fork: bool) -> int:
         sys.last_exc = error
     short = "" if is_fork else shutdown.in_short(error)
     if short:
-        print(short, file=sys.stderr)  # noqa: T201  This process's own error output is where it belongs.
+        print(short, file=sys.stderr)  # noqa: T201  In place of the traceback.
         return 1
     try:
         sys.excepthook(type(error), error, trace)
-    except BaseException as broken:  # noqa: BLE001  The user's hook may do anything; the error still has to be seen.
+    except BaseException as broken:  # noqa: BLE001  The user's hook may do anything, and the error must still be seen.
         print("Error in sys.excepthook:", file=sys.stderr)  # noqa: T201  As Python does.
         broken.__traceback__ = _theirs(broken)
         sys.__excepthook__(type(broken), broken, broken.__traceback__)
@@ -219,7 +216,7 @@ def _uncaught(error: BaseException, *, is_fork: bool) -> int:
 
 
 def _theirs(error: BaseException) -> types.TracebackType | None:
-    """The traceback without this file's part: a script never sees that there was anything before it."""
+    """The traceback without this file's frames, as a script of its own interpreter has it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,14 +1,15 @@
-"""What a script says of itself before it runs: why it cannot be run by a fork, and which libraries it begins with.
+"""What a script's source tells before it runs: why a fork cannot run it, and which libraries it begins with.
 
-A fork has torch already: a variable that the script sets for torch or one of its libraries to read as they load would
-come too late. Such a script gets a fresh interpreter. When in doubt it gets one as well: that costs time, nothing else.
+A fork has imported torch already. A variable that the script sets for torch or one of its libraries to read while they
+load would come too late there, so such a script gets a fresh interpreter. In doubt it gets one as well: that costs time
+and nothing else.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 _SAFE = frozenset(
     (
@@ -34,7 +35,7 @@ _Place = tuple[int, int]
 
 
 def parse(source: str | bytes) -> ast.Module:
-    """A script's syntax tree; an empty one for what is not Python: the interpreter will say what is wrong with it."""
+    """A script's syntax tree. Empty for what is not Python: the interpreter reports what is wrong with it."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError):
@@ -42,17 +43,15 @@ def parse(source: str | bytes) -> ast.Module:
 
 
 def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
-    """The first write to the environment that a fork would make too late, in words; "" when there is none.
+    """The first write to the environment that comes too late in a fork, in words; "" if there is none.
 
-    Only what comes before an import counts, and nothing that comes after `import torch`. `env` is what the script
-    starts with: setting a variable to the value that it has already is no change.
+    Only a write before an import and before `import torch` counts. `env` is what the script starts with: setting a
+    variable to the value that it already has is no write.
     """
     imports = [(_place(node), name) for node in ast.walk(tree) for name in _imported(node)]
     certain = [*tree.body, *(each for node in tree.body if isinstance(node, ast.With | ast.Try) for each in node.body)]
     torch_at = min((_place(node) for node in certain if "torch" in _imported(node)), default=(sys.maxsize, 0))
-    for place, name, value in sorted(_writes(tree, env), key=lambda write: write[:2]):
-        if name != _ANY and env.get(name) == value:
-            continue
+    for place, name in sorted(_writes(tree, env)):
         after = min(((at, module) for at, module in imports if at > place), default=None)
         if after is not None and place < torch_at and name not in _SAFE and not name.startswith(_SAFE_PREFIXES):
             return f"line {place[0]} sets {name} before `import {after[1]}` in line {after[0][0]}"
@@ -60,42 +59,42 @@ def early_write(tree: ast.Module, env: Mapping[str, str]) -> str:
 
 
 def first_imports(tree: ast.Module) -> list[str]:
-    """The modules of the short list that the script's first statements import: nothing of its own ran before them.
+    """The modules of the short list that the script's first statements import, before anything else of it runs.
 
-    With `from scipy import stats` that is `scipy.stats` as well, which may turn out to be no module.
+    `from scipy import stats` gives `scipy.stats`, which may turn out to be no module.
     """
     names: list[str] = []
     for node in tree.body[ast.get_docstring(tree) is not None :]:
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module}.{alias.name}" for alias in node.names if node.level == 0]
-        else:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
             break
+        names += _dotted(node)
     return [name for name in dict.fromkeys(names) if name.partition(".")[0] in _SHORT_LIST]
 
 
 def early_spawn(tree: ast.Module) -> str:
-    """Where a script starts training processes by `mp.spawn`, in words; "" when it does not.
+    """Where a script starts training processes by `mp.spawn`, in words; "" if it does not.
 
-    One of these hosts the store of a run of several nodes then, on MASTER_PORT, which no fork may keep open for itself.
+    One of these hosts the store of a run of several nodes, on MASTER_PORT, which a fork must then not keep open.
     """
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            imported |= {module + alias.name for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            known = called.startswith(_MULTIPROCESSING) or any(name.startswith(_MULTIPROCESSING) for name in imported)
-            if known and called.rpartition(".")[2] in _SPAWNERS:
-                return f"line {node.lineno} calls {called}, whose processes may host the store"
+    nodes = list(ast.walk(tree))
+    imports = [name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in _dotted(node)]
+    is_imported = any(name.startswith(_MULTIPROCESSING) for name in imports)
+    for call in (node for node in nodes if isinstance(node, ast.Call) and _name(node.func) in _SPAWNERS):
+        called = ast.unparse(call.func)
+        if is_imported or called.startswith(_MULTIPROCESSING):
+            return f"line {call.lineno} calls {called}, whose processes may host the store"
     return ""
 
 
 def _place(node: ast.AST) -> _Place:
     return node.lineno, node.col_offset  # type: ignore[attr-defined]  # Statements and expressions have both.
+
+
+def _dotted(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Everything that an import names, with its package; nothing of relative imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [f"{node.module}.{alias.name}" for alias in node.names if not node.level]
 
 
 def _imported(node: ast.AST) -> list[str]:
@@ -108,48 +107,42 @@ def _imported(node: ast.AST) -> list[str]:
     return [name for name in names if name not in sys.stdlib_module_names]
 
 
-def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterator[tuple[_Place, str, str | None]]:
-    """Every place that changes the environment, the variable, and the value that it then has: None for none."""
+def _writes(tree: ast.Module, env: Mapping[str, str]) -> Iterable[tuple[_Place, str]]:
+    """Every place that changes the environment, and the variable."""
+    nodes = list(ast.walk(tree))
     environ = {"environ", "environb"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "os":
-            environ |= {alias.asname or alias.name for alias in node.names if alias.name in environ}
-    values = {target: node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and _name(node.value) in environ:
-            deleted = isinstance(node.ctx, ast.Del)
-            yield _place(node), _text(node.slice), None if deleted else _text(values.get(node))
-        elif isinstance(node, ast.AugAssign) and _name(node.target) in environ:
-            yield _place(node), _ANY, _ANY  # `os.environ |= ...`
-        elif isinstance(node, ast.Call):
-            yield from ((_place(node), *written) for written in _called(node, environ, env))
+    unchanged: set[ast.AST] = set()
+    for node in nodes:
+        match node:
+            case ast.ImportFrom("os", aliases):
+                environ |= {alias.asname or alias.name for alias in aliases if alias.name in environ}
+            case ast.Assign([ast.Subscript(slice=key) as target], value) if env.get(_text(key)) == _text(value):
+                unchanged.add(target)
+    return [(_place(node), name) for node in nodes if node not in unchanged for name in _written(node, environ, env)]
 
 
-def _called(call: ast.Call, environ: set[str], env: Mapping[str, str]) -> list[tuple[str, str | None]]:
-    """`os.environ.update(...)` and its like, `os.putenv`, and the well-known reader of `.env` files."""
-    method, function = _name(call.func), call.func
-    first = _text(call.args[0]) if call.args else _ANY
-    if method in ("putenv", "unsetenv"):
-        return [(first, _ANY)]
-    if method == "load_dotenv":
-        return [(_ANY, _ANY)]
-    if not isinstance(function, ast.Attribute) or _name(function.value) not in environ:
-        return []
-    words: list[tuple[str, str | None]] = [(word.arg or _ANY, _text(word.value)) for word in call.keywords]
-    pairs: list[tuple[str, str | None]] = [
-        (_text(key), _text(value))
-        for each in call.args
-        if isinstance(each, ast.Dict)
-        for key, value in zip(each.keys, each.values, strict=True)
-    ]
-    written: dict[str, list[tuple[str, str | None]]] = {
-        "setdefault": [(first, env.get(first, _ANY))],
-        "pop": [(first, None)],
-        "update": words + (pairs or [(_ANY, _ANY)] * len(call.args)),
-        "clear": [(_ANY, _ANY)],
-        "popitem": [(_ANY, _ANY)],
-    }
-    return written.get(method, [])
+def _written(node: ast.AST, environ: Collection[str], env: Mapping[str, str]) -> list[str]:
+    """The variables that this node changes: an item, a method of `os.environ`, or a function known to do it."""
+    match node:
+        case ast.Subscript(owner, key, ast.Store() | ast.Del()) if _name(owner) in environ:
+            return [_text(key)]
+        case ast.AugAssign(owner) if _name(owner) in environ:  # `os.environ |= ...`
+            return [_ANY]
+        case ast.Call(function, [key, *_]) if _name(function) in ("putenv", "unsetenv"):
+            return [_text(key)]
+        case ast.Call(function) if _name(function) == "load_dotenv":
+            return [_ANY]
+        case ast.Call(ast.Attribute(owner, "setdefault" | "pop" as method), [key, *_]) if _name(owner) in environ:
+            name = _text(key)
+            changes = name == _ANY or (name in env) != (method == "setdefault")
+            return [name] * changes
+        case ast.Call(ast.Attribute(owner, "update"), arguments, words) if _name(owner) in environ:
+            keys = [key for each in arguments if isinstance(each, ast.Dict) for key in each.keys]
+            named = [*(word.arg or _ANY for word in words), *map(_text, keys)]
+            return named if all(isinstance(each, ast.Dict) for each in arguments) else [_ANY]
+        case ast.Call(ast.Attribute(owner, "clear" | "popitem")) if _name(owner) in environ:
+            return [_ANY]
+    return []
 
 
 def _name(node: ast.expr) -> str:
@@ -158,7 +151,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _text(node: ast.expr | None) -> str:
-    """The text that an expression is, if it is one as it stands."""
+    """The text of a literal, or _ANY."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
         return node.value if isinstance(node.value, str) else node.value.decode(errors="replace")
     return _ANY

@@ -1,4 +1,4 @@
-"""How a worker ends: what went wrong is written down, hooks and flushes are run, and the host of the store waits."""
+"""The end of a worker: its error is recorded, hooks run, files are flushed, and the host of the group's store waits."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from elasticrt.distributed.agent_client import AgentClient
 from elasticrt.errors import CheckpointError, ConfigError, DuplicateError, PreparationError
 from elasticrt.ipc import error_file, own_sockets
-from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.collateral_errors import is_collateral
 from elasticrt.ipc.error_file import described
-from elasticrt.ipc.messages import Done, Release
 
 _OURS = f"{Path(__file__).parent.parent}{os.sep}"
 
 CONNECTING_S = 1.0
-"""A peer may still be connecting to a process whose script is short, and done. It gets so long."""
+"""How long a peer may still be connecting to a process whose script has ended already."""
 
 
 def write_error_file(error: BaseException) -> None:
-    """Describe `error` for the agent; errors that a restart cannot cure are marked."""
+    """Describe `error` for the agent, and mark an error that a restart cannot cure."""
     final = isinstance(error, (CheckpointError, DuplicateError, PreparationError))
     error_file.write_error_file(error, error.exit_code if final else 0)  # type: ignore[attr-defined]
 
 
 def in_short(error: BaseException) -> str:
-    """What to print in place of the traceback, which is in the error file; "" where the traceback is to be printed.
+    """What to print in place of the traceback, which is in the error file; "" if the traceback is to be printed.
 
-    That is for errors that only say that another worker is gone, and for our own of a wrong call or a bad checkpoint:
-    they say what is wrong, and the traceback would be mostly ours. Of a traceback that is very long an excerpt is
-    printed. A script that has set `sys.excepthook` itself keeps its own way of printing.
+    One line stands for an error that only says that another worker is lost, and for our own errors about a wrong call
+    or a bad checkpoint, whose traceback is mostly ours. Of a very long traceback an excerpt is printed. A script that
+    has set `sys.excepthook` keeps its own way of printing.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     hook = sys.excepthook
@@ -64,7 +63,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _called_at(error: BaseException) -> str:
-    """The line of the user's code that the error comes from: the last that is not of this package."""
+    """The line of the user's code that the error comes from: the last one outside of this package."""
     theirs = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
     if not theirs:
         return ""
@@ -72,36 +71,8 @@ def _called_at(error: BaseException) -> str:
     return f"  called at {theirs[-1].filename}, line {theirs[-1].lineno}{line}\n"
 
 
-def linger(channel_fd: int) -> None:
-    """Say that the script is done, and wait until the group is: others may still need the store in this process.
-
-    The wait ends with Release, or when the agent is gone. Peers that take longer find this process gone from their
-    collectives.
-    """
-    link = sys.modules.get("elasticrt.distributed.agent_client")
-    if link is not None and hasattr(link, "linger"):
-        # The training library has the channel, and whatever was received on it.
-        link.linger(0, CONNECTING_S, _leave_groups)
-        return
-    if channel_fd < 0:
-        return
-    channel = Channel.adopt(channel_fd)
-    try:
-        channel.send(Done(0))
-        wait_s: float | None = CONNECTING_S
-        while True:
-            received = channel.receive(wait_s)
-            if received is None:
-                _leave_groups()
-                wait_s = None
-            elif isinstance(received[0], Release):
-                return
-    except ChannelClosed:
-        return  # The agent is gone, or has given up on this group: there is nothing left to wait for.
-
-
 def _leave_groups() -> None:
-    """Let peers that wait for this process in a collective find it gone. Connections of the store stay."""
+    """Close the connections to peers that wait for this process in a collective, but not those of the store."""
     store = os.environ.get("MASTER_PORT", "")
     for fd in own_sockets.own():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
@@ -113,36 +84,41 @@ def _leave_groups() -> None:
 
 
 def arrange() -> None:
-    """Let every end of this process, and of its forks, be as `leave` says.
+    """Prepare for `leave`, in this process and its forks.
 
-    To be called before anything has registered an exit hook: hooks run in the reverse order, so that ours is the last.
+    Called before anything has registered an exit hook: hooks run in the reverse order, so ours is the last.
     """
     atexit.register(lambda: [step() for step in _last_steps])
 
 
 _last_steps: list[Callable[[], object]] = []
-"""What the last exit hook does: nothing, until `leave` has been called."""
+"""What the last exit hook does: nothing until `leave` has been called."""
 
 
-def leave(code: int, names: Sequence[str] = (), *, host_fd: int = -1) -> NoReturn:
+def leave(code: int, names: Sequence[str] = (), host: AgentClient | None = None) -> NoReturn:
     """End this process with `code` (negative: by that signal), as an interpreter does, except for torch's part of it.
 
-    The interpreter joins threads and runs exit hooks. The last one (see `arrange`) destroys the objects that the script
-    and the modules it imported (`names`) hold, which flushes files and calls `__del__`, flushes streams, and ends the
-    process. Left out are the destructors of preloaded libraries. In a fork they cost 0.2 s of copying pages only to
-    free them, they complain of what a fork cannot free, and they can wait for ever for a thread of torch's that needs
-    the interpreter.
+    The interpreter joins threads and runs exit hooks. The last hook (see `arrange`) destroys the objects that the
+    script and the modules it imported (`names`) hold, which flushes files and calls `__del__`. It then flushes streams
+    and ends the process. The destructors of preloaded libraries are left out: in a fork they cost 0.2 s of copying
+    pages only to free them, complain of what a fork cannot free, and can wait for ever for a thread of torch's that
+    needs the interpreter.
 
-    After a success a worker with `host_fd` lingers on that channel. Code of the script's runs here: whatever it raises
-    is shown as an interpreter shows it, and everything else is still done.
+    Code of the script's runs here. What it raises is shown as an interpreter shows it, and the rest is still done.
+
+    Args:
+        code: the exit code.
+        names: modules to destroy.
+        host: after a success, the link of a worker that hosts its group's store. It waits until the group has ended, or
+            its agent is gone. Peers that take longer find this process gone from their collectives.
     """
     _spare_torch()
-    _last_steps.append(partial(_end, code, names, host_fd))
-    sys.exit(1)  # What counts if the last step fails; else it ends the process with `code`.
+    _last_steps.append(partial(_end, code, names, host))
+    sys.exit(1)  # The code if the last step fails. Otherwise that ends the process with `code`.
 
 
-def _end(code: int, names: Sequence[str], host_fd: int) -> NoReturn:
-    # Before, because of a file that goes with others at once only the lower half may be left to write to.
+def _end(code: int, names: Sequence[str], host: AgentClient | None) -> NoReturn:
+    # Before the objects are destroyed: a file in a cycle of them may lose its lower half, which it writes to, first.
     flushed = [_flushed(file) for file in _open_files()]
     try:
         _destroy(names)
@@ -152,8 +128,8 @@ def _end(code: int, names: Sequence[str], host_fd: int) -> NoReturn:
     if not all(flushed):
         code = code or _EXIT_CANNOT_FLUSH
     ctypes.CDLL(None).fflush(None)
-    if code == 0 and host_fd >= 0:
-        linger(host_fd)
+    if code == 0 and host is not None:
+        host.linger(0, CONNECTING_S, _leave_groups)  # Others may still need the store in this process.
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -174,7 +150,7 @@ def _destroy(names: Sequence[str]) -> None:
     """Destroy what the modules hold: first what nothing else holds, its globals intact, then all that is left."""
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
-    # An interpreter that ends stops its daemon threads first. Here they run on, and must not complain of what is gone.
+    # Daemon threads run on here, and must not print errors about destroyed modules.
     threading.excepthook = lambda _: None
     found = [sys.modules.pop(name, None) for name in names if not name.startswith("elasticrt.")]
     modules = [weakref.ref(each) for each in found if issubclass(type(each), ModuleType)]
@@ -187,7 +163,7 @@ def _destroy(names: Sequence[str]) -> None:
 
 
 def _flushed(stream: Any) -> bool:
-    """Flush a stream, which may be of any type for `sys.stdout`; whether that was possible, or there was no need to."""
+    """Flush a stream, which for `sys.stdout` may be of any type. Returns whether nothing is left unflushed."""
     try:
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
@@ -200,10 +176,10 @@ def _flushed(stream: Any) -> bool:
 
 
 def _spare_torch() -> None:
-    """Leave torch's hooks out of the exit hooks: they only tidy up memory that is about to be gone.
+    """Remove torch's exit hooks, which only free memory of a process that ends.
 
-    It would take each of its libraries of operators back (50 ms in a fork, which has to copy what it tidies), and our
-    process group would wait for gloo's threads (20 ms). Those can only do harm while an interpreter takes itself apart.
+    They take back each library of operators (50 ms in a fork, which copies the pages that it writes to). Ours waits for
+    gloo's threads (20 ms), which do harm only while an interpreter takes itself apart.
     """
     for finalizer, about in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]  # As above.
         if type(about.func) is FunctionType and about.func.__module__ == "torch.library":
@@ -214,12 +190,12 @@ def _spare_torch() -> None:
 
 
 _EXIT_CANNOT_FLUSH = 120
-"""What Python says when its output could not be written, or was closed."""
+"""Python's exit code when its output could not be written, or was closed."""
 
 
 def _open_files() -> list[io.IOBase]:
-    # What was there before the fork is frozen, and not among these objects: this is short. By type, and not by
-    # `isinstance`: that asks an object for its `__class__`, and some raise then.
+    # Objects from before the fork are frozen, so these are few. By type and not by `isinstance`, which asks an object
+    # for its `__class__`: that of some raises.
     base = io.IOBase.__mro__[1]  # The one in C, of all files.
     return [each for each in gc.get_objects() if base in type(each).__mro__ and _is_writable(each)]
 
@@ -227,5 +203,5 @@ def _open_files() -> list[io.IOBase]:
 def _is_writable(file: io.IOBase) -> bool:
     try:
         return not file.closed and file.writable()
-    except BaseException:  # noqa: BLE001  A file of a class of the script's. Python says nothing of these, either.
+    except BaseException:  # noqa: BLE001  A file of a class of the script's. Python reports nothing here, either.
         return False

@@ -1,7 +1,6 @@
-"""What the workers of `elasticrt.spawn` run: find the caller's function as multiprocessing's children do, and call it.
+"""What the workers of `elasticrt.spawn` run: they find the caller's function as multiprocessing does, and call it.
 
-Everything that is unpickled here comes from the caller, whose own function this process is for, through
-memory that only the same user can open.
+Everything that is unpickled here comes from the caller of `spawn`, through memory that only the same user can open.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPay
 
 
 def main() -> None:
-    """Call the function with this worker's local rank, and put down what it returns."""
+    """Call the function with this worker's local rank, and write what it returns to the caller's memory."""
     local_rank = int(os.environ["ELASTICRT_LOCAL_RANK"])  # LOCAL_RANK is 0 for all where each sees one GPU only.
     target = os.environ[VALUES_VARIABLE].split(":")[local_rank]
     try:

@@ -1,9 +1,9 @@
-"""Waits of ranks for each other that may be long, through the store of their process group.
+"""Barriers that may take long, through the store of the process group.
 
-A collective fails after the group's timeout, however well the one that is late is doing: an hour of preparing data on
-one node would end the whole run. Here every rank says in the store that it has come, and that it is through; the others
-wait for the word, and say for whom. Where an agent watches (ours or torchrun's) that takes as long as it takes: when a
-process has died, the agent ends the others or starts all anew. Without one nobody would, and the wait has a limit.
+A collective fails after the group's timeout: an hour of preparing data on one node would end the whole run. Here every
+rank writes to the store that it has come, and later that it is through. The others poll for that, and print for which
+ranks they wait. Under an agent (ours or torchrun's) there is no limit: when a process dies, the agent ends the others
+or starts all anew. Without one there is a limit.
 
 Every rank makes the same barriers in the same order, as with collectives.
 """
@@ -29,7 +29,7 @@ UNWATCHED_S = 1800.0
 
 _POLL_S, _POLL_S_MAX = 0.001, 0.2
 _POLLS_PER_S = 20_000
-"""What the store answers beside other work, of all ranks together."""
+"""How many polls, of all ranks together, the store answers beside other work."""
 
 _PROGRESS_S = 10.0
 _NAMED_MAX = 4
@@ -37,14 +37,13 @@ _ERROR_CHARS = 2000
 
 _numbers = itertools.count()
 _written: list[str] = []
-"""The keys of this rank that may still be read; removed when nobody can be waiting for them any more."""
-
+"""This rank's keys that another rank may still read. They are deleted when all ranks have passed a later barrier."""
 
 _in_turns = 0
 
 
 def begin_anew() -> None:
-    """The ranks have met in another store: barriers are counted from there."""
+    """Count barriers from 0 again, because the ranks have met in another store."""
     global _numbers  # noqa: PLW0603  As below.
     _numbers = itertools.count()
     _written.clear()
@@ -52,8 +51,8 @@ def begin_anew() -> None:
 
 @contextlib.contextmanager
 def one_after_the_other() -> Iterator[None]:
-    """In here ranks are not in the same place at the same time, so that they must not wait for each other."""
-    global _in_turns  # noqa: PLW0603  It is this process that is in such a block.
+    """A block in which ranks are not in the same place at the same time, so that they must not wait for each other."""
+    global _in_turns  # noqa: PLW0603  The whole process is in such a block.
     _in_turns += 1
     try:
         yield
@@ -62,12 +61,17 @@ def one_after_the_other() -> Iterator[None]:
 
 
 def together() -> bool:
-    """Whether there are other ranks, and all of them come to the same places at the same time."""
+    """Whether there are other ranks, and all come to the same places at the same time."""
     return not alone() and not _in_turns
 
 
 class Barrier:
-    """One occasion. `what` is how it is called in what the user sees."""
+    """One barrier.
+
+    Args:
+        what: its name in messages.
+        store: of the ranks; by default the process group's.
+    """
 
     def __init__(self, what: str, store: Any = None) -> None:
         self._what = what
@@ -78,30 +82,30 @@ class Barrier:
         self._limit_s = math.inf if "TORCHELASTIC_RUN_ID" in os.environ else UNWATCHED_S
 
     def come(self) -> None:
-        """Say that this rank is here, and not through yet."""
-        self._say("?")
+        """Announce that this rank is here, and not through yet."""
+        self._write("?")
 
     def through(self, error: str = "") -> None:
-        """Say that this rank is through, or why it will never be."""
+        """Announce that this rank is through, or the error because of which it will never be."""
         word = f"-{error}"[:_ERROR_CHARS] if error else "+"
-        self._say(word)
+        self._write(word)
         if error or self._store.add(self._key("count"), 1) == self._world_size:
             self._store.set(self._key("all"), word)
 
     def wait(self, limit_s: float = math.inf) -> str:
-        """Wait until all ranks are through, or one never will be: its error, "" for none. Raises TimeoutError."""
-        error = self._wait("all", speaks=self._rank < 2, limit_s=limit_s)
+        """Wait until all ranks are through, or one has failed. Returns its error, or "". Raises TimeoutError."""
+        error = self._wait("all", prints=self._rank < 2, limit_s=limit_s)
         if not error:
-            for key in _written[: self._earlier]:  # Everybody has come here, so nobody is left in an earlier one.
+            for key in _written[: self._earlier]:  # All ranks have come here, so none waits in an earlier barrier.
                 self._store.delete_key(key)
             del _written[: self._earlier]
         return error
 
     def wait_for(self, rank: int) -> str:
-        """As `wait`, for one rank that has not said `come`."""
-        return self._wait(rank, speaks=self._rank == rank + 1, limit_s=math.inf)
+        """As `wait`, for one rank, which has not called `come`."""
+        return self._wait(rank, prints=self._rank == rank + 1, limit_s=math.inf)
 
-    def _say(self, word: str) -> None:
+    def _write(self, word: str) -> None:
         self._store.set(self._key(self._rank), word)
         names = (self._rank, "count", "all") if self._rank == 0 else (self._rank,)
         _written.extend(self._key(name) for name in names if self._key(name) not in _written[self._earlier :])
@@ -109,18 +113,18 @@ class Barrier:
     def _key(self, name: object) -> str:
         return f"{self._prefix}/{name}"
 
-    def _wait(self, name: int | str, *, speaks: bool, limit_s: float) -> str:
-        began = told = now = time.monotonic()
+    def _wait(self, name: int | str, *, prints: bool, limit_s: float) -> str:
+        began = printed = now = time.monotonic()
         while not self._store.check([self._key(name)]):
-            # Asked rather than waited for: a wait in the store that ends too early is written to stderr by torch.
+            # Polled: torch writes a wait in the store that ends early to stderr.
             time.sleep(max(min((now - began) / 5, _POLL_S_MAX), _POLL_S, self._world_size / _POLLS_PER_S))
             now = time.monotonic()
             if now - began >= min(limit_s, self._limit_s):
                 raise TimeoutError(
                     explain("waited too long", self._what, got=f"{now - began:.0f} s for {self._missing(name)}")
                 )
-            if speaks and now - told >= _PROGRESS_S:
-                told = now
+            if prints and now - printed >= _PROGRESS_S:
+                printed = now
                 say(f"waiting in {self._what} for {self._missing(name)}, {now - began:.0f} s so far")
         return bytes(self._store.get(self._key(name))).decode(errors="replace")[1:]
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other, in tensors: bytes and numbers. Nothing is ever pickled.
+"""Collectives of bytes and whole numbers, in tensors. Nothing is ever pickled.
 
 Every function here is collective: all ranks of the default process group call it, in the same order. Without a group,
 or alone, each is the identity.
@@ -17,7 +17,7 @@ from elasticrt.errors import ConfigError, explain
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Rank and world size: of the process group, else as the launcher's environment says, else (0, 1).
+    """Rank and world size: of the process group, else of the launcher's environment, else (0, 1).
 
     Raises ConfigError when RANK or WORLD_SIZE is not a whole number.
     """
@@ -32,7 +32,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def require_group(where: str) -> None:
-    """Raise ConfigError when there are several processes but no process group through which they could agree."""
+    """Raise ConfigError if there are several processes but no process group."""
     _, world_size = rank_and_world()
     if world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -47,12 +47,12 @@ def require_group(where: str) -> None:
 
 
 def alone() -> bool:
-    """Whether there is nobody else to talk to."""
+    """Whether there are no other ranks."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def sequence_number() -> int:
-    """How many collectives this rank has begun in the default group: it says whether there was one in between."""
+    """How many collectives this rank has begun in the default group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     world: Any = dist.group.WORLD
@@ -71,9 +71,9 @@ def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
     if alone():
         return [list(numbers)]
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device())
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    return [each.tolist() for each in torch.stack(everyones).cpu()]
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return [each.tolist() for each in torch.stack(gathered).cpu()]
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
@@ -81,27 +81,16 @@ def gather_bytes(data: bytes) -> list[bytes]:
     if alone():
         return [data]
     sizes = [size for (size,) in gather_numbers([len(data)])]
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    if data:  # `frombuffer` refuses an empty buffer.
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     travelling = mine.to(device())
-    everyones = [torch.empty_like(travelling) for _ in sizes]
-    dist.all_gather(everyones, travelling)
-    return [each[:size].cpu().numpy().tobytes() for each, size in zip(everyones, sizes, strict=True)]
+    gathered = [torch.empty_like(travelling) for _ in sizes]
+    dist.all_gather(gathered, travelling)
+    return [each[:size].cpu().numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
 
-def broadcast_bytes(data: bytes | bytearray | memoryview, source: int = 0) -> bytes | bytearray | memoryview:
-    """The bytes that rank `source` passed in, on every rank."""
-    if alone():
-        return data
-    mine = dist.get_rank() == source
-    place = device()
-    size = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=place)
-    dist.broadcast(size, source)
-    buffer = bytearray(data) if mine else bytearray(int(size.item()))
-    if buffer:
-        content = torch.frombuffer(buffer, dtype=torch.uint8)
-        travelling = content.to(place)
-        dist.broadcast(travelling, source)
-        if travelling is not content:
-            content.copy_(travelling)
-    return buffer
+def broadcast_bytes(data: bytes, source: int = 0) -> bytes:
+    """The bytes that rank `source` passed in, on every rank. They should be few: all ranks' are gathered for that."""
+    rank, _ = rank_and_world()
+    return data if alone() else gather_bytes(data if rank == source else b"")[source]

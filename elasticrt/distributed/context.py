@@ -1,7 +1,7 @@
-"""Who am I, on which device, in which process group: the first call of a training script.
+"""`init` and `Context`: this process's rank, device and process group. The first call of a training script.
 
-The same script runs under `elasticrt run`, under torchrun and alone. `init` reads what either launcher says (RANK,
-WORLD_SIZE ...), never what a scheduler says (SLURM_* describes the allocation, not this process).
+The same script runs under `elasticrt run`, under torchrun and alone. `init` reads the variables that either launcher
+sets (RANK, WORLD_SIZE ...), never a scheduler's: SLURM_* describes the allocation, not this process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SURVIVE = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "NCCL_RAS_ENABLE": "0",
 }
-"""Under an agent nobody but `regroup` ends what NCCL does: torch's watchdog would end the process that lost a peer, and
-its monitor one whose watchdog waits for a communicator that is being aborted. Hangs are the agent's to notice. NCCL's
-service for diagnosis listens beyond any communicator: its socket, once shut down, would be tried again without end."""
+"""Under an agent only `regroup` ends the work of NCCL. Torch's watchdog would end the process that lost a peer, and its
+monitor a process whose watchdog waits for a communicator that is being aborted. The agent notices hangs. NCCL's service
+for diagnosis listens outside of any communicator: once its socket is shut down, it tries again without end."""
 
 _MEETING = datetime.timedelta(days=7)
 
@@ -71,7 +71,7 @@ class Context:
 
     def _move(self, **place: int) -> None:
         for name, value in place.items():
-            object.__setattr__(self, name, value)  # Frozen for everybody else.
+            object.__setattr__(self, name, value)  # Frozen for all other code.
 
     @property
     def is_first(self) -> bool:
@@ -99,26 +99,24 @@ class Context:
             if not isinstance(number, (int, float)):
                 expected = "int, float or a tensor of one element"
                 raise TypeError(explain("not a number", "sum", got=number, expected=expected))
-        everyones = [json.loads(each) for each in collectives.gather_bytes(json.dumps(mine).encode())]
-        sums = tuple(map(sum, zip(*everyones, strict=True)))
+        gathered = [json.loads(each) for each in collectives.gather_bytes(json.dumps(mine).encode())]
+        sums = tuple(map(sum, zip(*gathered, strict=True)))
         return sums[0] if len(sums) == 1 else sums
 
 
 _context: Context | None = None
 _timeout_s = 1800.0
 _group_pid = 0
-"""The process that made a group here, 0 for none."""
-_own_group = False
-"""Whether the process group is ours: then its connections are known, and it can be made anew."""
+"""The process in which `init` made a group, 0 for none. A forked child inherits this memory, but not the group."""
 
 
 def has_own_group() -> bool:
-    """Whether `init` has made the process group."""
-    return _own_group and _group_pid == os.getpid() and dist.is_initialized()
+    """Whether `init` has made the process group. Then its connections are known, and it can be made anew."""
+    return _group_pid == os.getpid() and dist.is_initialized()
 
 
 def make_group(backend: str, **options: Any) -> None:
-    """`init_process_group`, as this process's device and its agent want it."""
+    """`init_process_group` with what this process's device and agent need."""
     if backend == "nccl" and agent_client.worker_env() is not None:
         os.environ.update(SURVIVE)
     device = torch.device("cuda", torch.cuda.current_device()) if backend.startswith("nccl") else torch.device("cpu")
@@ -126,12 +124,12 @@ def make_group(backend: str, **options: Any) -> None:
 
 
 def timeout_s() -> float:
-    """How long a collective may take, as `init` was told."""
+    """The `timeout_s` of `init`: how long a collective may take."""
     return _timeout_s
 
 
 def renew(worker: WorkerEnv) -> None:
-    """This process has another place: every holder of the Context sees it."""
+    """Move the Context to another place. Every holder of it sees that."""
     if _context is not None:
         _context._move(
             rank=worker.rank,
@@ -156,28 +154,16 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     Raises ConfigError when the environment names a place that cannot be, TypeError and ValueError for arguments that
     can't be. A meeting that takes longer than `timeout_s` raises torch's error.
     """
-    global _context, _timeout_s, _own_group  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
-        raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
+    global _context, _timeout_s  # noqa: PLW0603  There is one process group in a process: this is our memory of it.
+    _check_arguments(backend, timeout_s)
     if _context is not None and dist.is_initialized():
         return _context
     worker, page = agent_client.worker_env(), agent_client.status_page()
-    if page is not None:
-        page.init_at_ns = time.monotonic_ns()
+    page.init_at_ns = time.monotonic_ns()
     rank, world_size = collectives.rank_and_world()
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            explain(
-                "no such rank",
-                "environment",
-                got=f"RANK={rank} WORLD_SIZE={world_size}",
-                expected="0 <= RANK < WORLD_SIZE",
-            )
-        )
+        got = f"RANK={rank} WORLD_SIZE={world_size}"
+        raise ConfigError(explain("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE"))
     local_rank = _variable("LOCAL_RANK", rank)
     local_world_size = _variable("LOCAL_WORLD_SIZE", world_size)
     device = _device(local_rank)
@@ -188,10 +174,9 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
         with regroup.SOCKETS.noted(world_size):
             _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
-        _timeout_s, _own_group = timeout_s, True
+        _timeout_s = timeout_s
         regroup.note_subgroups()
-    if page is not None:
-        page.joined_at_ns = time.monotonic_ns()
+    page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
         local_rank=own_local_rank(rank),
@@ -204,6 +189,15 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
         run_dir=Path(worker.run_dir) if worker is not None and worker.run_dir else None,
     )
     return _context
+
+
+def _check_arguments(backend: object, timeout_s: object) -> None:
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
+        raise TypeError(explain("timeout_s is not a number", "init", got=timeout_s))
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
 
 
 def _variable(name: str, default: int) -> int:
@@ -242,16 +236,16 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
                 remedy="Start the script with `elasticrt run` or `torchrun`, or unset RANK and WORLD_SIZE",
             )
         )
-    # Gloo resolves the machine's own name to find an interface, and fails where that name does not resolve.
-    # When everybody is on this machine the loopback interface is the answer.
+    # Gloo resolves the machine's own name to find an interface, and fails if that name does not resolve.
+    # When all ranks are on this machine, the loopback interface does.
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     worker = agent_client.worker_env()
     if worker is not None and worker.beside:
-        # A world of one until it is let in: nobody waits for what is done here.
+        # A world of one until it is let in.
         make(store=_hash_store(), rank=0, world_size=1)
     elif launched and address and world_size > 1 and worker is not None:
-        # Its agent ends this process when the others can't come; until then some may be preparing their data.
+        # The others may be preparing their data. The agent ends this process if they can't come.
         store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
         meeting.through()
@@ -263,17 +257,17 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     else:
         # Alone: no port, no other process can join by accident.
         make(store=_hash_store(), rank=0, world_size=1)
-    global _group_pid  # noqa: PLW0603  As above: forked children inherit the memory of a group that is not theirs.
+    global _group_pid  # noqa: PLW0603  As above.
     if not _group_pid:
         atexit.register(leave_group)
     _group_pid = os.getpid()
 
 
 def leave_group() -> None:
-    """Destroy our process group at exit: its threads, if still there then, can abort a process that was done (SIGABRT).
+    """Destroy our process group at exit, because threads that it has then can abort the process (SIGABRT).
 
-    Not after an uncaught exception: a collective under way would then be waited for, and the traceback is out already.
-    Nor where a process ends without taking its interpreter apart (`bootstrap.shutdown`).
+    Not after an uncaught exception, where that would wait for a collective under way, and not in a process that ends
+    without taking its interpreter apart (`bootstrap.shutdown`).
     """
     if getattr(sys, "last_value", None) is None and os.getpid() == _group_pid and dist.is_initialized():
         dist.destroy_process_group()

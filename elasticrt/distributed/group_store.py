@@ -1,11 +1,10 @@
 """The store in which the ranks of a generation in place meet: keys and values, held by rank 0's process.
 
-Torch's TCPStore would do, but for one moment: when rank 0 is lost while the others connect, its client tries again for
-up to a minute, in C++, where nothing can stop it. Here every wait is in a socket that `regroup.GroupSockets` can shut
-down.
+Torch's TCPStore does not do for this. When rank 0 is lost while the others connect, its client tries again for up to a
+minute, in C++, where nothing can stop it. Here every wait is in a socket that `regroup.GroupSockets` can shut down.
 
 A question is a line of JSON, and so is its answer; bytes are Latin-1 text. The first question names the generation's
-nonce; a process of another generation is not answered.
+nonce. A process of another generation gets no answer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LINE_BYTES_MAX = 16 * 1024 * 1024
 
 @dataclass
 class _Client:
-    """One connection: what of a question has come, whether it knows the nonce, and the keys that it waits for."""
+    """One connection: the bytes of its next question, whether it knows the nonce, and the keys that it waits for."""
 
     read: bytearray = field(default_factory=bytearray)
     admitted: bool = False
@@ -39,7 +38,7 @@ class GroupStoreServer:
     """Holds the keys of one generation, in a thread of its own, until it is closed or its process ends.
 
     Args:
-        listening: where clients come; it is closed at the end.
+        listening: the socket that clients connect to; it is closed at the end.
         nonce: the generation's.
     """
 
@@ -49,10 +48,11 @@ class GroupStoreServer:
         self._clients: dict[socket.socket, _Client] = {}
         self._listening = listening
         listening.setblocking(False)
-        self._wake, self._bell = socket.socketpair()
+        # Not woken by a shutdown of the listening socket, which the agent may hold for the next generation.
+        self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="elasticrt-meeting", daemon=True)
         self._thread.start()
@@ -68,17 +68,17 @@ class GroupStoreServer:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listening:
                     self._accept()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._bell:
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken:
                     self._read(key.fileobj)
-        for each in [self._listening, self._wake, self._bell, *self._clients]:
+        for each in [self._listening, self._wake, self._woken, *self._clients]:
             each.close()
         self._selector.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # It has gone again.
+        with contextlib.suppress(OSError):  # The client has hung up already.
             connection, _ = self._listening.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(1.0)  # For answers: nobody asks without reading them.
+            connection.settimeout(1.0)  # For answers: a client that asks reads them.
             self._clients[connection] = _Client()
             self._selector.register(connection, selectors.EVENT_READ)
 
@@ -93,7 +93,7 @@ class GroupStoreServer:
             if len(client.read) > _LINE_BYTES_MAX:
                 data = b""
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            data = b""  # It is gone, or it is none of ours.
+            data = b""  # The client is gone, or is none of ours.
         if not data:
             self._selector.unregister(connection)
             del self._clients[connection]
@@ -125,7 +125,7 @@ class GroupStoreServer:
             raise ValueError(f"no such question: {op}")
 
     def _tell_all(self) -> None:
-        """A key is there, or another value is: answer those who waited for it."""
+        """A key has a new value: answer the clients that waited for it."""
         for connection, client in self._clients.items():
             self._tell(connection, client)
 
@@ -134,12 +134,12 @@ class GroupStoreServer:
         keys = client.waits_for
         if keys is not None and all(key in self._values for key in keys):
             client.waits_for = None
-            with contextlib.suppress(OSError):  # It is gone, as reading from it will show.
+            with contextlib.suppress(OSError):  # The client is gone, as reading from it will show.
                 connection.sendall(_line([self._values[key] for key in keys]))
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers it without declaring it.
-    """The client. Each thread has a connection of its own, so that a long wait of one delays no other.
+    """The client. Each thread has its own connection, so that a long wait of one thread delays no other.
 
     Args:
         address: the server's host name or address.
@@ -159,7 +159,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         self._nonce = nonce
         self._own = threading.local()
         self.set_timeout(datetime.timedelta(seconds=timeout_s))
-        self.address: str = self._connection(time.monotonic() + timeout_s).getsockname()[0]
+        self.check([])
+        self.address: str = self._own.connection.getsockname()[0]
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
@@ -211,21 +212,17 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
             raise dist.DistStoreError(what) from None
         except OSError as error:
             self._hang_up()
-            raise self._gone(error) from error
+            place = f"{self._to[0]}:{self._to[1]}"
+            what = f"the store of generation {self._nonce} at {place}: connection closed by peer ({error})"
+            raise dist.DistNetworkError(what) from error
 
     def _connection(self, deadline: float) -> socket.socket:
         connection: socket.socket | None = getattr(self._own, "connection", None)
         if connection is None:
-            with contextlib.ExitStack() as undo:
-                try:
-                    connection = socket.create_connection(self._to, timeout=max(0.001, deadline - time.monotonic()))
-                    undo.enter_context(connection)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    _answered(connection, {"op": "hello", "nonce": self._nonce}, deadline)
-                except OSError as error:
-                    raise self._gone(error) from error
-                undo.pop_all()
+            connection = socket.create_connection(self._to, timeout=_left_s(deadline))
             self._own.connection = connection
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _answered(connection, {"op": "hello", "nonce": self._nonce}, deadline)
         return connection
 
     def _hang_up(self) -> None:
@@ -233,11 +230,9 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         if connection is not None:
             connection.close()
 
-    def _gone(self, error: OSError) -> Exception:
-        place = f"{self._to[0]}:{self._to[1]}"
-        what = f"the store of generation {self._nonce} at {place}: connection closed by peer ({error})"
-        gone: Exception = dist.DistNetworkError(what)
-        return gone
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
 
 
 def _line(value: Any) -> bytes:
@@ -245,12 +240,12 @@ def _line(value: Any) -> bytes:
 
 
 def _answered(connection: socket.socket, question: dict[str, Any], deadline: float) -> Any:
-    """What the server says to a question: one line, as nothing else was asked on this connection."""
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    """The server's answer to a question: one line, because nothing else was asked on this connection."""
+    connection.settimeout(_left_s(deadline))
     connection.sendall(_line(question))
     data = bytearray()
     while not data.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        connection.settimeout(_left_s(deadline))
         piece = connection.recv(1 << 16)
         if not piece:
             raise ConnectionResetError("end of stream")

@@ -21,17 +21,18 @@ from elasticrt.ipc.status_page import StatusPage
 _log = logging.getLogger(__name__)
 
 left = False
-"""Whether this process has left its loop to hand over: it ends, and what it has not saved it has handed over."""
+"""Whether this process has left its loop to hand over: it ends, and has handed over what it has not saved."""
 
 POLL_S = 0.0005
 HOLD_S_MAX = 120.0
-"""An agent that asks to hold and then says nothing for so long has forgotten us: go on. It ends us if that is wrong."""
+"""An agent that asks to hold and is silent for so long has lost track of this worker, which goes on. If that is wrong,
+the agent ends it."""
 
 
 def must_leave(page: StatusPage, step: int) -> bool:
-    """Called between `step`, which is done, and the next. False: train on; True: all leave after this step.
+    """Called between `step`, which is finished, and the next. True: all leave after this step; False: train on.
 
-    Holds as long as the agents have not agreed. When they give the handover up, training goes on.
+    Holds until the agents have agreed, or have given the handover up.
     """
     deadline = time.monotonic() + HOLD_S_MAX
     while page.stop:
@@ -46,14 +47,14 @@ def must_leave(page: StatusPage, step: int) -> bool:
 
 
 def stay(step: int) -> None:
-    """Say that this process has stopped after `step`, as agreed: it waits for its seat in the next generation."""
+    """Report that this process has stopped after `step`, as agreed, and waits for its seat in the next generation."""
     agent, worker = agent_client.agent_link(), agent_client.worker_env()
     if agent is not None and worker is not None:
         agent.say(Left(worker.generation, step))
 
 
 def leave(step: int) -> Handover:
-    """Say that this process has stopped after `step`, as agreed; what is raised to leave the loop."""
+    """Report that this process has stopped after `step`, as agreed, and ends. Returns what leaves the loop."""
     global left  # noqa: PLW0603  A process hands over once.
     left = True
     stay(step)
@@ -61,12 +62,13 @@ def leave(step: int) -> Handover:
 
 
 def departure(step: int) -> Handover:
-    """What is raised where a process leaves its loop for good, as there is no seat for it; it is printed nowhere."""
+    """What leaves the loop of a process that has no seat in the next generation. It is not printed."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, Handover):
             before(kind, error, trace)
 
-    sys.excepthook = hook  # An interpreter of the script's own would print a traceback for it, and it is no error.
+    # Where the script has an interpreter of its own, that would print a traceback, although this is no error.
+    sys.excepthook = hook
     return Handover(f"the membership changes: this process stops after step {step}")

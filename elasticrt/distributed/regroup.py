@@ -1,13 +1,13 @@
-"""A process group that is left and made anew while its process lives on: cut or aborted, group, DDP's reducer.
+"""A process group that is left and made anew while its process lives on: sockets, group, DDP's reducer.
 
-A rank that waits in a gloo collective for a peer that is gone waits for ever, unless it is that peer's neighbour: no
-call of torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds, and leaves
-nothing behind that a later group could hear. So the sockets of every group are noted while it is made, and `cut` shuts
-down just these. After that the group is only destroyed; the next one meets in a store of its own. A group of NCCL is
-aborted: its kernels end then, and what they have written is worth nothing (`train.in_place` looks before it counts).
+A rank that waits in a gloo collective for a lost peer waits for ever, unless it is that peer's neighbour. No call of
+torch frees it. Shutting down the group's own sockets from another thread does, within milliseconds. So the sockets of
+every group are noted while it is made, and `cut` shuts down just these. After that the group is only destroyed, and the
+next one meets in a store of its own. A group of NCCL is aborted: its kernels end, and what they have written is
+worthless (`InPlace.check_results`).
 
-DDP's reducer keeps buckets in an order that it has learnt from backward passes. Ranks with different orders would add
-up different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
+DDP's reducer keeps buckets in an order that it learns from backward passes. Ranks with different orders would add up
+different gradients without an error, so every rank gets a new reducer with every new group, newcomer or not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from elasticrt.distributed import process_groups
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.ipc import own_sockets
 from elasticrt.ipc.env import WorkerEnv
@@ -38,8 +40,8 @@ from elasticrt.torch_versions import reducer_was_renewed
 _log = logging.getLogger(__name__)
 
 RETIRED_S = 2.0
-"""How long a group that was left is kept at least. Its threads may still be finishing works that failed, and take the
-interpreter's lock for that: whoever destroys the group holds that lock and waits for these threads (torch 2.13)."""
+"""How long at least a group that was left is kept. Its threads may still be finishing failed works, and need the
+interpreter's lock for that. Destroying the group waits for these threads while holding the lock (torch 2.13)."""
 
 CONNECT_AGAIN_S = 0.005
 """Between two tries to reach the generation's store."""
@@ -49,10 +51,10 @@ GROUP_THREAD = "pt_gloo_runloop"
 
 CUT_AGAIN_S = 0.02
 CUT_S_MAX = 60.0
-"""A group that is just being made may connect again after a cut: it is cut again, until it has failed."""
+"""A group that is just being made may connect again after a cut. It is cut again until making it has failed."""
 
 ABORTED = ("nccl",)
-"""Kinds of groups that are freed by aborting them: their kernels wait, not their sockets."""
+"""Backends whose groups are freed by aborting them: their kernels wait, not their sockets."""
 
 ABORT_S_MAX = 10.0
 """How long aborting NCCL's communicators may take: it waits for kernels to end, which takes milliseconds."""
@@ -62,7 +64,7 @@ KNOCK_S = 1.0
 
 
 class Overtaken(Exception):  # noqa: N818  Not an error: the ordinary end of a meeting that is no longer needed.
-    """A newer seat has come: nobody will come to this meeting."""
+    """A newer seat has come, so the others will not come to this meeting."""
 
 
 class GroupSockets:
@@ -71,17 +73,17 @@ class GroupSockets:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._known: dict[int, str] = {}
-        self._before: dict[int, str] | None = None
-        self._ranks = 0
-        self._knocks = True
-        self._knocked: set[str] = set()
+        self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
+        self._free: Callable[[int], bool] = bool  # Frees a thread that waits at a listening socket of that group.
+        self._freed: set[str] = set()
 
     @contextlib.contextmanager
     def noted(self, ranks: int, backend: str = "gloo") -> Iterator[None]:
-        """Connections that are made in this block, in whichever thread, belong to groups of at most so many ranks."""
+        """Connections that are made in this block, in any thread, belong to a group of at most so many ranks."""
         with self._lock:
-            self._before, self._ranks, self._knocks = own_sockets.own(), ranks, backend not in ABORTED
-            self._knocked.clear()
+            self._before = own_sockets.own()
+            self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
+            self._freed.clear()
         try:
             yield
         finally:
@@ -91,7 +93,7 @@ class GroupSockets:
                 self._lock.notify_all()
 
     def cut(self) -> int:
-        """Shut all of them down. A group that is just being made is cut until that has ended. How many there were."""
+        """Shut all of them down, and those of a group that is being made until that has ended. Returns their number."""
         until = time.monotonic() + CUT_S_MAX
         with self._lock:
             count = self._shut_all()
@@ -106,8 +108,8 @@ class GroupSockets:
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
         for fd, name in new.items():
-            if name not in self._knocked and (_knock(fd, self._ranks) if self._knocks else _deafen(fd)):
-                self._knocked.add(name)
+            if name not in self._freed and self._free(fd):
+                self._freed.add(name)
         return sum(_shut(fd, socket.SHUT_RDWR if fd in new else socket.SHUT_RD) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
@@ -115,23 +117,32 @@ class GroupSockets:
         return {} if before is None else {fd: name for fd, name in own_sockets.own().items() if before.get(fd) != name}
 
 
-def _shut(fd: int, how: int) -> bool:
-    """Shut down a TCP connection; whether it was one. A listening socket is left alone: gloo aborts without its own.
-
-    Of a group that is there only reading is shut down, and the connection is held for a while, whoever closes it: its
-    other end can go on writing. When a write fails gloo keeps the message, and tells nobody who waits for it to be sent
-    when the connection ends (torch 2.13). The end of what is read is told to all that wait for messages.
-    """
+def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
+    """What `act` returns for the socket behind `fd`; False if it fails, because the socket was closed meanwhile."""
     try:
         with socket.socket(fileno=os.dup(fd)) as each:
-            if not own_sockets.is_connection(each):
-                return False
-            if how == socket.SHUT_RD:
-                _retired.append((time.monotonic(), [_Held(each.fileno())]))
-            each.shutdown(how)
+            return act(each)
     except OSError:
-        return False  # Closed meanwhile, or not connected any more.
-    return True
+        return False
+
+
+def _shut(fd: int, how: int) -> bool:
+    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets.
+
+    Of a complete group only reading is shut down, and the connection is held for a while, so that its other end can go
+    on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a thread that waits for it to
+    be sent when the connection ends. The end of what is read wakes all that wait for messages.
+    """
+
+    def shut(each: socket.socket) -> bool:
+        if not own_sockets.is_connection(each):
+            return False
+        if how == socket.SHUT_RD:
+            _retired.append((time.monotonic(), [_Held(each.fileno())]))
+        each.shutdown(how)
+        return True
+
+    return _with_socket(fd, shut)
 
 
 class _Held:
@@ -145,54 +156,53 @@ class _Held:
 
 
 def _knock(fd: int, ranks: int) -> bool:
-    """Connect to a listening socket of a group that is being made, in the name of each rank, and be gone; whether it
-    was one.
+    """Connect to a listening socket of a group that is being made, as each rank would, and hang up.
 
-    Of two ranks one waits for the other to connect. When that one dies before it does, there is no connection to cut,
-    and no call of torch ends the wait before the time of a collective is over (torch 2.13).
+    Of two ranks one waits for the other to connect. If that one dies before it does, there is no connection to cut, and
+    no call of torch ends the wait before the time of a collective is over (torch 2.13). Returns whether it listens.
     """
-    try:
-        with socket.socket(fileno=os.dup(fd)) as each:
-            if not own_sockets.listens(each):
-                return False
-            for rank in range(ranks):
-                with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
-                    knocking.settimeout(KNOCK_S)
-                    knocking.connect(each.getsockname())
-                    knocking.sendall(struct.pack("=q", rank))  # How gloo tells who connects.
-    except OSError:
-        return False  # It does not listen yet, or was closed meanwhile.
-    return True
+
+    def knock(each: socket.socket) -> bool:
+        if not own_sockets.listens(each):
+            return False
+        for rank in range(ranks):
+            with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
+                knocking.settimeout(KNOCK_S)
+                knocking.connect(each.getsockname())
+                knocking.sendall(struct.pack("=q", rank))  # By this number gloo knows the rank.
+        return True
+
+    return _with_socket(fd, knock)
 
 
 def _deafen(fd: int) -> bool:
-    """Shut down a listening socket of a group of NCCL that is being made; whether it was one.
+    """Shut down a listening socket of a group of NCCL that is being made. Returns whether it was one.
 
-    A communicator is made in one call, and torch knows it only after that: there is nothing to abort yet. Each rank
-    waits in it for others to connect, for ever, until its listening socket fails.
+    A communicator is made in one call, and torch knows it only afterwards, so there is nothing to abort yet. In that
+    call each rank waits for others to connect until its listening socket fails.
     """
-    try:
-        with socket.socket(fileno=os.dup(fd)) as each:
-            if not own_sockets.listens(each):
-                return False
-            each.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return False  # Closed meanwhile.
-    return True
+
+    def deafen(each: socket.socket) -> bool:
+        if not own_sockets.listens(each):
+            return False
+        each.shutdown(socket.SHUT_RDWR)
+        return True
+
+    return _with_socket(fd, deafen)
 
 
 SOCKETS = GroupSockets()
 _store_in_use: Any = None
 _subgroups: list[Any] = []
 _served: list[GroupStoreServer] = []
-"""The store that this process serves to its generation. Apart from the group, which is kept for a while: two stores
-behind one port, which the next generation may have again, would each get some of its ranks."""
+"""The store that this process serves to its generation. It is closed at once, although the group is kept for a while:
+the next generation may have the same port, and two stores behind it would each get some of its ranks."""
 
 _retired: list[tuple[float, list[Any]]] = []
 
 
 def note_subgroups() -> None:
-    """From now on connections of the script's own `dist.new_group` are noted as well."""
+    """From now on the connections of the script's own `dist.new_group` are noted as well."""
     made = dist.new_group
     if getattr(made, "noted", False):
         return
@@ -209,13 +219,13 @@ def note_subgroups() -> None:
 
 
 def cut() -> None:
-    """Free the threads that wait in a group for a peer that is gone. May be called from any thread."""
+    """Free the threads that wait in a group for a lost peer. May be called from any thread."""
     _abort()
     SOCKETS.cut()
 
 
 def _abort() -> None:
-    """Abort all communicators of NCCL at a time: one by one each could wait for a kernel that waits for the next."""
+    """Abort all communicators of NCCL at once: one by one, each could wait for a kernel that waits for the next."""
     world: Any = dist.distributed_c10d._world
     groups = [each for each in list(world.pg_names) if dist.get_backend(each) in ABORTED]
     threads = [threading.Thread(target=_abort_one, args=(each,), daemon=True) for each in groups]
@@ -229,12 +239,12 @@ def _abort() -> None:
 def _abort_one(group: Any) -> None:
     try:
         group.abort()
-    except Exception as error:  # noqa: BLE001  In a thread; where the GPU is gone the worker's next call says so.
+    except Exception as error:  # noqa: BLE001  In a thread. A lost GPU fails the worker's next call.
         _log.info("a process group could not be aborted: %s", error)
 
 
 def leave() -> None:
-    """Leave the default group and all others. Their sockets have been cut, or nobody waits in them."""
+    """Leave the default group and all others. Their sockets have been cut, or no thread waits in them."""
     cut()
     while _served:
         _served.pop().close()
@@ -245,7 +255,7 @@ def leave() -> None:
 
 
 def _end_group() -> None:
-    """Torch forgets the default group and all others. One of NCCL is aborted for that: to end it means to finish it."""
+    """Make torch forget the default group and all others. NCCL's are aborted, because ending one finishes its work."""
     if dist.get_backend() not in ABORTED:
         dist.destroy_process_group()
         return
@@ -257,36 +267,37 @@ def _end_group() -> None:
 
 
 def tidy() -> None:
-    """Let go of what was left long ago. Called where no collective is under way."""
+    """Release the groups that were left long ago. Called where no collective is under way."""
     if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
         until = time.monotonic() - RETIRED_S
-        keeper = sys.modules.get("elasticrt.bootstrap.process_groups")  # It keeps every group for the script's own end.
         while _retired and _retired[0][0] < until:
             _, left = _retired.pop(0)
-            if keeper is not None:
-                keeper.release(left)
+            process_groups.release(left)
             del left
 
 
 def _idle() -> bool:
-    """Whether no thread of any group has a work left: all wait for one, without a limit, which the kernel can tell.
+    """Whether no thread of any group has a work left: all wait for one, without a limit, as the kernel shows.
 
-    A process that was stopped meanwhile, or had no share of the CPU, has older works than its clock says. Where the
-    kernel does not tell, the time alone decides.
+    The time alone is not enough: a process that was stopped, or had no share of the CPU, has older works than its clock
+    says. It decides only where the kernel does not show system calls.
     """
     return all(call is not None and not _has_limit(call) for call in _waits())
 
 
 def is_stuck() -> bool:
-    """Whether a thread of a group waits for a peer. After a cut none does for long, but where a part of a message has
-    come or gone: gloo tells the one that waits for the rest of it nothing (torch 2.13)."""
+    """Whether a thread of a group waits for a peer.
+
+    After a cut none does for long, except where half of a message has passed: gloo does not wake a thread that waits
+    for the rest (torch 2.13).
+    """
     return any(call is not None and _has_limit(call) for call in _waits())
 
 
 def _waits() -> Iterator[list[str] | None]:
     """The system call in which each thread of a group waits, with its arguments; None for one that runs."""
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not tell.
+        with contextlib.suppress(OSError):  # It ended meanwhile, or the kernel does not show it.
             if (task / "comm").read_text().strip() == GROUP_THREAD:
                 call = (task / "syscall").read_text().split()
                 yield call if len(call) >= 5 else None
@@ -299,7 +310,7 @@ def _has_limit(call: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a generation have met, for what they tell each other without the group.
+    """Where the ranks of a generation have met, for messages that do not need the group.
 
     Attributes:
         store: the generation's.
@@ -317,12 +328,12 @@ class Meeting:
 
     @property
     def address(self) -> str:
-        """Where the others reach this process: the address from which it has reached the store."""
+        """The address at which the others reach this process, which is the one from which it reached the store."""
         return self.store.address
 
-    def gather(self, name: str, said: str) -> list[str]:
-        """What all ranks say under a name, by rank. Each rank says something once. Collective."""
-        self.store.set(f"{name}/{self.rank}", said)
+    def gather(self, name: str, value: str) -> list[str]:
+        """The values of all ranks under a name, by rank. A name is used once. Collective."""
+        self.store.set(f"{name}/{self.rank}", value)
         return [each.decode() for each in self.store.get_all([f"{name}/{rank}" for rank in range(self.world_size)])]
 
 
@@ -333,11 +344,15 @@ def meet(
     over: Callable[[], bool],
     make_group: Callable[..., None] = dist.init_process_group,
 ) -> Meeting:
-    """Make the default group of the worker's generation. Any error means that a rank did not come, or was cut off.
+    """Make the default group of a generation. Any error means that a rank did not come, or was cut off.
 
-    `timeout_s` is how long a collective may take, and how long to wait for the others now: one may be busy with what is
-    no step, as in a collective. `over`: whether another seat has come; then this raises `Overtaken`. `make_group`: what
-    makes it of a backend, as `init_process_group` does.
+    Args:
+        worker: this process's seat.
+        backend: torch's name of it.
+        timeout_s: how long a collective may take, and how long to wait for the others now, who may be busy outside of a
+            step.
+        over: whether another seat has come; then this raises `Overtaken`.
+        make_group: makes the group, with the arguments of `init_process_group`.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -349,7 +364,7 @@ def meet(
     try:
         with SOCKETS.noted(worker.world_size, backend):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
-            _store_in_use = _store(worker, timeout_s, over)  # Torch calls it, and does not keep it.
+            _store_in_use = _store(worker, timeout_s, over)  # Torch keeps no reference to a store made in Python.
             store = PrefixStore(prefix, _store_in_use)
             make_group(backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timeout)
     finally:
@@ -420,15 +435,8 @@ def _rebuild(layer: Any, world: Any) -> None:
 
 
 def warm_up(place: torch.device) -> None:
-    """A step of a tiny model in the present group: the first of all would take ten times as long as the next."""
+    """Make a step of a tiny model in the present group, because the first step takes ten times as long as the next."""
     with torch.random.fork_rng(devices=[]):
         layer = DistributedDataParallel(torch.nn.Linear(1, 1).to(place))
     layer(torch.zeros(1, 1, device=place)).sum().backward()
     _retired.append((time.monotonic(), [layer]))
-
-
-def drop_gradients(layers: Iterable[torch.nn.Module]) -> None:
-    """Forget gradients: they may be views of a bucket that a work of the old group still writes into."""
-    for layer in layers:
-        for parameter in layer.parameters():
-            parameter.grad = None

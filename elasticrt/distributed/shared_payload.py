@@ -1,7 +1,7 @@
-"""A payload from one rank to all others, once per machine: a state that is to be restored.
+"""Sends a payload, which is a state to restore, from one rank to all others, once per machine.
 
-A payload lies in a memory file. Ranks that share a machine could each receive it, sum it up and keep it, and pay for
-the memory of every copy. So of the ranks that see each other's files one has it, and the others map that one's.
+A payload is a memory file. If each rank of a machine received, verified and kept it, the machine would pay for the
+memory of every copy. So one of the ranks that see each other's files keeps it, and the others map that file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticrt.errors import explain
 from elasticrt.ipc.proc import machine
 
 LARGE_BYTES = 16 * 1024 * 1024
-"""A smaller payload goes to every rank: agreeing on who keeps it would take longer."""
+"""A smaller payload goes to every rank, because agreeing on the keeper would take longer."""
 
 PIECE_BYTES = 16 * 1024 * 1024
 _NAMES = "/memfd:elasticrt-"
@@ -30,11 +30,11 @@ class Payload:
     """A payload in a memory file, for as long as this object or a tensor of it lives.
 
     Args:
-        file: its descriptor, from now on this object's; None: a new, empty one.
+        file: its descriptor, which this object closes; None: a new, empty file.
 
     Attributes:
         file: the descriptor.
-        path: what it can be opened by, in this process.
+        path: the path at which this process can open it.
     """
 
     def __init__(self, file: int | None = None) -> None:
@@ -54,7 +54,7 @@ class Payload:
         return mmap.mmap(self.file, 0, prot=mmap.PROT_READ)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`. Raises MemoryError where there is no room: nothing is wrong with what is copied."""
+        """Append `data`. Raises MemoryError if there is no room, because the data itself may be good."""
         left = memoryview(data)
         try:
             while left:
@@ -63,7 +63,7 @@ class Payload:
             raise MemoryError(f"a state does not fit into memory: {error}") from error
 
     def flaw(self, size: int, digest: str) -> str:
-        """How it differs from what was promised, its size in bytes and its SHA-256 in hex; "" if it does not."""
+        """How it differs from its promised size in bytes and SHA-256 in hex; "" if it does not."""
         # The size first: behind the end of a mapped file there is only SIGBUS.
         if self.size != size or not size:
             return f"got {self.size} bytes; expected {size}"
@@ -73,28 +73,28 @@ class Payload:
 
 
 def share_payload(payload: Payload | None, size: int, digest: str, source: int = 0) -> Payload | None:
-    """What rank `source` passed in, on every rank, proven to be what it was; None where that is None. Collective.
+    """The payload of rank `source`, verified, on every rank; None if that rank has none. Collective.
 
     Args:
-        payload: at `source`, which has proven it. Other ranks' is not looked at.
-        size: its size in bytes, as all ranks know it.
-        digest: its SHA-256 in hex, as all ranks know it.
+        payload: the payload at `source`, which has verified it. Ignored at other ranks.
+        size: its size in bytes, which all ranks know.
+        digest: its SHA-256 in hex, which all ranks know.
         source: the rank that has it.
 
-    Raises RuntimeError: what was sent is good, so the next generation may get it whole.
+    Raises RuntimeError, not CheckpointError, if it is damaged on its way: the next generation may get it whole.
     """
     if collectives.alone():
         return payload
     rank = dist.get_rank()
     own = payload if rank == source else Payload()
     here = int.from_bytes(hashlib.sha256(machine().encode()).digest()[:7], "big")
-    told = collectives.gather_numbers([here, os.getpid(), -1 if own is None else own.file])
-    if own is None or told[source][2] < 0:
+    places = collectives.gather_numbers([here, os.getpid(), -1 if own is None else own.file])
+    if own is None or places[source][2] < 0:
         return None
-    first = [machine for machine, *_ in told].index(here)
-    keeper = source if told[source][0] == here else first
+    first = [machine for machine, *_ in places].index(here)
+    keeper = source if places[source][0] == here else first
     keeps = rank == keeper or size <= LARGE_BYTES
-    found = own if keeps else _opened(*told[keeper][1:]) or own
+    found = own if keeps else _opened(*places[keeper][1:]) or own
     _send(own if found is own else None, size, source)
     damage = "" if found is not own or rank == source else found.flaw(size, digest)
     whole = all(well for (well,) in collectives.gather_numbers([int(not damage)]))  # And all of it is there.
@@ -108,10 +108,10 @@ def share_payload(payload: Payload | None, size: int, digest: str, source: int =
 
 
 def _send(own: Payload | None, size: int, source: int) -> None:
-    """From `source` to those ranks that have an `own` file to keep it in. Collective."""
-    told = collectives.gather_numbers([int(own is not None)])
-    ranks = [rank for rank, (each,) in enumerate(told) if each]
-    group = dist.new_group(ranks) if 1 < len(ranks) < len(told) else None  # Of it all ranks must know.
+    """Send it from `source` to the ranks that have an `own` file to keep it in. Collective."""
+    receives = collectives.gather_numbers([int(own is not None)])
+    ranks = [rank for rank, (each,) in enumerate(receives) if each]
+    group = dist.new_group(ranks) if 1 < len(ranks) < len(receives) else None  # All ranks must make it.
     if own is None or len(ranks) == 1:
         return
     device, room = collectives.device(), bytearray(min(size, PIECE_BYTES))
@@ -125,14 +125,14 @@ def _send(own: Payload | None, size: int, source: int) -> None:
             travelling = piece.to(device)
             dist.broadcast(travelling, source, group=group)
             if not sends:
-                piece.copy_(travelling)  # Nothing happens where it is the same.
+                piece.copy_(travelling)  # Does nothing if both are the same tensor.
                 own.write(view)
     if group is not None:
         dist.destroy_process_group(group)
 
 
 def _opened(pid: int, number: int) -> Payload | None:
-    """The memory file that process `pid` has under a descriptor's number; None where it cannot be had."""
+    """The memory file behind descriptor `number` of process `pid`; None if it cannot be opened."""
     try:
         found = Payload(os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC))
     except OSError:

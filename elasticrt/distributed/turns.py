@@ -20,9 +20,9 @@ def barrier() -> None:
     """
     collectives.require_group("barrier")
     if not collectives.alone():
-        everybody = Barrier("barrier()")
-        everybody.through()
-        everybody.wait()
+        meeting = Barrier("barrier()")
+        meeting.through()
+        meeting.wait()
 
 
 def local_first() -> AbstractContextManager[bool]:
@@ -62,7 +62,7 @@ def _first(leader: int, name: str) -> Iterator[bool]:
             yield True
     except BaseException as error:
         text = f"rank {rank}: {type(error).__name__}: {error}"
-        # If the store is gone already, what the user must see is this error, not that nobody could be told.
+        # Without a store the others cannot be told, but the error that the user must see is this one.
         with contextlib.suppress(RuntimeError):
             turns.through(text)
         raise

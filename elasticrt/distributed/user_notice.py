@@ -1,6 +1,7 @@
-"""The few lines that the training side says to the user, on stderr. A library configures no logging.
+"""Lines for the user from the training process, on stderr.
 
-Warnings go through `logging` (visible without any configuration); lines that merely inform are written here.
+Warnings go through `logging`, which shows them without any configuration. Lines that only inform are printed here,
+because a library must not configure logging.
 """
 
 from __future__ import annotations
@@ -9,5 +10,5 @@ import sys
 
 
 def say(line: str) -> None:
-    """One informing line on stderr, marked as ours."""
+    """Print one line to stderr, marked as ours."""
     print(f"elasticrt: {line}", file=sys.stderr, flush=True)  # noqa: T201  The one place where the training side prints.

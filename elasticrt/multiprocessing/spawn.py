@@ -1,7 +1,7 @@
 """`elasticrt.spawn`: `torch.multiprocessing.spawn`, elastic.
 
-The call is one node's agent, in a child process, whose workers call the function instead of running a script. The agent
-is on a leash: when this process ends, however, the agent and its workers end.
+A call runs one node's agent as a child process, whose workers call the function instead of running a script. The agent
+is on a leash: however this process ends, the agent and its workers end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.spawn_payload import CALL_VARIABLE, VALUES_VARIABLE, SpawnPayload
 
 STOP_S = 30.0
-"""What the agent gets to end its workers (their grace is a part of it) before it is killed, and they with it."""
+"""How long the agent may take to end its workers, their grace included, before it is killed, and they with it."""
 
 WORKER_MODULE = "elasticrt.bootstrap.spawn_main"
 FLUSH_S = 5.0
@@ -81,7 +81,7 @@ def spawn(
 
 @contextlib.contextmanager
 def _memory() -> Iterator[str]:
-    """A file without a name, by the path at which this user's processes can open it."""
+    """A memory file: the path at which processes of this user can open it."""
     fd = os.memfd_create("elasticrt-call", os.MFD_CLOEXEC)
     try:
         yield f"/proc/{os.getpid()}/fd/{fd}"
@@ -90,11 +90,11 @@ def _memory() -> Iterator[str]:
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The call as it travels. Raises ConfigError for what cannot."""
+    """The pickled call. Raises ConfigError for a call that can't be pickled."""
     if not callable(fn) or not hasattr(fn, "__qualname__"):
         raise ConfigError(explain("not a function", "spawn", got=type(fn).__name__))
     preparation = multiprocessing.spawn.get_preparation_data("elasticrt")
-    preparation.pop("authkey", None)  # It may not be pickled, and workers are no children of multiprocessing's.
+    preparation.pop("authkey", None)  # It must not be pickled, and workers are no children of multiprocessing's.
     by_value = fn.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & set(preparation)
     try:
         function = _cloudpickle().dumps((fn, args)) if by_value else pickle.dumps((fn, args))
@@ -127,7 +127,7 @@ def _cloudpickle() -> Any:
 
 
 def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Run an agent to its end, and show what it and its workers print. Raises what its exit code says."""
+    """Run an agent to its end, and print what it and its workers print. Raises the error of its exit code."""
     with _memory() as events:
         fd = int(Path(events).name)
         command = [sys.executable, "-m", "elasticrt", "run", "--events-fd", str(fd), *arguments]
@@ -150,7 +150,7 @@ def _run(arguments: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """See the agent gone, whatever it takes. Its workers never outlive it."""
+    """End the agent if it still runs, by force if need be. Its workers never outlive it."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -161,7 +161,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Shown:
-    """Copies what a process prints to a stream of ours, which in a notebook is no descriptor, and keeps the end."""
+    """Copies a process's output to a stream of ours, which in a notebook has no descriptor, and keeps the end of it."""
 
     def __init__(self, source: IO[bytes] | None, target: TextIO) -> None:
         assert source is not None
@@ -172,7 +172,7 @@ class _Shown:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the rest, which is there when the process has ended."""
+        """Wait for the rest of the output, after the process has ended."""
         self._thread.join(FLUSH_S)
 
     def _copy(self) -> None:
@@ -186,12 +186,12 @@ class _Shown:
                     if read:
                         self._target.write(text)
                         self._target.flush()
-                except OSError:  # The reader has gone, or the disk is full. The agent's last words are still wanted.
+                except OSError:  # Nothing reads it, or the disk is full. The agent's last lines are still wanted.
                     read = False
 
 
 def _raise_for(code: int, lines: Sequence[str], said: str) -> None:
-    """The agent's exit code as an error, with its report: from its events, else what it said last."""
+    """Raise the error of the agent's exit code, with its report from its events, else with its last line."""
     events = {event["event"]: event for event in map(json.loads, lines)}
     if code == 0:
         if "result" not in events:

@@ -1,4 +1,4 @@
-"""The batches of an epoch that are still to train, each with its share: a loader and a sampler walked side by side."""
+"""The batches of an epoch that are still to train, each with this rank's slice of the global batch."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ _END = object()
 
 
 def check_loader(loader: object, sampler: AnySampler) -> None:
-    """Refuse a loader that does not draw what `sampler` says. Raises TypeError, ConfigError."""
+    """Refuse a loader that does not draw the batches of `sampler`. Raises TypeError, ConfigError."""
     if not isinstance(loader, Iterable):
         raise TypeError(explain("not iterable", "batches", got=type(loader).__name__, expected="a DataLoader"))
     if not isinstance(loader, DataLoader):
-        return  # A wrapper (onto the GPU, say) around a loader: it has to keep its order and number of batches.
+        return  # A wrapper around a loader, such as one that copies to the GPU. It has to keep order and number.
     for used in (loader.batch_sampler, loader.sampler):
         if isinstance(used, (ElasticBatchSampler, ElasticDistributedSampler)) and used is not sampler:
             raise ConfigError(
                 explain("the loader's sampler is not the Loop's", "batches", remedy="Give it to Loop(sampler=...), too")
             )
-    if isinstance(sampler, ElasticBatchSampler) and loader.batch_sampler is not sampler:
-        raise ConfigError(
-            explain("the loader does not use the Loop's sampler", "batches", remedy="DataLoader(batch_sampler=sampler)")
-        )
-    if isinstance(sampler, ElasticDistributedSampler) and loader.sampler is not sampler:
-        raise ConfigError(
-            explain("the loader does not use the Loop's sampler", "batches", remedy="DataLoader(sampler=sampler)")
-        )
-    if sampler is not None and not getattr(loader, "in_order", True):
+    if sampler is None:
+        return
+    argument = "batch_sampler" if isinstance(sampler, ElasticBatchSampler) else "sampler"
+    if getattr(loader, argument) is not sampler:
+        remedy = f"DataLoader({argument}=sampler)"
+        raise ConfigError(explain("the loader does not use the Loop's sampler", "batches", remedy=remedy))
+    if not getattr(loader, "in_order", True):
         raise ConfigError(explain("batches out of order", "batches", got="in_order=False", expected="in_order=True"))
 
 
 def check_resumable(
     loader: object, sampler: AnySampler, position: Position, saved_world_size: int, world_size: int
 ) -> None:
-    """Refuse to go on in the middle of an epoch where nobody can say which samples are left. Raises CheckpointError."""
+    """Refuse to go on in the middle of an epoch if the samples that are left are unknown. Raises CheckpointError."""
     iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if sampler is None and iterable and position.batches and saved_world_size != world_size:
         raise CheckpointError(
@@ -58,7 +56,7 @@ def check_resumable(
 
 
 def samples_per_step(loader: object, world_size: int) -> int:
-    """For a sampler that doesn't know the batches made of it. Raises ConfigError when the loader doesn't either."""
+    """Samples in a global batch, for a sampler that doesn't know. Raises ConfigError if the loader doesn't either."""
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int):
         remedy = "Use a DataLoader with batch_size, or ElasticBatchSampler"
@@ -71,10 +69,15 @@ def samples_per_step(loader: object, world_size: int) -> int:
 def feed(
     loader: Iterable[Any], sampler: AnySampler, skip: int, beginning: AbstractContextManager[None]
 ) -> Iterator[tuple[Any, BatchSlice]]:
-    """Each batch of `loader` with what it counts; ends with the loader. `skip` batches are drawn and dropped first.
+    """Each batch of `loader` with its slice of the global batch.
 
-    `beginning`: in which the loader begins its epoch, and those batches are dropped. Raises ConfigError when loader and
-    sampler end at different times.
+    Args:
+        loader: draws the batches.
+        sampler: knows the slices; without one each batch is a whole global batch.
+        skip: so many batches are drawn and dropped first.
+        beginning: entered while the loader begins its epoch and these batches are dropped.
+
+    Raises ConfigError when loader and sampler end at different times.
     """
     shares = sampler.shares() if isinstance(sampler, ElasticBatchSampler) else None
     with beginning:

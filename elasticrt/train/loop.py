@@ -1,8 +1,8 @@
-"""The training loop's frame: where it stands, what counts as a step, and when it is saved.
+"""The training loop's frame: where training stands, what counts as a step, and when it is saved.
 
-Asking for the next batch is the boundary between two steps. There, and only there, a step is counted, reported and
-saved. The work of a boundary where nothing is due takes a few microseconds and no collective: only rank 0 saves, and
-what it saves is the same on all ranks.
+Asking for the next batch is the boundary between two steps. Only there a step is counted, reported and saved. A
+boundary at which nothing is due takes a few microseconds and no collective: only rank 0 saves, and what it saves is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _entered: list[bool] = []
 """One for each Loop that this process has entered."""
 
 _running: list[Loop] = []
-"""The loops that are inside `epochs`, the outermost first; each has a checkpoint directory of its own."""
+"""The loops that are inside `epochs`, the outermost first. Each has its own checkpoint directory."""
 
 
 class Loop:
@@ -81,30 +81,28 @@ class Loop:
         self._shown = os.fspath(directory)
         self._state = TrainingState(stateful_objects, sampler, seed, ledger, self._shown)
         self._reporter = Reporter(stateful_objects.values(), self._state.samples)
-        self._saving = Saving(self._state, self._reporter, directory, every=every, keep=keep, memory=memory)
+        self._saving = Saving(self._state, directory, every=every, keep=keep, memory=memory)
         self._fresh = resume == "fresh"
         self._steps_max: int | None = None
         self._stage = "new"  # Then "running" and "over", or "broken".
-        # The parts that a step needs.
         self._weighting = Weighting(stateful_objects.values())
         self._undo = Undo(self._state, seeded=seed is not None)
-        # The world that this process is in.
         self._world = World(stateful_objects, self._state, self._saving, self._undo, self._reporter)
         self._page = agent_client.status_page()
-        self._guard = SigtermGuard(self._page)
+        self._guard = SigtermGuard()
         self._is_only = False  # Whether no other Loop was entered before.
         # The batch that is being trained.
-        self._share: BatchSlice | None = None  # None between batches.
+        self._share: BatchSlice | None = None  # This rank's slice of its global batch; None between batches.
         self._step_samples = self._pass = 0
         self._loader: object = None
         self._fed = False  # Whether the script has a batch of `batches` at hand.
         self._completes = True  # Whether the batch before completed its global batch.
         # The block of the step.
-        self._asked: _Step | None = None  # What `step()` gave and no `with` has entered.
-        self._has_blocks = False  # Whether the script has had a block.
-        self._within_step = False  # Whether it is between two micro-batches of a step.
-        self._redo = False  # Whether the last step is done again.
-        self._ended = False  # Whether the boundary behind the last step is to come.
+        self._asked: _Step | None = None  # What `step()` returned and no `with` has entered.
+        self._has_blocks = False  # Whether the script has entered a block.
+        self._within_step = False  # Whether this is between two micro-batches of a step.
+        self._redo = False  # Whether the last step was undone, and is done again.
+        self._ended = False  # Whether the boundary after the last step is still to come.
 
     @property
     def vars(self) -> dict[str, Any]:
@@ -173,7 +171,7 @@ class Loop:
                 self._check_running("epochs")
                 self._settle()
                 if self._state.position.epoch != entered:
-                    continue  # The others were further: this epoch was over for them.
+                    continue  # The others were further: they had finished this epoch.
                 cut_short = self._cut_short()
                 if not cut_short:
                     self._state.ledger.closed(self._state.position)
@@ -206,7 +204,7 @@ class Loop:
         self._undo.unwatch()
         self._guard.lower()
         self._weighting.detach()
-        self._reporter.expect_steps(expected=False)
+        self._page.stepping = 0
         self._state.ledger.close()
         self._stage = "over"
         self._share = None
@@ -242,30 +240,32 @@ class Loop:
         return self._batches(loader, self._pass)
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:  # noqa: PLR0912  One loop.
-        if self._state.position.drained or (self._state.sampler is not None and self._state.sampler.remaining == 0):
+        state, world = self._state, self._world
+        if state.position.drained or (state.sampler is not None and state.sampler.remaining == 0):
             return
-        skip = self._state.position.batches if self._state.sampler is None else 0
-        resumed = number == 1 and self._state.position.batches > 0
-        beginning = self._state.numbers.beginning(self._state.position, resumed=resumed)
-        drawn: Any = feed(loader, self._state.sampler, skip, beginning)
-        epoch, moves = self._state.position.epoch, self._world.moves
+        skip = state.position.batches if state.sampler is None else 0
+        resumed = number == 1 and state.position.batches > 0
+        beginning = state.numbers.beginning(state.position, resumed=resumed)
+        drawn: Any = feed(loader, state.sampler, skip, beginning)
+        epoch, moves = state.position.epoch, world.moves
         batch, share = None, None
-        while not self._state.position.limit_reached(self._steps_max):
-            if moves != self._world.moves:
-                moves = self._world.moves
-                if self._state.position.epoch != epoch:
+        while not state.position.limit_reached(self._steps_max):
+            if moves != world.moves:
+                moves = world.moves
+                if state.position.epoch != epoch:
                     self._redo = False
                     break
-                if self._state.sampler is not None:
+                if state.sampler is not None:
                     drawn.close()
                     drawn = self._drawn_anew(loader)
-            if self._state.sampler is not None or not self._redo:
+            # Without a sampler a step is done again with the batch at hand.
+            if state.sampler is not None or not self._redo:
                 since_ns = time.monotonic_ns()
                 batch, share = next(drawn, (None, None))
-                self._reporter.waited_for_data(since_ns)
+                self._page.data_ns += time.monotonic_ns() - since_ns
             self._redo = False
             if share is None:
-                self._state.position = self._state.position._replace(drained=True)
+                state.position = state.position._replace(drained=True)
                 break
             self._begin(share)
             self._fed = True
@@ -275,7 +275,7 @@ class Loop:
                 validation.check_entered(self._asked)
             except GeneratorExit:
                 self._fed = False
-                self._reporter.expect_steps(expected=False)
+                self._page.stepping = 0
                 if generator_exit.on_purpose(sys._getframe(1)):
                     self._settle()
                 else:
@@ -287,10 +287,10 @@ class Loop:
                 self._undo.forget_between()
                 continue
             self._settle(passed=True)
-            # Between two parts of a step the state is that of neither side.
-            if share.last and moves == self._world.moves:
+            # Between two micro-batches the state is that of no step, so nothing is saved there.
+            if share.last and moves == world.moves:
                 self._boundary()
-        self._reporter.expect_steps(expected=False)
+        self._page.stepping = 0
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
@@ -317,7 +317,7 @@ class Loop:
                 self._pass_on()
 
     def report(self, **scalars: float | torch.Tensor) -> None:
-        """Numbers of this step for who watches the run: `loop.report(loss=loss)`.
+        """Report numbers of this step to the terminal, the dashboard and the event log: `loop.report(loss=loss)`.
 
         Args:
             **scalars: numbers, or tensors of one element. These are kept detached, and read at most once a second.
@@ -370,7 +370,7 @@ class Loop:
             self._undo.note()
 
     def _pass_on(self) -> None:
-        """Another step by hand is asked for: the one before is done."""
+        """The script asks for another step and draws its data itself: the step before is finished."""
         if self._share is not None:
             self._settle(passed=True)
             self._ended = True
@@ -379,7 +379,7 @@ class Loop:
             self._boundary()
 
     def _step_ends(self, error: BaseException | None) -> bool:
-        """Whether `error` is dealt with: the step will be done again."""
+        """End the block. Returns whether `error` is swallowed, because the step will be done again."""
         self._undo.in_step = False
         share = self._share
         assert share is not None, "a step has begun"
@@ -389,7 +389,7 @@ class Loop:
             self._within_step = not share.last
             if share.last:
                 self._undo.step_ends()
-            # Where no optimizer has stepped, a `break` may have left it: it counts when the next one is asked for.
+            # If no optimizer has stepped, a `break` may have left the step: it counts when the next one is asked for.
             if self._undo.stepped or not share.last or not (self._fed or self._undo.sees):
                 self._settle(passed=True)
                 self._ended = not self._fed
@@ -403,13 +403,13 @@ class Loop:
         self._within_step = self._completes = False
         self._world.undo_step()
         self._redo = True
-        error.__traceback__ = None  # It holds the frames of the step, and with them works of the old group.
+        error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
         self._world.go_on()
         self._undo.note_between()
         return True
 
     def _unconfirmed(self) -> BaseException | None:
-        """Why what a step has added up without an optimizer's step cannot be trusted; None if it can."""
+        """Why gradients that were added up without an optimizer's step cannot be trusted; None if they can."""
         try:
             self._world.in_place.check_results()
         except RuntimeError as error:
@@ -418,12 +418,12 @@ class Loop:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """Something else than training: `with loop.pause("evaluate"): ...`. Nothing in it is weighted.
+        """A part of the script that is no training: `with loop.pause("evaluate"): ...`. Nothing in it is weighted.
 
         Args:
-            why: what is done meanwhile, in a word or two.
+            why: what the script does in it, in a word or two.
 
-        Nothing in it is taken for a hang: after --hang-timeout the agent says where each rank stands, and waits on.
+        It is never taken for a hang: after --hang-timeout the agent prints where each rank stands, and waits on.
         When a collective in it loses a peer, the error leaves the block, and this process hands over its newest step
         before it ends.
 
@@ -433,18 +433,19 @@ class Loop:
             raise TypeError(explain("not a text", "pause", got=why, expected='such as "evaluate"'))
         self._check_running("pause")
         self._weighting.end()
-        self._reporter.expect_steps(expected=False)
-        self._reporter.pauses(time.monotonic_ns())
+        self._page.stepping = 0
+        self._page.pausing_ns = time.monotonic_ns()
         try:
             yield
         except Exception as error:
             self._world.leave_state(error)
             raise
         finally:
-            self._reporter.paused()
+            since_ns, self._page.pausing_ns = self._page.pausing_ns, 0
+            self._page.pause_ns += time.monotonic_ns() - since_ns
             if self._share is not None:
                 self._weighting.begin(self._share)
-                self._reporter.expect_steps(expected=True)
+                self._page.stepping = 1
 
     # The boundary
 
@@ -452,12 +453,12 @@ class Loop:
         self._share = share
         self._undo.stepped = False
         self._weighting.begin(share)
-        self._reporter.expect_steps(expected=True)
+        self._page.stepping = 1
         if self._state.ledger.writes:
             self._state.ledger.begin(self._state.position.steps + 1, self._state.position.epoch, share)
 
     def _settle(self, *, passed: bool = False) -> None:
-        """End the present batch, if any. Its step counts if the next was asked for, or the optimizer has stepped."""
+        """End the present batch, if any. Its step counts if the next one is asked for, or the optimizer has stepped."""
         share, self._share = self._share, None
         if share is None:
             return
@@ -467,7 +468,7 @@ class Loop:
             self._count()
 
     def _count(self) -> None:
-        """The step is done: position, sampler, report. Nothing here can fail or wait."""
+        """Count the finished step: position, sampler, report. Nothing here can fail or wait."""
         if isinstance(self._state.sampler, ElasticBatchSampler):
             self._state.sampler.advance()
         elif self._state.sampler is not None:
@@ -477,41 +478,47 @@ class Loop:
         self._reporter.finished(self._saving.run.total, self._state.position.epoch)
 
     def _boundary(self) -> None:
-        """Between two steps: save if it is time, and leave if the agents have agreed that everybody does."""
+        """Between two steps: save if it is due, and leave the group if the agents have agreed on that."""
         self._saving.between_steps()
-        if self._guard.received_at is not None:
-            self._guard.obey()
+        self._guard.obey()
         regroup.tidy()
         total = self._saving.run.total
         if self._world.in_place.has_seat:
             self._world.go_on()
-        elif self._page is not None and self._page.stop and handover.must_leave(self._page, total):
-            if self._page.save:
-                self._saving.last()
-            if not self._world.in_place.possible:
-                if self._world.in_place.worker is not None and self._world.in_place.worker.local_rank == 0:
-                    self._saving.hand_over()
-                raise handover.leave(total)
-            self._world.in_place.settle()
-            handover.stay(total)
-            self._world.go_on()
+        elif self._page.stop and handover.must_leave(self._page, total):
+            self._hand_over(total)
         else:
             self._state.numbers.begin_step(self._state.position)
 
+    def _hand_over(self, total: int) -> None:
+        """All workers stop after this step: go on in place, or leave the state to the agent and end."""
+        in_place = self._world.in_place
+        if self._page.save:
+            self._saving.last()
+        if in_place.possible:
+            in_place.settle()
+            handover.stay(total)
+            self._world.go_on()
+            return
+        if in_place.worker is not None and in_place.worker.local_rank == 0:
+            self._saving.hand_over()
+        raise handover.leave(total)
+
     def _interrupted(self) -> None:
-        """An exception left the batch. Its step is not counted; if the optimizer has stepped, the model is ahead."""
+        """An exception has left the batch: its step does not count, and if it was half made, the Loop is broken."""
         self._weighting.end()
         self._share = None
         if self._undo.stepped:
             self._stage = "broken"
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._has_blocks and not self._undo.in_step:
-            raise ConfigError(validation.outside_of_step())
         self._world.in_place.check_results()
+        validation.check_optimizer(
+            outside=self._has_blocks and not self._undo.in_step,
+            completes=self._share is None or self._share.last,
+            step=self.steps_done + 1,
+        )
         self._undo.optimizer_begins()
-        if self._share is not None and not self._share.last:
-            raise RuntimeError(validation.unfinished_batch(self.steps_done + 1))
 
     def _check_running(self, where: str) -> None:
         validation.check_stage(self._stage, where)

@@ -1,4 +1,4 @@
-"""When a Loop saves, and where to: its checkpoint directory, the memory of this node's agent, or both from one copy."""
+"""When a Loop saves, and where: its checkpoint directory, the memory of this node's agent, or both from one copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from elasticrt.data.position import Position, SaveInterval
 from elasticrt.distributed import agent_client, collectives
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.env import WorkerEnv
-from elasticrt.train.reporting import Reporter
 from elasticrt.train.training_state import TrainingState
 
 
@@ -21,16 +20,15 @@ class Saving:
 
     Args:
         state: what is saved.
-        reporter: told that no step is to be expected while a save begins.
         directory: for checkpoints.
-        every: how often to save, in the words of `Loop`.
+        every: how often to save, as in `Loop`.
         keep: how many checkpoints to keep.
         memory: the share of the time for copies in memory, 0 to 1.
 
     Attributes:
         checkpointer: writes to the directory.
         memory_tier: hands copies to the agent.
-        run: what this process knows of all directories of the run.
+        run: the run's steps and checkpoints over all of its directories, as far as this process knows them.
 
     Raises TypeError, ValueError and ConfigError for arguments that can't be.
     """
@@ -38,7 +36,6 @@ class Saving:
     def __init__(
         self,
         state: TrainingState,
-        reporter: Reporter,
         directory: str | os.PathLike[str],
         *,
         every: str,
@@ -53,14 +50,14 @@ class Saving:
         self.run = run_of(worker)
         self._every = SaveInterval.parse(every)
         self._state = state
-        self._reporter = reporter
+        self._page = agent_client.status_page()
         self._saved = Position()
         self._saved_at = 0.0
         self._is_first = False  # Whether this is rank 0, which saves to the directory.
         self._owes = False  # Whether the newest checkpoint may be lost with another node.
 
     def begin(self) -> None:
-        """The loop is entered, at the position of the state."""
+        """The loop begins at the position of the state."""
         now = time.monotonic()
         self._saved, self._saved_at = self._state.position, now
         self.memory_tier.begin(now, self.run.total)
@@ -77,7 +74,7 @@ class Saving:
         self.checkpointer.move(worker)
 
     def between_steps(self) -> None:
-        """Save what is due."""
+        """Save and copy what is due."""
         now, position = time.monotonic(), self._state.position
         copy = self.memory_tier.due(now, self.run.total) and not self.checkpointer.snapshots.busy
         save = self._is_first and not self.checkpointer.busy
@@ -95,17 +92,17 @@ class Saving:
         if copy:
             uses += self.memory_tier.to_agent(state, self.run.total, position.epoch)
         if save:
-            self._reporter.expect_steps(expected=False)
-            self._reporter.saves(since_ns)
+            self._page.stepping = 0
+            self._page.saving_ns = since_ns
             about = self._state.about()
             uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=about, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
             self.checkpointer.snapshots.take(state, uses)
-        self._reporter.saved(since_ns)
+        self._page.save_ns += time.monotonic_ns() - since_ns
 
     def last(self) -> None:
-        """The loop is left: save what is not saved yet, and wait for it. Raises as `Checkpointer.wait`."""
+        """The loop ends: save what is not saved yet, and wait for that. Raises as `Checkpointer.wait`."""
         self._state.ledger.end(self._state.position.steps)
         if self._is_first:
             self._wait()
@@ -116,8 +113,8 @@ class Saving:
     def _wait(self) -> None:
         since_ns = time.monotonic_ns()
         self.checkpointer.wait()
-        self._reporter.saved(since_ns)
+        self._page.save_ns += time.monotonic_ns() - since_ns
 
     def hand_over(self) -> None:
-        """This process ends: its agent gets the state."""
+        """Give the state to the agent, because this process ends."""
         self.memory_tier.hand_over(self._state.collect(), self.run.total, self._state.position.epoch)

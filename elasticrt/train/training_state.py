@@ -1,4 +1,4 @@
-"""What a Loop saves and restores: the script's objects, the position, and what follows from both."""
+"""What a Loop saves and restores: the script's objects, the position, random numbers, variables."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class TrainingState:
         sampler: the Loop's, or None.
         seed: of the random numbers of each step, or None.
         ledger: the directory of the ledger, or None.
-        shown: the checkpoint directory as the script names it, for errors.
+        shown: the checkpoint directory in the script's words, for errors.
 
     Attributes:
-        objects: the script's own by name, modules without their wrappers.
+        objects: the script's objects by name, modules without their wrappers.
         sampler: as given.
         position: between which two steps the training stands.
         numbers: the random numbers.
         ledger: notes which samples each step trains.
         vars: the user's own plain values.
-        whole: whether the objects are as they were after the last step of `position`. False for a newcomer, and while
-            a step's effects are half there.
+        whole: whether the objects have the state after the last step of `position`. False for a newcomer, and while a
+            step is half done.
 
     Raises TypeError and ConfigError for what can't be saved.
     """
@@ -64,13 +64,13 @@ class TrainingState:
         return int(known["epoch"] * known["samples"] + known["consumed"]) if known else 0
 
     def collect(self, **more: Any) -> dict[str, Any]:
-        """All of it by name; `more` is added to what is ours."""
+        """All of it by name. `more` is added to our own part."""
         ledger = self.ledger.history(self.position.steps)
         ours = {**self.about(), "rng": rng_state.capture(), "vars": self.vars, "ledger": ledger, **more}
         return {**stateful.collect(self.objects), stateful.OURS: ours}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from `data`, which `collect` gave when it was saved. Raises CheckpointError when it does not fit."""
+        """Go on from `data`, a saved result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data.get(stateful.OURS)
         if not isinstance(ours, dict) or not {"position", "rng", "sampler", "vars"} <= set(ours):
             raise CheckpointError(
@@ -83,7 +83,7 @@ class TrainingState:
         self.numbers.restore(ours["rng"], self.position.steps)
 
     def take_over(self, data: dict[str, Any]) -> None:
-        """Be where another rank is, whose `collect` gave `data`. Raises CheckpointError when it does not fit."""
+        """Go on from `data`, another rank's result of `collect`. Raises CheckpointError when it does not fit."""
         ours = data[stateful.OURS]
         self._put_back(data, "the state of another rank", shared=False)
         self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)

@@ -1,4 +1,4 @@
-"""What the present step has done: noted while it is made, and undone when it is to be made again."""
+"""Undoes a step: what it changes is noted when it begins, and put back when it is to be done again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import rng_state, stateful
-from elasticrt.distributed import collectives, regroup
+from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
@@ -19,22 +19,22 @@ LARGE = (torch.nn.Module, torch.optim.Optimizer)
 
 
 class Undo:
-    """The step of one Loop, and the way back to where it began.
+    """The open step of one Loop, and the way back to where it began.
 
-    Buffers, gradients, random numbers and variables are noted when a step begins. Parameters and optimizers are noted
-    only where a step goes on to communicate after an optimizer has stepped (two models in turn, a sum of the losses at
-    the end): there all ranks can be in that state at once. Otherwise a rank that has stepped without ending its step
-    gets the state of another.
+    Buffers, gradients, random numbers and variables are noted when a step begins. Parameters and optimizers are not: a
+    rank whose optimizer has stepped in an undone step gets the state of another rank. They are copied only in scripts
+    whose steps communicate after an optimizer (two models in turn, a sum of the losses at the end), because there all
+    ranks can be in that state at once.
 
     Args:
         state: the Loop's.
-        seeded: each step has random numbers of its own, which begin anew with it.
+        seeded: random numbers follow from the step's number, so they need no note.
 
     Attributes:
         in_step: whether a step is open.
-        accumulates: whether gradients of steps before count, as no optimizer has stepped since.
-        stepped: an optimizer has stepped in the present batch.
-        touched: one has begun to step in the present step: the state may be that of no step.
+        accumulates: whether gradients of earlier steps count, because no optimizer has stepped since.
+        stepped: whether an optimizer has stepped in the present batch.
+        touched: whether one has begun to step in the present step, so that the state may be that of no step.
     """
 
     def __init__(self, state: TrainingState, *, seeded: bool) -> None:
@@ -44,7 +44,7 @@ class Undo:
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
-        # As it was when the step began.
+        # As of the beginning of the step.
         self._owners: list[dict[str, torch.Tensor | None]] | None = None
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
@@ -53,16 +53,14 @@ class Undo:
         self._vars: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None
         self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
-        # What has happened in it.
+        # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step.
-        self._communicates_late = False  # Steps of this script go on with collectives after an optimizer.
+        self._communicates_late = False  # Whether steps of this script have collectives after an optimizer.
         self.in_step = False
         self.accumulates = False
         self.stepped = False
         self.touched = False
-
-    # The script's optimizers.
 
     @property
     def sees(self) -> bool:
@@ -70,24 +68,24 @@ class Undo:
         return bool(self._handles)
 
     def watch(self, before: Callable[..., None]) -> None:
-        """Watch the optimizers. `before` is called before one steps; what it raises keeps it from stepping."""
-        # Only the hooks hold it: a Loop that is over is freed at once, and its loader's workers with it.
+        """Watch the optimizers. `before` is called before one steps; an exception of it prevents the step."""
+        # Only the hooks hold `before`, so that a Loop that is over is freed at once, with its loader's workers.
         self._handles = [each.register_step_pre_hook(before) for each in self._optimizers]
         self._handles += [each.register_step_post_hook(self._has_stepped) for each in self._optimizers]
 
     def unwatch(self) -> None:
-        """Watch them no more."""
+        """Stop watching."""
         while self._handles:
             self._handles.pop().remove()
 
     def optimizer_begins(self) -> None:
-        """An optimizer is about to step. Where the step will communicate after it, keep all of the state."""
+        """An optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
         if not self.touched and self._communicates_late:
             self._state = copy.deepcopy(stateful.collect(self._training.objects))
         self.touched = True
 
     def step_ends(self) -> None:
-        """All of a step is done: note whether it had collectives after its optimizer."""
+        """The whole step is done: note whether it had collectives after its optimizer."""
         self.accumulates = not self.stepped
         if self.stepped and collectives.sequence_number() != self._collectives:
             self._communicates_late = True
@@ -97,16 +95,12 @@ class Undo:
             self._collectives = collectives.sequence_number()
         self.stepped = True
 
-    # There and back.
-
     def note(self) -> None:
-        """The step begins.
-
-        The modules are walked through once, as DDP does it: that takes longer than all the rest.
-        """
+        """The step begins: note everything that it may change, but for parameters and optimizers."""
         self._state = None
         self.touched = False
         if self._owners is None:
+            # Once, as in DDP: walking through the modules takes longer than all the rest.
             layers = [layer for module in self._modules for layer in module.modules()]
             self._owners = [layer._buffers for layer in layers]
         buffers = [each for owner in self._owners for each in owner.values() if each is not None]
@@ -124,12 +118,12 @@ class Undo:
                 self._gradients = [(each, None if each.grad is None else each.grad.detach().clone()) for each in owners]
 
     def put_back(self) -> bool:
-        """The step is to be done again. False: the state from before an optimizer's step is not known."""
+        """Go back to the beginning of the step. False: the state before its optimizer's step is not known."""
         known = not self.touched or self._put_back_state()
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)
-        regroup.drop_gradients(self._modules)
+        self._drop_gradients()
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
         for scaler in self._scalers:
@@ -147,12 +141,12 @@ class Undo:
         return True
 
     def note_between(self) -> None:
-        """The step is undone. What the script does between this and the next try must not count either."""
+        """The step is undone: note what the script may change between this and the next try."""
         plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
         self._between = copy.deepcopy((stateful.collect(plain), dict(self._training.vars)))
 
     def forget_between(self) -> None:
-        """The next try begins."""
+        """The next try begins: undo what the script has changed since `note_between`."""
         if self._between is None:
             return
         (states, kept), self._between = self._between, None
@@ -164,18 +158,21 @@ class Undo:
         self._training.vars.clear()
         self._training.vars.update(values)
 
-    # Gradients that count.
-
     def gradients(self) -> list[torch.Tensor | None]:
-        """Those that count: of all modules' parameters, in order; empty when none do."""
+        """The gradients that count, of all modules' parameters in order; empty if none do."""
         return [each.grad for each in self._parameters()] if self.accumulates else []
 
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The reverse; none given: forget them."""
+        """Set gradients that another rank's `gradients` has given; drop them if it has given none."""
         self.accumulates = any(each is not None for each in gradients)
-        regroup.drop_gradients(self._modules)
+        self._drop_gradients()
         for owner, gradient in zip(self._parameters() if gradients else [], gradients, strict=True):
             owner.grad = gradient
+
+    def _drop_gradients(self) -> None:
+        # They may be views of a bucket that a work of the old group still writes into.
+        for each in self._parameters():
+            each.grad = None
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [each for module in self._modules for each in module.parameters()]

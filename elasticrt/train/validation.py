@@ -1,4 +1,4 @@
-"""What is said about wrong use of a Loop. Pure."""
+"""Checks for wrong use of a Loop. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elasticrt.train.weighting import Weighting
 
 
 def check_counts(total: object, max_steps: object, where: str) -> None:
-    """The arguments of `Loop.epochs` and `Loop.steps`. Raises TypeError, ValueError."""
+    """Check the arguments of `Loop.epochs` and `Loop.steps`. Raises TypeError, ValueError."""
     whole_number(total, "total", where)
     if max_steps is not None:
         whole_number(max_steps, "max_steps", where)
@@ -31,7 +31,7 @@ def check_stage(stage: str, where: str) -> None:
 
 
 def check_exchange(sampler: ElasticBatchSampler, world_size: int, weighting: Weighting) -> None:
-    """Ranks differ in their number of micro-batches; they must meet once per global batch. Raises ConfigError."""
+    """Refuse models that can't have micro-batches, of which ranks have different numbers. Raises ConfigError."""
     if sampler.micro_batch_size is None:
         return
     if weighting.meets_in_forward:
@@ -86,27 +86,31 @@ def check_alone(*, in_step: bool, second: bool) -> None:
 
 
 def check_has_step(has_step: bool) -> None:
-    """Raises ConfigError when a body of `loop.steps` has come to its end without a step: it would do so for ever."""
+    """Raises ConfigError when a body of `loop.steps` has ended without a step, as it would again and again."""
     if not has_step:
         expected = "one `with loop.step():` in the body"
         raise ConfigError(explain("a step that was not made", "steps", got="no block", expected=expected))
 
 
-def outside_of_step() -> str:
-    """The optimizer stepped outside of the block, in a script that has blocks."""
-    return explain(
-        "the optimizer stepped outside of the step",
-        "optimizer.step",
-        expected="inside `with loop.step():`, because what is outside is not undone when the membership changes",
-        remedy="Put backward, optimizer.step(), zero_grad() and scheduler.step() into the block",
-    )
+def check_optimizer(*, outside: bool, completes: bool, step: int) -> None:
+    """An optimizer is about to step. Raises ConfigError outside of the block, RuntimeError before the last micro-batch.
 
-
-def unfinished_batch(step: int) -> str:
-    """The optimizer stepped before its global batch was complete."""
-    return explain(
-        "the optimizer stepped inside an unfinished global batch",
-        "optimizer.step",
-        got=f"step {step}, more micro-batches to come",
-        remedy="Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`",
-    )
+    Args:
+        outside: whether the script has blocks, and this is outside of one.
+        completes: whether the present batch completes its global batch.
+        step: number of the present step, from 1.
+    """
+    if outside:
+        expected = "inside `with loop.step():`, because what is outside is not undone when the membership changes"
+        remedy = "Put backward, optimizer.step(), zero_grad() and scheduler.step() into the block"
+        what = "the optimizer stepped outside of the step"
+        raise ConfigError(explain(what, "optimizer.step", expected=expected, remedy=remedy))
+    if not completes:
+        raise RuntimeError(
+            explain(
+                "the optimizer stepped inside an unfinished global batch",
+                "optimizer.step",
+                got=f"step {step}, more micro-batches to come",
+                remedy="Guard it: `if loop.complete: optimizer.step(); optimizer.zero_grad()`",
+            )
+        )

@@ -1,17 +1,12 @@
 """Gradients of the mean over the global batch, however unevenly it is cut.
 
-DDP averages over ranks; that is the mean over samples only while all ranks hold equally many, in one piece. Here each
-backward's contribution to a parameter is multiplied by its share's weight before it is accumulated (a hook on the
-parameter), and DDP exchanges gradients only in a rank's last share of a global batch, so that all ranks take part in
-the same number of collectives although they differ in their number of shares.
+DDP averages over ranks. That is the mean over samples only if all ranks hold equally many, in one piece. Here a hook on
+each parameter multiplies a backward's contribution by the weight of its slice, and DDP exchanges gradients only in a
+rank's last slice of a global batch, so that ranks with different numbers of slices make equally many collectives.
 
-The hooks sit on the parameters rather than on the model's outputs, for three reasons: a gradient that passes through
-two models is weighted once; a penalty computed from the parameters themselves is weighted like the rest; and it does
-not matter what a model returns. They exist only once a weight other than 1 has been needed. A communication hook is not
-used: that one is the user's.
-
-One kind of layer mixes the ranks' gradients before they reach a parameter: SyncBatchNorm. What enters its backward is
-therefore weighted already, and what leaves it is divided by the weight again, for the parameters below to multiply.
+The hooks are on parameters, not on outputs: a gradient through two models is weighted once, a penalty computed from the
+parameters is weighted like the rest, and models may return anything. SyncBatchNorm mixes the ranks' gradients before
+they reach a parameter, so what enters its backward is weighted already, and what leaves it is divided by the weight.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from elasticrt.distributed.wrapping import ddp_layers
 
 
 class _Divided(torch.autograd.Function):
-    """The identity; its gradient is divided by a weight, and nothing at all when that is 0."""
+    """The identity, whose gradient is divided by a weight. With weight 0 the gradient is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -56,17 +51,17 @@ class Weighting:
 
     @property
     def can_skip_exchange(self) -> bool:
-        """Whether there is a DDP module that can be told not to exchange gradients yet."""
+        """Whether there is a DDP module, which can leave an exchange of gradients out."""
         return bool(self._parallel)
 
     @property
     def meets_in_forward(self) -> bool:
-        """Whether ranks exchange something in each forward, so that all must have equally many."""
+        """Whether ranks communicate in each forward, so that all must make equally many."""
         return bool(self._norms)
 
     @property
     def exchanges_always(self) -> bool:
-        """Whether a DDP module can't leave an exchange out: with a static graph torch fails when the first one is."""
+        """Whether a DDP module can't leave an exchange out: torch fails if a static graph's first one is left out."""
         return any(layer.static_graph for layer in self._parallel)
 
     def begin(self, share: BatchSlice) -> None:
@@ -75,18 +70,18 @@ class Weighting:
         if share.weight != 1.0 and not self._handles:
             self.attach()
         for layer in self._parallel:
-            # Read by DDP's forward, which decides there whether the backward after it will exchange.
-            # Setting an attribute of a module takes more than a microsecond, looking at it a tenth of that.
+            # DDP's forward reads it, and decides whether the backward after it exchanges. It is set only where it
+            # differs, because setting an attribute of a module takes ten times as long as reading it.
             if layer.require_backward_grad_sync is not share.last:
                 layer.require_backward_grad_sync = share.last
 
     def end(self) -> None:
-        """No share is being trained: nothing is weighted, DDP is as it was."""
+        """Weight nothing, and leave DDP as it was: no slice is being trained."""
         self.begin(WHOLE)
 
     def attach(self) -> None:
-        """Put hooks on parameters that have none yet; again after layers were added or unfrozen."""
-        # The parameters of these layers get gradients that are weighted already.
+        """Put hooks on parameters that have none yet, also on those of layers that were added or unfrozen."""
+        # The parameters of SyncBatchNorm get gradients that are weighted already.
         weighted = {id(parameter) for norm in self._norms for parameter in norm.parameters()}
         for parameter in self._parameters():
             if parameter.requires_grad and id(parameter) not in weighted | self._handles.keys():

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.checkpoint import stateful
+from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.checkpoint.state_transfer import Standing
-from elasticrt.distributed import collectives, handover, regroup
+from elasticrt.distributed import agent_client, collectives, handover, regroup
 from elasticrt.train.in_place import InPlace
 from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
@@ -17,20 +17,20 @@ from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
 
 GRADIENTS = "gradients"
-"""Beside the state that one rank gives another: what has been added up since the optimizer stepped."""
+"""The name under which a state that travels has the gradients added up since the last optimizer step."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The world has changed, and this process lives on; or it has just begun.
+    """A change of the world in which this process lives on, or its beginning.
 
     Attributes:
-        generation: the new one, 0 without an agent.
+        generation: the number of the new one, 0 without an agent.
         world_size: processes in it.
-        world_size_before: the same of the world that this process was in, 0 for none.
+        world_size_before: processes in the world that this process was in before, 0 for none.
         cause: why, in words such as `node-2 lost`; "" without an agent.
         pause_s: seconds since this process's last step; None where it has made none.
-        steps_lost: steps that this process had finished, and that are done again.
+        steps_lost: steps that this process had finished and that are done again.
     """
 
     generation: int
@@ -42,14 +42,14 @@ class Change:
 
 
 class World:
-    """One Loop's.
+    """The world of one Loop's process.
 
     Args:
         objects: as given to the Loop, by name.
         state: what ranks of a new generation agree on.
-        saving: moves with this process.
-        undo: the present step.
-        reporter: told whether steps are to be expected.
+        saving: where this process saves.
+        undo: the open step.
+        reporter: reports to the agent.
 
     Attributes:
         in_place: how this process leaves a group and meets in the next.
@@ -60,33 +60,29 @@ class World:
     """
 
     def __init__(
-        self,
-        objects: Mapping[str, Any],
-        state: TrainingState,
-        saving: Saving,
-        undo: Undo,
-        reporter: Reporter,
+        self, objects: Mapping[str, Any], state: TrainingState, saving: Saving, undo: Undo, reporter: Reporter
     ) -> None:
         self._state = state
         self._saving = saving
         self._undo = undo
         self._reporter = reporter
-        self._told = 0  # The world size of the Change before.
+        self._page = agent_client.status_page()
+        self._size_before = 0  # Of the world of the last Change.
         self.in_place = InPlace(objects.values(), self._give_up, lambda: undo.in_step and not undo.touched)
         self.size = self.resumed_size = 1
         self.moves = 0
         self.on_change: list[Callable[[Change], None]] = []
 
     def enter(self, *, fresh: bool) -> None:
-        """The Loop begins: with all ranks, or beside the training of others, until they let this process in.
+        """Begin the Loop with all ranks, or set up beside the training of others until they let this process in.
 
         Args:
-            fresh: start over, whatever there is.
+            fresh: start over, whatever checkpoint there is.
         """
-        if self.in_place.beside:
+        worker = self.in_place.worker
+        if worker is not None and worker.beside:
             self._state.whole = False
-            self.in_place.rehearse(self._state.objects)
-            self.in_place.announce_ready()
+            self.in_place.set_up_beside(self._state.objects)
             self.go_on()
             return
         self._state.numbers.compare()
@@ -97,20 +93,22 @@ class World:
             self._state.restore(found.data)
             self.resumed_size = found.world_size
         self._has_state(self._saving.checkpointer.start)
-        self._tell_change()
+        self._announce_change()
 
     def go_on(self) -> None:
-        """Take the seat in the next generation, and be as far as all the others there."""
-        self._reporter.expect_steps(expected=False)
-        stepped_at, steps = self.in_place.stepped_at(), self._state.position.steps
+        """Take the seat in the next generation, and get the state that all others have there."""
+        self._page.stepping = 0
+        stepped_at_ns, steps = self._page.step_at_ns, self._state.position.steps
         arrived = False
         while not arrived:
             if not self.in_place.wait_for_seat():
                 raise handover.departure(self._state.position.steps)
-            if not self.in_place.meet(self._state.position.steps):
+            meeting = self.in_place.meet(self._state.position.steps)
+            if meeting is None:
                 continue
             try:
-                self._arrive(stepped_at, steps)
+                self._arrive(meeting)
+                self._announce_change(stepped_at_ns, steps)
                 arrived = True
             except regroup.Overtaken:
                 continue
@@ -123,17 +121,15 @@ class World:
         if not self._undo.put_back():
             self._overwritten()
 
-    def _arrive(self, stepped_at: float | None, steps: int) -> None:
-        """All of a new generation are here: agree on the state, and let the script know.
-
-        `stepped_at`: when this process made its last step, number `steps`, if it has made any.
-        """
+    def _arrive(self, meeting: regroup.Meeting) -> None:
+        """All ranks of a new generation have met: get the furthest state."""
         state, worker = self._state, self.in_place.worker
         assert worker is not None, "seats come from an agent"
         rank, self.size = collectives.rank_and_world()
         state.numbers.moved(rank)
         standing = Standing(state.position.steps if state.whole else -1, state.whole)
-        taken = self.in_place.share(standing, self._to_others, self._overwritten)
+        spare, self.in_place.spare = self.in_place.spare, None
+        taken = state_transfer.share(standing, meeting, self._to_others, self._overwritten, spare)
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
         if taken is None:
@@ -149,11 +145,6 @@ class World:
         self._saving.move(worker)
         self._has_state(worker.nonce)
         state.ledger.renew()
-        if stepped_at is None:
-            self._tell_change()
-        else:
-            pause_s = time.monotonic() - stepped_at
-            self._tell_change(pause_s=pause_s, steps_lost=max(0, steps - state.position.steps))
 
     def _has_state(self, start: str) -> None:
         """The state is that of the generation that begins. `start`: the name of this start in the ledger."""
@@ -170,24 +161,31 @@ class World:
     def _overwritten(self) -> None:
         """The state is that of no step: only another rank's can help, and the agent must not count on this one."""
         self._state.whole = False
-        self._reporter.lost_state()
+        self._page.restored_at_ns = 0
 
     def _give_up(self) -> None:
-        """This process can't go on: leave its newest finished step to the agent. The main thread hangs meanwhile."""
+        """Leave the newest finished step to the agent, while the main thread hangs for good."""
         if self._undo.in_step:
             self.undo_step()
         if self._state.whole:
             self._saving.hand_over()
 
     def leave_state(self, error: Exception) -> None:
-        """`error` ends this process outside of a step: where it says that a peer is gone, the agent gets the state."""
+        """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone."""
         if self._state.whole and not self._undo.in_step and self.in_place.is_of_peer(error):
             self._saving.hand_over()
 
-    def _tell_change(self, **cost: Any) -> None:
+    def _announce_change(self, stepped_at_ns: int = 0, steps: int = 0) -> None:
+        """Call all of `on_change`. This process made its last step, `steps`, at `stepped_at_ns`; 0 if it made none."""
         worker = self.in_place.worker
-        generation, cause = (0, "") if worker is None else (worker.generation, worker.cause)
-        change = Change(generation, self.size, self._told, cause, **cost)
+        change = Change(
+            generation=0 if worker is None else worker.generation,
+            world_size=self.size,
+            world_size_before=self._size_before,
+            cause="" if worker is None else worker.cause,
+            pause_s=(time.monotonic_ns() - stepped_at_ns) / 1e9 if stepped_at_ns else None,
+            steps_lost=max(0, steps - self._state.position.steps) if stepped_at_ns else 0,
+        )
         for call in self.on_change:
             call(change)
-        self._told = self.size
+        self._size_before = self.size

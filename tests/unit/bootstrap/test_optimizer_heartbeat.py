@@ -18,7 +18,8 @@ page = StatusPage(fd)
 fields = dict(rank=0, local_rank=0, world_size=1, local_world_size=1, group_rank=0, group_world_size=1)
 fields |= dict(master_addr="127.0.0.1", master_port=1, restart_count=0, max_restarts=3, run_id="run", attempt=1)
 fields |= dict(generation=1, nonce="a" * 32, node="n0", run_dir="/nowhere", page_fd=fd)
-pulse.begin(WorkerEnv(**fields))
+os.environ.update(WorkerEnv(**fields).to_env())
+pulse.begin()
 model = torch.nn.Linear(2, 1)
 optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())]
 

@@ -11,6 +11,7 @@ import pytest
 from elasticrt import ConfigError
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.messages import Claim, Done, Release, Reply, Step
+from elasticrt.ipc.status_page import PAGE_BYTES
 from tests.fake_worker import Agent, under
 from tests.servers import wait_until
 
@@ -21,8 +22,10 @@ def step(number: int) -> Step:
 
 
 def test_no_agent_no_link():
-    """Without an agent's variables there is nothing."""
-    assert (agent_client.worker_env(), agent_client.agent_link(), agent_client.status_page()) == (None, None, None)
+    """Without an agent's variables there is no place and no link, and the status page is nobody else's."""
+    agent_client.forget()
+    assert (agent_client.worker_env(), agent_client.agent_link()) == (None, None)
+    assert bytes(agent_client.status_page().words) == bytes(PAGE_BYTES)
 
 
 def test_answers_find_their_requests(monkeypatch):
@@ -85,7 +88,7 @@ def test_the_end_of_the_agent_ends_the_lingering(monkeypatch):
     """A01: who waits for the others of its group, whose store it holds, does not wait for an agent that has died."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        lingering = threading.Thread(target=agent_client.linger, args=(0, 60, lambda: None), daemon=True)
+        lingering = threading.Thread(target=agent_client.agent_link().linger, args=(0, 60, lambda: None), daemon=True)
         lingering.start()
         wait_until(lambda: agent.of(Done), "it lingers")
         agent.close()
@@ -116,7 +119,7 @@ def test_lingers_until_released(monkeypatch):
     agent = Agent(answer=answer)
     with under(agent, monkeypatch):
         late = []
-        agent_client.linger(0, 60, lambda: late.append("called"))
+        agent_client.agent_link().linger(0, 60, lambda: late.append("called"))
         assert agent.of(Done) == [Done(0)]
         assert not late
 
@@ -125,7 +128,7 @@ def test_the_wait_for_release_may_take_long(monkeypatch):
     """Whoever waits for this process in a collective is told after some time; the wait goes on."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        agent_client.linger(0, 0.01, lambda: agent.channel.send(Release()))
+        agent_client.agent_link().linger(0, 0.01, lambda: agent.channel.send(Release()))
         assert agent.of(Done) == [Done(0)]
 
 
