@@ -71,7 +71,6 @@ class InPlace:
         self._thread = 0  # In which steps are made.
         self._refusal: RemovableHandle | None = None
         self._meeting: regroup.Meeting | None = None
-        self._spare: state_transfer.Spare | None = None
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
 
     @property
@@ -228,9 +227,6 @@ class InPlace:
         regroup.rebuild(self._layers)
         regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
-        if any(isinstance(each, torch.optim.Optimizer) and not each.state for each in large.values()):
-            parameters = (each.parameters() for each in large.values() if isinstance(each, torch.nn.Module))
-            self._spare = state_transfer.Spare([each for owner in parameters for each in owner if each.requires_grad])
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
 
     def announce_ready(self) -> None:
@@ -268,6 +264,4 @@ class InPlace:
     ) -> dict[str, Any] | None:
         """Agree with those who have met on the furthest state: see `state_transfer.share`."""
         assert self._meeting is not None, "ranks share after they have met"
-        told = state_transfer.share(standing, self._meeting, state, overwrites, self._spare)
-        self._spare = None
-        return told
+        return state_transfer.share(standing, self._meeting, state, overwrites)
