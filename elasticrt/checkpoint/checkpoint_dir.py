@@ -27,7 +27,7 @@ from elasticrt.checkpoint.manifest import (
     Name,
     doomed,
 )
-from elasticrt.data.durable_files import Directory, Unfit, open_plain, put
+from elasticrt.data.durable_files import Directory, Unfit, put
 from elasticrt.distributed.shared_payload import Payload
 from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.ipc.directory_owner import Holding, Owner
@@ -149,11 +149,7 @@ class CheckpointDirectory:
 
     def look(self, commit: Commit) -> None:
         """Whether a payload is here and has the right size, without reading it. Raises Unfit, OSError if not."""
-        fd = open_plain(commit.file, dir_fd=self._opened().fd)
-        try:
-            found = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        found = self._opened().size_of(commit.file)
         if found != commit.size:
             raise Unfit(f"it has {found} bytes instead of {commit.size}")
 

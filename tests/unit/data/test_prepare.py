@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt import ConfigError, PreparationError, prepare
-from elasticrt.data.build_rights import LockRight
+from elasticrt.data.build_rights import ClaimRight, LockRight
 from elasticrt.data.prepared_dir import RECORD
 from elasticrt.ipc.messages import Built, Claim, Reply
 from elasticrt.ipc.status_page import StatusPage
@@ -203,45 +203,40 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_everybody_fails_with_the_builders_error(tmp_path, monkeypatch):
-    """Who waits, or comes late in the same start of the job, gets the builder's error; the next start builds (D05)."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    calls = tmp_path / "calls"
+def test_all_that_wait_fail_with_the_builders_error(tmp_path):
+    """The build runs once. A process that comes after its end builds again (D05)."""
+    calls, go = tmp_path / "calls", tmp_path / "go"
 
     def build(directory):
         with calls.open("a") as file:
             file.write("x")
-        time.sleep(0.3)
+        wait_for(go.exists)
         raising(directory)
 
-    pids = [fork(lambda: prepare(tmp_path / "data", build)) for _ in range(3)]
-    assert ends(*pids) == [6, 6, 6]
-    assert ends(fork(lambda: prepare(tmp_path / "data", build))) == [6]
+    def wait_and_prepare():
+        real = LockRight.ask
+
+        def ask(right):
+            held = real(right)
+            (tmp_path / f"asked-{os.getpid()}").touch()
+            return held
+
+        LockRight.ask = ask
+        prepare(tmp_path / "data", build)
+
+    builder = fork(lambda: prepare(tmp_path / "data", build))
+    wait_for(calls.exists)
+    others = [fork(wait_and_prepare) for _ in range(2)]
+    wait_for(lambda: all((tmp_path / f"asked-{pid}").exists() for pid in others))
+    go.touch()
+    assert ends(builder, *others) == [6, 6, 6]
     assert calls.read_text() == "x"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert ends(fork(lambda: prepare(tmp_path / "data", Builder()))) == [0]
-
-
-@pytest.mark.parametrize(
-    ("version", "age_s", "speaks"), [("1", 0, True), ("2", 0, False), ("1", 61, False)], ids=["", "version", "old"]
-)
-def test_a_failure_speaks_for_its_version_and_not_for_long(tmp_path, version, age_s, speaks):
-    """D05: who comes late in the same start fails with the builder's error, for a minute; another version is built."""
-    with pytest.raises(PreparationError):
-        prepare(tmp_path / "data", raising)
-    os.utime(tmp_path / ".data.lock", (time.time() - age_s,) * 2)
-    build = Builder()
-    if speaks:
-        with pytest.raises(PreparationError, match="no such corpus"):
-            prepare(tmp_path / "data", build, version=version)
-    else:
-        prepare(tmp_path / "data", build, version=version)
-    assert build.calls == (not speaks)
 
 
 def test_of_two_threads_one_has_the_lock(tmp_path):
     """Record locks know only processes: between the threads of one there is another."""
-    first, second = LockRight(tmp_path / "data", "1"), LockRight(tmp_path / "data", "1")
+    first, second = LockRight(tmp_path / "data"), LockRight(tmp_path / "data")
     assert first.ask()
     assert not second.ask()
     first.release()
@@ -309,7 +304,7 @@ def answers(*replies):
 
 def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     """Under agents: claim, build, claim again before the rename, say that it is there (S9)."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     agent = Agent(answer=answers((False, "wait: node b"), (True, ""), (True, "")))
     build = Builder()
     with under(agent, monkeypatch):
@@ -350,7 +345,7 @@ def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
 
 def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
     """While etcd does not answer nothing is built twice or thrown away, before the build and after it (E11)."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     unsure = (False, "unsure: etcd does not answer")
     agent = Agent(answer=answers(unsure, (True, ""), unsure, unsure, (True, "")))
     build = Builder()
@@ -362,7 +357,7 @@ def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
 
 def test_shared_build_by_another_node(tmp_path, monkeypatch):
     """While told to wait, and when told it is done, nothing is built here."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     build = Builder()
     agent = Agent()
 
@@ -398,7 +393,7 @@ def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
 
 def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
     """Paused for long and overtaken: its result is dropped, the other's counts (D02, S9)."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     mine, theirs = Builder(), Builder()
 
     def slow(directory):
