@@ -10,6 +10,7 @@ With a seed for the Loop none of this is needed: the numbers of each step follow
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
@@ -58,17 +59,17 @@ class RngState:
         self._rank = rank
 
     def take_over(self, state: dict[str, Any], alike: list[str], step: int) -> None:
-        """Go on beside ranks that are after `step`, from the state of one of them."""
+        """Go on beside ranks that are after `step`, from the state of one of them. `alike`: as that rank has it."""
         self._alike = list(alike)
-        restore(state, self._alike)
-        derive(state["seed"], self._rank, step, kinds=set(KINDS) - set(self._alike))
-        self._restored = capture()
+        self._go_on(state, step, self._alike)
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Go on from a state that was captured after `step`."""
-        taken = KINDS if self._rank == 0 else self._alike
-        restore(state, taken)
-        derive(state["seed"], self._rank, step, kinds=set(KINDS) - set(taken))
+        self._go_on(state, step, KINDS if self._rank == 0 else self._alike)
+
+    def _go_on(self, state: dict[str, Any], step: int, kinds: Collection[str]) -> None:
+        restore(state, kinds)
+        derive(state["seed"], self._rank, step, set(KINDS) - set(kinds))
         self._restored = capture()
 
     def begin_step(self, position: Position) -> None:
@@ -99,9 +100,8 @@ def capture() -> dict[str, Any]:
     state["torch"], state["seed"] = torch.default_generator.get_state(), torch.initial_seed()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
-    numpy = _loaded_numpy()
-    if numpy is not None:
-        state["numpy"] = _without_arrays(numpy.random.get_state(legacy=False))
+    if "numpy" in sys.modules:  # Else the script does not use its generator.
+        state["numpy"] = _without_arrays(sys.modules["numpy"].random.get_state(legacy=False))
     return state
 
 
@@ -120,17 +120,16 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
-    numpy = _loaded_numpy()
-    if "numpy" not in kinds or "numpy" not in state or numpy is None:
+    if "numpy" not in kinds or "numpy" not in state or "numpy" not in sys.modules:
         return
     try:
-        numpy.random.set_state(state["numpy"])
+        sys.modules["numpy"].random.set_state(state["numpy"])
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             explain(
                 "numpy's generator is not the one that was saved",
                 "numpy.random",
-                got=_bit_generator(numpy),
+                got=str(error),
                 expected=state["numpy"]["bit_generator"],
                 remedy="Call numpy.random.set_bit_generator before the Loop as when it was saved",
             )
@@ -152,25 +151,9 @@ def _seed(words: str, kinds: Collection[str]) -> None:
             torch.cuda.manual_seed(number)
     if "python" in kinds:
         random.seed(digest)
-    numpy = _loaded_numpy()
-    if "numpy" not in kinds or numpy is None:
-        return
-    number, kind = int.from_bytes(digest[8:12], "big"), _bit_generator(numpy)
-    if kind == "MT19937":
-        numpy.random.seed(number)
-    else:  # `numpy.random.seed` only knows MT19937.
-        fresh = getattr(numpy.random, kind)(number)
-        numpy.random.set_state({**fresh.state, "has_gauss": 0, "gauss": 0.0})
-
-
-def _loaded_numpy() -> Any:
-    """The module, where the script has imported it; else its generator is not in use."""
-    return sys.modules.get("numpy")
-
-
-def _bit_generator(numpy: Any) -> str:
-    name: str = numpy.random.get_state(legacy=False)["bit_generator"]
-    return name
+    if "numpy" in kinds and "numpy" in sys.modules:
+        with contextlib.suppress(TypeError):  # Before 1.24 numpy could only seed its default generator.
+            sys.modules["numpy"].random.seed(int.from_bytes(digest[8:12], "big"))
 
 
 def _without_arrays(value: Any) -> Any:

@@ -76,8 +76,16 @@ def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_
         for device in copier.under_way:
             torch.cuda.current_stream(device).synchronize()
     except _UnfitError as unfit:
-        # Only now: to keep track of places while copying would take longer than to copy.
-        raise ConfigError(unfit.text(_place(value, unfit.value, where) or where)) from None
+        kind = type(unfit.value)
+        raise ConfigError(
+            explain(
+                "state that can't be saved",
+                where + unfit.place,
+                got=f"{kind.__module__}.{kind.__qualname__}",
+                expected="whole tensors, numbers, texts, and lists, tuples or dicts of them",
+                remedy="Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint",
+            )
+        ) from None
     return copied
 
 
@@ -96,43 +104,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class _UnfitError(Exception):
+    """A value that is no plain one, and the keys that lead to it."""
+
     def __init__(self, value: object) -> None:
         super().__init__()
         self.value = value
-
-    def text(self, where: str) -> str:
-        kind = type(self.value)
-        if isinstance(self.value, torch.Tensor):
-            return explain(
-                "sharded state",
-                where,
-                got=kind.__name__,
-                expected="whole tensors, as DDP has them",
-                remedy="FSDP is not supported; use torch.distributed.checkpoint for it",
-            )
-        return explain(
-            "state that can't be saved",
-            where,
-            got=f"{kind.__module__}.{kind.__qualname__}",
-            expected="tensors, numbers, texts, and lists, tuples or dicts of them",
-            remedy="Return only these from state_dict()",
-        )
-
-
-def _place(value: object, culprit: object, where: str) -> str:
-    """Where in `value` this very object is; "" if it is not there."""
-    if value is culprit:
-        return where
-    parts: list[tuple[object, str]] = []
-    if isinstance(value, Mapping):
-        parts = [(key, f"{where} key") for key in value]
-        parts += [(item, f"{where}[{key!r}]") for key, item in value.items()]
-        parts += [(getattr(value, "_metadata", None), f"{where}._metadata")]
-    elif isinstance(value, (list, tuple)):
-        parts = [(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    elif isinstance(value, set):
-        parts = [(item, f"{where}{{}}") for item in value]
-    return next((found for part, name in parts if (found := _place(part, culprit, name))), "")
+        self.place = ""
 
 
 class _Copier:
@@ -177,8 +154,12 @@ class _Copier:
 
     def _into(self, copied: dict[Any, Any], value: Mapping[Any, object]) -> dict[Any, Any]:
         for key, item in value.items():
-            name = key if type(key) in _EXACT else self.copy(key)
-            copied[name] = item if type(item) in _EXACT else self.copy(item)
+            try:
+                name = key if type(key) in _EXACT else self.copy(key)
+                copied[name] = item if type(item) in _EXACT else self.copy(item)
+            except _UnfitError as unfit:
+                unfit.place = f"[{key!r}]{unfit.place}"
+                raise
         return copied
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:

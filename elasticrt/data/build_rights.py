@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +29,8 @@ _VISIBLE_S = 60.0
 """How long a network file system may take to show what another node has published."""
 
 _ERROR_CHARS = 1000
-_FAILED = "failed: "
-"""How the note in a lock file begins after a build that has failed."""
+_FLOCK = "hhqqi"
+"""The kernel's `struct flock`: type, whence, start, length, and the process that has the lock."""
 
 _threads: dict[str, threading.Lock] = {}
 
@@ -40,7 +40,7 @@ class LockRight:
 
     A POSIX record lock: forks do not inherit it, as they do with flock, so that a DataLoader's worker that outlives a
     killed trainer keeps no other process waiting. Such locks do not exclude threads of one process; an ordinary lock
-    does. The file stays, because to remove a lock file is a race. It holds a note: who builds, or why the build failed.
+    does. The file stays, because to remove a lock file is a race.
 
     Args:
         target: the directory to build.
@@ -58,44 +58,30 @@ class LockRight:
         self._path = target.with_name(f".{target.name}.lock")
         self._thread = _threads.setdefault(str(self._path), threading.Lock())
         self._fd = -1
-        self._waited = False
 
     def ask(self) -> bool:
-        """Take the right if it is free. Raises PreparationError when the build that it waited for failed; OSError."""
+        """Take the right if it is free. Raises OSError."""
         if not self._thread.acquire(blocking=False):
             return False
-        held = False
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-            held = self._lock()
-        finally:
-            if not held:
-                self.release()
-        return held
-
-    def _lock(self) -> bool:
-        try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # Either says that another process has it.
-            self._waited = True
-            return False
-        note = _note(self._fd)
-        # A builder notes its name when it begins, so a failure found after waiting is not from before the wait.
-        if self._waited and note.startswith(_FAILED):
-            raise PreparationError(note.removeprefix(_FAILED))
-        self._write_note(f"process {os.getpid()} on {socket.gethostname()}")
+        except OSError as error:
+            self.release()
+            if isinstance(error, (BlockingIOError, PermissionError)):  # Either says that another process has it.
+                return False
+            raise
         return True
 
     def holder(self) -> str:
         """The holder, in words; "" when unknown. Never ask while holding: to close the file would release it."""
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return ""
-        try:
-            return _note(fd)
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(
+                _FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked)[: struct.calcsize(_FLOCK)]
+            )
+            return f"process {pid}" if kind == fcntl.F_WRLCK else ""
+        return ""
 
     def sweep(self) -> None:
         """Before building: remove what dead builders left."""
@@ -103,9 +89,7 @@ class LockRight:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def failed(self, error: str) -> None:
-        """The build has failed: all processes that wait for it fail with `error`."""
-        with contextlib.suppress(OSError):  # On a full disk they build, and fail, by themselves.
-            self._write_note(f"{_FAILED}{error[:_ERROR_CHARS]}")
+        """The build has failed. The next process that gets the lock builds, and fails, by itself."""
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
         """Put the result in place. No other process can have the lock meanwhile."""
@@ -118,15 +102,6 @@ class LockRight:
             os.close(self._fd)
             self._fd = -1
         self._thread.release()
-
-    def _write_note(self, text: str) -> None:
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(errors="replace"), 0)
-
-
-def _note(fd: int) -> str:
-    """What the last holder of a lock has written."""
-    return os.pread(fd, 8 * _ERROR_CHARS, 0).decode(errors="replace")
 
 
 class ClaimRight:

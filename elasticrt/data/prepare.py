@@ -51,9 +51,9 @@ def prepare(
         scope: "node": every node builds for itself. "shared": one node builds for all (the storage is shared).
         timeout_s: how long to wait for another builder, in seconds; None: as long as it lives.
 
-    A builder that dies is replaced by a process that waits. One that raises, or leaves its directory empty, fails all
-    that wait: PreparationError with its error. Raises PreparationError too when `timeout_s` passes, TypeError,
-    ValueError and ConfigError for invalid arguments.
+    A builder that dies is replaced by a process that waits. One that raises, or leaves its directory empty, fails with
+    PreparationError, which ends the run; in the "shared" scope all nodes fail with its error. Raises PreparationError
+    too when `timeout_s` passes, TypeError, ValueError and ConfigError for invalid arguments.
 
     After `init` no rank returns before all nodes have their data: what follows is often a collective, and those wait
     for half an hour only.

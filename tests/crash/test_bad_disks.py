@@ -93,8 +93,8 @@ def test_an_error_at_every_call_of_a_save(  # noqa: PLR0917  Fixtures.
             break
         release()
         found.append((failing.failed, restored(directory)))
-        head = commit_of(directory, saver.head_step)
-        assert restored(directory, head) == saver.head_step, "what was acknowledged is there"
+        head = commit_of(directory, saver._head.known.step)
+        assert restored(directory, head) == saver._head.known.step, "what was acknowledged is there"
         warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         if found[-1][1] != 4:
             assert any(os.strerror(getattr(errno, error)) in text for text in warned), (failing.failed, warned)
@@ -213,7 +213,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
             filler.unlink()
             saver.save(state(5), step=5)
             saver.wait()
-            found.append([during, saver.head_step, restored(directory), len(list(directory.glob(".saving-*")))])
+            found.append([during, saver._head.known.step, restored(directory), len(list(directory.glob(".saving-*")))])
             release()
             shutil.rmtree(directory)
         return found

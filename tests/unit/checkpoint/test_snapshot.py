@@ -116,7 +116,7 @@ def test_a_copy_and_a_checkpoint_of_one_step_are_the_same_bytes(
         content = payload.read_bytes()
         assert (copied.size, copied.digest) == (len(content), hashlib.sha256(content).hexdigest())
         assert torch.equal(parse(content)["model"]["0.weight"], model[0].weight)  # type: ignore[index]
-        assert loop._saving.checkpointer.head_step == 0
+        assert loop._saving.checkpointer._head.known.step == 0
         del epochs
 
 
@@ -149,7 +149,7 @@ def test_where_there_is_no_memory_for_a_copy_the_save_succeeds(
         next(epochs)
         loop._saving.take(save=True, copy=True)
         loop._saving.checkpointer.wait()
-        assert loop._saving.checkpointer.head_step == 0
+        assert loop._saving.checkpointer._head.known.step == 0
         assert not agent.of(Copied)
         del epochs
     assert "no copies are kept in memory any more" in caplog.text

@@ -203,35 +203,22 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_all_that_wait_fail_with_the_builders_error(tmp_path):
-    """The build runs once. A process that comes after its end builds again (D05)."""
-    calls, go = tmp_path / "calls", tmp_path / "go"
+def test_after_a_failed_build_the_next_process_builds(tmp_path):
+    """One that waited tries by itself: a launcher ends all with the first failure, and alone it may succeed (D05)."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
 
     def build(directory):
-        with calls.open("a") as file:
-            file.write("x")
+        begun.touch()
         wait_for(go.exists)
         raising(directory)
 
-    def wait_and_prepare():
-        real = LockRight.ask
-
-        def ask(right):
-            held = real(right)
-            (tmp_path / f"asked-{os.getpid()}").touch()
-            return held
-
-        LockRight.ask = ask
-        prepare(tmp_path / "data", build)
-
-    builder = fork(lambda: prepare(tmp_path / "data", build))
-    wait_for(calls.exists)
-    others = [fork(wait_and_prepare) for _ in range(2)]
-    wait_for(lambda: all((tmp_path / f"asked-{pid}").exists() for pid in others))
+    first = fork(lambda: prepare(tmp_path / "data", build))
+    wait_for(begun.exists)
+    second = fork(lambda: prepare(tmp_path / "data", Builder()))
+    time.sleep(0.2)
+    assert not (tmp_path / "data").exists()
     go.touch()
-    assert ends(builder, *others) == [6, 6, 6]
-    assert calls.read_text() == "x"
-    assert ends(fork(lambda: prepare(tmp_path / "data", Builder()))) == [0]
+    assert ends(first, second) == [6, 0]
 
 
 def test_of_two_threads_one_has_the_lock(tmp_path):
