@@ -93,15 +93,16 @@ class Manifest:
         if check != _check(fields):
             raise ValueError("its content is not what was written")
         del fields["format"]
-        if set(fields) != set(cls.__dataclass_fields__):
-            raise ValueError(f"it needs exactly the fields {sorted(cls.__dataclass_fields__)}")
-        commit = Commit.from_fields(fields.pop("commit"))
+        if {name: type(value) for name, value in fields.items()} != _KINDS:
+            raise ValueError(f"it needs exactly the fields {sorted(_KINDS)}, each of its kind")
+        manifest = cls(**{**fields, "commit": Commit.from_fields(fields["commit"])})
+        commit = manifest.commit
         if stem_of(commit.step, commit.generation, commit.nonce) != stem or commit.file != stem + PAYLOAD:
             raise ValueError("it describes another file (renamed?)")
-        for name, kind in (("world_size", int), ("run", str), ("about", dict)):
-            if type(fields[name]) is not kind:
-                raise ValueError(f"field {name!r}: got {fields[name]!r:.80}; expected {kind.__name__}")
-        return cls(commit=commit, **fields)
+        return manifest
+
+
+_KINDS = {"commit": dict, "run": str, "world_size": int, "about": dict}
 
 
 def _check(fields: dict[str, Any]) -> str:

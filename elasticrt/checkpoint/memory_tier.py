@@ -101,7 +101,7 @@ class MemoryTier:
 
     def to_agent(self, state: Mapping[str, Any], step: int, epoch: int) -> list[Use]:
         """The use that keeps the snapshot of `state` as of `step`, which is taken next; none where room is lacking."""
-        self._not_before = math.inf  # Until this one is done, or for ever.
+        self._not_before = math.inf  # Until this one is done.
         problem = lacks_room(sum(each.nbytes for each in tensors_of(state)), available_bytes(), self._taken)
         if problem:
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
@@ -148,8 +148,8 @@ class MemoryTier:
 def read(worker: WorkerEnv) -> Payload:
     """The copy that this generation resumes from, verified. RuntimeError when it is not what was promised.
 
-    Not a CheckpointError, which is final: the next generation can resume from another node's copy or from the head. The
-    agent is told, so that it does not offer this copy again.
+    Not a CheckpointError, which is final: the next generation can resume from another node's copy or from the head. A
+    message makes the agent forget this copy.
     """
     copy = worker.copy
     assert copy is not None, "asked for only when there is one"

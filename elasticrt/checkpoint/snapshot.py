@@ -190,6 +190,6 @@ def _hand_out(snapshot: Snapshot, uses: Sequence[Use]) -> None:
     for use in uses:
         try:
             use(snapshot)
-        except Exception:  # noqa: BLE001  There is nobody here to raise it to, and others want it as well.
+        except Exception:  # noqa: BLE001  This thread has no caller, and the other uses want it as well.
             _log.exception("a snapshot of the state could not be used")
     snapshot.close()

@@ -40,6 +40,9 @@ LOOK_S = 0.05
 PIECE_BYTES = 8 * 1024 * 1024
 """A rank passes on a tensor in pieces of this size, before the rest has arrived."""
 
+Room = bytearray | memoryview
+"""Memory that is received into."""
+
 _NUMBER = struct.Struct("!Q")
 _MARK = "elasticrt-tensor"
 
@@ -97,8 +100,8 @@ def share(
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(meeting.address))
         said = json.dumps([mine.step, mine.whole, meeting.address, listening.getsockname()[1]])
-        told = [json.loads(each) for each in meeting.gather("standing", said)]
-        agreed = plan([Standing(step, whole) for step, whole, *_ in told])
+        peers = [json.loads(each) for each in meeting.gather("standing", said)]
+        agreed = plan([Standing(step, whole) for step, whole, *_ in peers])
         if agreed is None:
             raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
         chain = (agreed.source, *agreed.behind)
@@ -107,7 +110,7 @@ def share(
         place = chain.index(meeting.rank)
         before = behind = None
         if place:
-            before = stack.enter_context(_connected(tuple(told[chain[place - 1]][2:]), meeting))
+            before = stack.enter_context(_connected(tuple(peers[chain[place - 1]][2:]), meeting))
         if place + 1 < len(chain):
             behind = stack.enter_context(_accepted(listening, chain[place + 1], meeting))
         if before is not None:
@@ -119,8 +122,8 @@ def share(
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
     """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
-    told: dict[str, Any] = _filled(parse(_outlined(state, [])), state, [])
-    return told
+    filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, [])
+    return filled
 
 
 class Line:
@@ -149,7 +152,7 @@ class Line:
         while left:
             left = left[self._moved(self._connection.send, left) :]
 
-    def fill(self, room: bytearray | memoryview) -> None:
+    def fill(self, room: Room) -> None:
         """Receive until `room` is full."""
         left = memoryview(room)
         while left:
@@ -233,7 +236,7 @@ def _receive(
 ) -> dict[str, Any]:
     """Receive a state into `own` where it fits, and pass it on. With `keeps` beside it, where there is room."""
 
-    def passed(room: bytearray | memoryview) -> bytearray | memoryview:
+    def passed(room: Room) -> Room:
         before.fill(room)
         if behind is not None:
             behind.send(room)
@@ -248,6 +251,16 @@ def _receive(
     targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
     if not beside:
         overwrites()
+    _fill(targets, passed)
+    if beside:
+        overwrites()
+        for place, target in zip(places, targets, strict=True):
+            place.copy_(target)
+    return filled
+
+
+def _fill(targets: Sequence[torch.Tensor], passed: Callable[[Room], Room]) -> None:
+    """Receive the content of all tensors. Raises RuntimeError when their checksum is another than the sender's."""
     checksum = 0
     for target in targets:
         direct = target.is_cpu and target.is_contiguous()
@@ -259,11 +272,6 @@ def _receive(
     if _NUMBER.unpack(passed(bytearray(_NUMBER.size))) != (checksum,):
         remedy = "If it happens again, the memory or the network of this node is bad"
         raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
-    if beside:
-        overwrites()
-        for place, target in zip(places, targets, strict=True):
-            place.copy_(target)
-    return filled
 
 
 def _pieces(host: torch.Tensor) -> Iterator[memoryview]:
@@ -293,18 +301,18 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _filled(told: Any, own: Any, places: list[torch.Tensor]) -> Any:
-    """`told` with a tensor for each mark: this rank's own where it fits, else a new one. Appends them to `places`."""
-    if isinstance(told, tuple) and len(told) == 4 and told[0] == _MARK:
-        dtype, shape, device = getattr(torch, told[1]), torch.Size(told[2]), told[3]
+def _filled(outline: Any, own: Any, places: list[torch.Tensor]) -> Any:
+    """`outline` with a tensor for each mark: this rank's own where it fits, else a new one, noted in `places`."""
+    if isinstance(outline, tuple) and len(outline) == 4 and outline[0] == _MARK:
+        dtype, shape, device = getattr(torch, outline[1]), torch.Size(outline[2]), outline[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device
         place = own if fits else torch.empty(shape, dtype=dtype, device=device)
         places.append(place.detach())
         return place
-    if isinstance(told, dict):
+    if isinstance(outline, dict):
         has = own if isinstance(own, dict) else {}
-        return {key: _filled(each, has.get(key), places) for key, each in told.items()}
-    if isinstance(told, (list, tuple)):
-        items = own if isinstance(own, (list, tuple)) and len(own) == len(told) else [None] * len(told)
-        return type(told)(_filled(each, item, places) for each, item in zip(told, items, strict=True))
-    return told
+        return {key: _filled(each, has.get(key), places) for key, each in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        items = own if isinstance(own, (list, tuple)) and len(own) == len(outline) else [None] * len(outline)
+        return type(outline)(_filled(each, item, places) for each, item in zip(outline, items, strict=True))
+    return outline

@@ -85,10 +85,5 @@ def strided(samples: int, consumed: int, rank: int, world_size: int, *, drop_las
     most world_size - 1 of them), with it the tail is left out.
     """
     left = max(0, samples - consumed)
-    for k in range(strided_count(left, world_size, drop_last=drop_last)):
+    for k in range(batch_count(left, 0, world_size, drop_last=drop_last)):
         yield consumed + (k * world_size + rank) % left
-
-
-def strided_count(left: int, world_size: int, *, drop_last: bool) -> int:
-    """How many positions each rank gets of the `left` ones."""
-    return left // world_size if drop_last else -(-left // world_size)

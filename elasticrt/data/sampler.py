@@ -238,7 +238,7 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
 
     def __len__(self) -> int:
         """Indices per rank of a full epoch at the present world size."""
-        return sample_order.strided_count(self._samples, self._rank_and_world()[1], drop_last=self._drop_last)
+        return sample_order.batch_count(self._samples, 0, self._rank_and_world()[1], drop_last=self._drop_last)
 
     @property
     def remaining(self) -> int:
