@@ -63,15 +63,16 @@ class LockRight:
         """Take the right if it is free. Raises OSError."""
         if not self._thread.acquire(blocking=False):
             return False
+        held = False
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.release()
-            if isinstance(error, (BlockingIOError, PermissionError)):  # Either says that another process has it.
-                return False
-            raise
-        return True
+            with contextlib.suppress(BlockingIOError, PermissionError):  # Either says that another process has it.
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+        finally:
+            if not held:
+                self.release()
+        return held
 
     def holder(self) -> str:
         """The holder, in words; "" when unknown. Never ask while holding: to close the file would release it."""

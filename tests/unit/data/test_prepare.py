@@ -231,6 +231,20 @@ def test_of_two_threads_one_has_the_lock(tmp_path):
     second.release()
 
 
+def test_a_lock_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    """Where nothing may be written no process waits for another."""
+    real = os.open
+
+    def refusing(path, *arguments, **options):
+        if str(path).endswith(".lock"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(PreparationError, match="Permission denied"):
+        prepare(tmp_path / "data", Builder(), timeout_s=5)
+
+
 @pytest.mark.parametrize("at", ["begin", "middle", "end"])
 def test_a_killed_builder_is_replaced(tmp_path, at):
     """SIGKILL at any point of the build: one of those who wait takes over, and nobody sees a part (D01, S9)."""
