@@ -76,11 +76,13 @@ class LockRight:
 
     def holder(self) -> str:
         """The holder, in words; "" when unknown. Never ask while holding: to close the file would release it."""
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(
-                _FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked)[: struct.calcsize(_FLOCK)]
-            )
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                lock = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            finally:
+                os.close(fd)
+            kind, _, _, _, pid = struct.unpack(_FLOCK, lock)
             return f"process {pid}" if kind == fcntl.F_WRLCK else ""
         return ""
 
