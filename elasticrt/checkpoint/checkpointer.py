@@ -186,7 +186,7 @@ class Checkpointer:
     @property
     def missed(self) -> bool:
         """Whether the last save has failed."""
-        return (os.getpid(), self._directory.path) in _unsaved
+        return self._directory.path in _unsaved
 
     def finish(self) -> None:
         """Wait for the last save: a training whose last state is not saved has failed.
@@ -197,7 +197,7 @@ class Checkpointer:
         if not self.wait():
             why = f"not written within {SAVE_TIMEOUT_S:.0f} s"
             self._missed(CheckpointError, self._asked_step, self._generation, why)
-        generation, error = _unsaved.pop((os.getpid(), self._directory.path), (0, None))
+        generation, error = _unsaved.pop(self._directory.path, (0, None))
         # A save of an earlier generation is repeated by its successor.
         if error is not None and generation == self._generation:
             raise error
@@ -218,7 +218,7 @@ class Checkpointer:
                 remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
             )
         )
-        _unsaved[os.getpid(), self._directory.path] = (generation, error)
+        _unsaved[self._directory.path] = (generation, error)
 
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
@@ -282,7 +282,7 @@ class Checkpointer:
             _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
             self._missed(RuntimeError, step, draft.commit.generation, refusal)
             return
-        _unsaved.pop((os.getpid(), self._directory.path), None)
+        _unsaved.pop(self._directory.path, None)
         try:
             self._directory.mark(commit)
         except OSError as error:
@@ -297,8 +297,10 @@ class Checkpointer:
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
-_unsaved: dict[tuple[int, Path], tuple[int, Exception]] = {}
-"""By process and directory, its last save if that has failed: its generation and the error, which fails the script."""
+_unsaved: dict[Path, tuple[int, Exception]] = {}
+"""By directory, the last save of this process if it failed: its generation, and the error that fails the script."""
+
+os.register_at_fork(after_in_child=_unsaved.clear)
 
 
 @atexit.register
@@ -309,7 +311,7 @@ def _finish_saves() -> None:
             checkpointer.wait(60.0)
         except Exception as error:  # noqa: BLE001  At exit there is no caller to raise it to.
             _log.warning("the last save failed: %s: %s", type(error).__name__, error)
-    missed = next((error for (pid, _), (_, error) in _unsaved.items() if pid == os.getpid()), None)
+    missed = next((error for _, error in _unsaved.values()), None)
     if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
         return
     say(f"error: {missed}")

@@ -101,7 +101,7 @@ class MemoryTier:
 
     def to_agent(self, state: Mapping[str, Any], step: int, epoch: int) -> list[Use]:
         """The use that keeps the snapshot of `state` as of `step`, which is taken next; none where room is lacking."""
-        self._not_before = math.inf  # Until this one is done.
+        self._not_before = math.inf  # Until this one is done; where room is lacking, no other is taken.
         problem = lacks_room(sum(each.nbytes for each in tensors_of(state)), available_bytes(), self._taken)
         if problem:
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
