@@ -32,7 +32,12 @@ class RngState:
     """The random numbers of a Loop.
 
     Args:
-        seed: of what each step draws; None: the generators go on as the script has seeded them. TypeError for others.
+        seed: of what each step draws; None: the generators go on as the script has seeded them.
+
+    Attributes:
+        alike: the generators that were in the same state on all ranks, after `compare`.
+
+    Raises TypeError for another seed.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -40,19 +45,14 @@ class RngState:
             raise TypeError(explain("not a whole number", "Loop(seed=)", got=seed, expected="an int or None"))
         self._seed = seed
         self._rank = 0
-        self._alike: list[str] = []
+        self.alike: list[str] = []
         self._restored: dict[str, Any] = {}
 
     def compare(self) -> None:
         """Find out which generators are in the same state on all ranks. Before anything is restored. Collective."""
         self._rank, _ = rank_and_world()
         everyones = gather_numbers(_fingerprints())
-        self._alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
-
-    @property
-    def alike(self) -> list[str]:
-        """The generators that were in the same state on all ranks."""
-        return self._alike
+        self.alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
 
     def moved(self, rank: int) -> None:
         """This process has another rank."""
@@ -60,12 +60,12 @@ class RngState:
 
     def take_over(self, state: dict[str, Any], alike: list[str], step: int) -> None:
         """Go on beside ranks that are after `step`, from the state of one of them. `alike`: as that rank has it."""
-        self._alike = list(alike)
-        self._go_on(state, step, self._alike)
+        self.alike = list(alike)
+        self._go_on(state, step, self.alike)
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Go on from a state that was captured after `step`."""
-        self._go_on(state, step, KINDS if self._rank == 0 else self._alike)
+        self._go_on(state, step, KINDS if self._rank == 0 else self.alike)
 
     def _go_on(self, state: dict[str, Any], step: int, kinds: Collection[str]) -> None:
         restore(state, kinds)
