@@ -114,9 +114,7 @@ class MemoryTier:
 
     def hand_over(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
         """Give the agent the state as of `step` at once, as this process ends. Does not wait for a save in flight."""
-        snapshot = Snapshot(state)
-        self._say(step, epoch, snapshot)
-        snapshot.close()
+        self._say(step, epoch, Snapshot(state))
 
     def _keep(self, step: int, epoch: int, snapshot: Snapshot) -> None:
         began = time.monotonic()
@@ -141,7 +139,10 @@ class MemoryTier:
         except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
             _log.warning("no copies are kept in memory any more: %s", error)
             return 0
-        agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+        try:
+            agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+        finally:
+            os.close(fd)
         return size
 
 

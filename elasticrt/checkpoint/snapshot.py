@@ -1,8 +1,7 @@
 """Snapshots of a training state: copied at once, written in the background.
 
-The training thread copies the state, over the copy before, and trains on. Another thread serialises the copy once: into
-a memory file for the agent (`memory_tier`), into a file on disk (`checkpointer`), or into both, the second from the
-bytes of the first.
+The training thread copies the state, over the copy before, and trains on. Another thread writes the copy: into a memory
+file for the agent (`memory_tier`), into a file on disk (`checkpointer`), or both.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import IO, Any
 import torch
 
 from elasticrt.checkpoint.state_copy import Buffers, plain_copy, tensors_of
-from elasticrt.data.durable_files import put, transfer
+from elasticrt.data.durable_files import put
 
 _log = logging.getLogger(__name__)
 
@@ -84,32 +83,21 @@ class Snapshot:
         self._on_device: dict[torch.device, torch.cuda.Event] = {}
         self._copied = self._copy(state)
         self.stall_s = time.monotonic() - began
-        self._file: tuple[int, int, str] | None = None
 
     def in_memory(self) -> tuple[int, int, str]:
-        """A memory file that holds it, open until `close`; its size in bytes and SHA-256. OSError without memory."""
-        if self._file is None:
-            fd = os.memfd_create("elasticrt-copy", os.MFD_CLOEXEC)
-            try:
-                self._file = (fd, *hashed(fd, self._serialise))
-            except BaseException:
-                os.close(fd)
-                raise
-        return self._file
+        """A new memory file that holds it; its size in bytes and SHA-256. Raises OSError where memory is lacking."""
+        fd = os.memfd_create("elasticrt-copy", os.MFD_CLOEXEC)
+        try:
+            return fd, *self.write_to(fd)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def write_to(self, fd: int) -> tuple[int, str]:
         """Write it to a file; size in bytes and SHA-256. Raises OSError."""
-        if self._file is None:
-            return hashed(fd, self._serialise)
-        source, size, digest = self._file
-        transfer(source, fd, size)
-        return size, digest
-
-    def close(self) -> None:
-        """Close the memory file, if there is one."""
-        if self._file is not None:
-            os.close(self._file[0])
-            self._file = None
+        if self._on_device:
+            self._fetch()
+        return hashed(fd, lambda file: torch.save(self._copied, file))
 
     def _copy(self, state: Mapping[str, Any]) -> Any:
         devices = gpus_with_room(state)
@@ -122,11 +110,6 @@ class Snapshot:
                 self._on_device = {each: torch.cuda.current_stream(each).record_event() for each in devices}
                 return copied
         return plain_copy(state, "state", self._buffers)
-
-    def _serialise(self, file: IO[bytes]) -> None:
-        if self._on_device:
-            self._fetch()
-        torch.save(self._copied, file)
 
     def _fetch(self) -> None:
         """Bring to the host what was copied on GPUs."""
@@ -192,4 +175,3 @@ def _hand_out(snapshot: Snapshot, uses: Sequence[Use]) -> None:
             use(snapshot)
         except Exception:  # noqa: BLE001  This thread has no caller, and the other uses want it as well.
             _log.exception("a snapshot of the state could not be used")
-    snapshot.close()

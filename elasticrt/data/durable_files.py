@@ -35,16 +35,6 @@ def put(fd: int, data: bytes | bytearray | memoryview) -> None:
         left = left[os.write(fd, left) :]
 
 
-def transfer(source: int, fd: int, size: int) -> None:
-    """Write the first `size` bytes of the file `source` to `fd`. Raises OSError."""
-    done = 0
-    while done < size:
-        count = os.sendfile(fd, source, done, size - done)
-        if count == 0:
-            raise OSError(f"the memory file ended after {done} of {size} bytes")
-        done += count
-
-
 class Directory:
     """An open directory, created when missing. All names are relative to it and contain no "/".
 
