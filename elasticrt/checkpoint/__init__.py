@@ -1,1 +1,1 @@
-"""The training state: taken, stored, committed, found again, and sent from those who have it."""
+"""The training state: copied, written, committed, found again, and sent to ranks that lack it."""

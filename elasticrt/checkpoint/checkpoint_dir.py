@@ -1,5 +1,6 @@
-"""A checkpoint directory on disk: its history read with suspicion, payloads verified before they are parsed, files
-written durably, old ones deleted late. `manifest` says what the files mean; `checkpointer` says when.
+"""A checkpoint directory on disk: payloads verified before they are parsed, files written durably, old ones deleted.
+
+`manifest` says what the files mean; `checkpointer` says when each of this happens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elasticrt.checkpoint.manifest import (
     Name,
     doomed,
 )
-from elasticrt.data.durable_files import Directory, Unfit, open_plain, put
+from elasticrt.data.durable_files import Directory, Unfit, put
 from elasticrt.distributed.shared_payload import Payload
 from elasticrt.errors import CheckpointError, DuplicateError, explain
 from elasticrt.ipc.directory_owner import Holding, Owner
@@ -65,7 +66,7 @@ def duplicate(directory: Path, other: str) -> DuplicateError:
 
 
 class CheckpointDirectory:
-    """The checkpoint directory as one process uses it: all look into theirs, rank 0 saves. Opened by `open`.
+    """The checkpoint directory as one process uses it: all ranks may read theirs, rank 0 saves.
 
     Args:
         path: where it is.
@@ -74,16 +75,14 @@ class CheckpointDirectory:
     Attributes:
         path: as given.
         serial: the highest serial number that this process knows: what is written next gets a larger one.
-        troubles: what `history` has left out, and why.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self._keep = keep
         self._directory: Directory | None = None
-        self._before: frozenset[str] | None = None  # Nonces of what others had left here when it was claimed.
+        self._before: frozenset[str] | None = None  # Nonces that were here when it was claimed; None: it is not.
         self.serial = 0
-        self.troubles: list[str] = []
 
     def open(self, *, create: bool) -> bool:
         """Open the directory if it is not open; False when it does not exist and is not to be created.
@@ -96,15 +95,17 @@ class CheckpointDirectory:
             return False
         try:
             self._directory = Directory(self.path, create=create)
-            self.serial = max(self.serial, self.history().serial)
         except (OSError, Unfit) as error:
             raise self._unusable(error) from error
         return True
 
     def claim(self, take: Callable[[], Owner | None]) -> None:
-        """Before saving: create it, and refuse one that another live run saves to. `take` says who that is.
+        """Before saving: create it, and refuse one that another live run saves to. One that was deleted is made again.
 
-        One that was deleted meanwhile is made again. Raises DuplicateError, CheckpointError.
+        Args:
+            take: takes it for this process, and returns the other owner if there is one.
+
+        Raises DuplicateError, CheckpointError.
         """
         if self._directory is not None and self._directory.is_removed:
             _log.warning("the checkpoint directory %s was deleted; it is made again", self.path)
@@ -117,7 +118,7 @@ class CheckpointDirectory:
             other = take()
             if other is not None:
                 raise duplicate(self.path, str(other))
-            self.serial = max(self.serial, self.history().serial)  # Another rank 0 may have saved here.
+            self.history()  # For the serial number: another rank 0 may have saved here.
             self._before = frozenset(name.nonce for name in self._names())
         except OSError as error:
             raise self._unusable(error) from error
@@ -127,14 +128,9 @@ class CheckpointDirectory:
         self._before = None
 
     def history(self) -> History:
-        """What the directory tells, read anew. Files that are not what they should be are left out; see `troubles`.
-
-        Raises OSError when it can't be listed.
-        """
+        """The manifests in the directory, read anew. Raises OSError when it can't be listed."""
         directory = self._opened()
-        self.troubles = []
-        manifests: dict[str, Manifest] = {}
-        marked = set()
+        troubles, manifests, marked = [], {}, set()
         for name in self._names():
             if name.suffix not in (MANIFEST, DRAFT):
                 continue
@@ -144,16 +140,14 @@ class CheckpointDirectory:
                 content = directory.read(name.text, size_max=MANIFEST_BYTES_MAX)
                 manifests[name.nonce] = Manifest.from_json(content, name.stem)
             except (Unfit, ValueError, OSError) as error:
-                self.troubles.append(f"{name.text}: {error}")
-        return History(manifests, frozenset(marked))
+                troubles.append(f"{name.text}: {error}")
+        found = History(manifests, frozenset(marked), tuple(troubles))
+        self.serial = max(self.serial, found.serial)
+        return found
 
     def look(self, commit: Commit) -> None:
         """Whether a payload is here and has the right size, without reading it. Raises Unfit, OSError if not."""
-        fd = open_plain(commit.file, dir_fd=self._opened().fd)
-        try:
-            found = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        found = self._opened().size_of(commit.file)
         if found != commit.size:
             raise Unfit(f"it has {found} bytes instead of {commit.size}")
 
@@ -172,8 +166,8 @@ class CheckpointDirectory:
 
         Args:
             stem: of their names.
-            fill: writes the payload to a descriptor, and says its size in bytes and SHA-256.
-            describe: gives the manifest of a payload of this size and SHA-256.
+            fill: writes the payload to a descriptor, and returns its size in bytes and SHA-256.
+            describe: makes the manifest of a payload of this size and SHA-256.
         """
         directory = self._opened()
         size, digest = directory.write(stem + PAYLOAD, TEMPORARY + stem, fill)
@@ -187,7 +181,7 @@ class CheckpointDirectory:
         return manifest
 
     def mark(self, commit: Commit) -> None:
-        """Say on disk that this checkpoint is committed: its manifest is no draft any more. Raises OSError."""
+        """Note on disk that this checkpoint is committed: its draft becomes a manifest. Raises OSError."""
         stem = commit.file.removesuffix(PAYLOAD)
         self._opened().rename(stem + DRAFT, stem + MANIFEST)
 
@@ -209,9 +203,9 @@ class CheckpointDirectory:
 
 
 def parse(payload: Payload | bytes | bytearray) -> dict[str, Any]:
-    """The payload as plain values. Only called on bytes whose digest is that of a commit. Raises CheckpointError.
+    """The payload as plain values. Call it only on bytes whose digest was verified. Raises CheckpointError.
 
-    Tensors of a memory file are that very memory, which all ranks of this machine share, until they are written to.
+    The tensors of a memory file map that file, which all ranks of this machine share, until they are written to.
     """
     try:
         if isinstance(payload, Payload):

@@ -1,11 +1,9 @@
-"""The disk tier: checkpoints that are whole, committed, and resumed from where the run says, not where a worker likes.
+"""The disk tier: checkpoints that are whole, committed, and resumed from where the run says.
 
-Rank 0 saves: a snapshot, and everything else on its thread (`snapshot`), at most one save in flight. A save becomes a
-commit when the agent's fenced transaction accepts it (without an agent: at once). Only then is its manifest no draft
-any more, and only after that is anything old deleted. A save that fails leaves the old head as it was, and training
-goes on.
-
-How all ranks restore together says `restoring`.
+Rank 0 saves. It takes a snapshot and leaves the rest to the thread of `snapshot`, at most one save at a time. A save
+becomes a commit when the agent's fenced transaction accepts it (without an agent: at once). Only then does its draft
+become a manifest, and only after that is anything old deleted. A save that fails leaves the old head as it was, and
+training goes on.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class Checkpointer:
 
     @property
     def place(self) -> str:
-        """What tells this directory from others of the run."""
+        """Tells this directory from others of the run."""
         return self._head.place
 
     @property
@@ -85,42 +83,42 @@ class Checkpointer:
         return self._saves and self.snapshots.busy
 
     @property
-    def head_step(self) -> int:
-        """The step of the newest commit that this process knows, -1 for none. Only rank 0 hears of new ones."""
-        return -1 if self._head.known is None else self._head.known.step
-
-    @property
     def lacks_head(self) -> bool:
-        """Whether the newest commit is not in this directory: its node may be gone. Only for rank 0."""
+        """Whether the newest commit is not in this directory, and may be lost with its node. Only for rank 0."""
         head = self._head.known
         return head is not None and not os.path.lexists(self._directory.path / head.file)
 
-    def save(
-        self, state: Mapping[str, Any], *, step: int, epoch: int = 0, about: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, state: Mapping[str, Any], *, step: int, epoch: int = 0) -> None:
         """Copy `state` to the host now, and write and commit it in the background. Other ranks than 0 do nothing.
 
         Args:
             state: plain values and tensors by name (results of `state_dict()`), the same on all ranks.
             step: steps trained in this state, not less than at the save before.
             epoch: the epoch that the next step belongs to.
-            about: plain JSON values for readers of the manifest.
 
         Waits for a save that is still in flight, at most 20 min, and while etcd is away. Raises ConfigError when
         something in `state` can't be saved, CheckpointError for a directory that can't be used, DuplicateError (exit
-        code 7) when another live run saves to it, TypeError and ValueError for other arguments that can't be; a write
-        that fails is a warning.
+        code 7) when another live run saves to it, TypeError and ValueError for other invalid arguments; a write that
+        fails is a warning.
         """
         if not isinstance(state, Mapping):
             raise TypeError(explain("not a mapping", "Checkpointer.save", got=type(state).__name__, expected="a dict"))
-        uses = self.to_disk(step=step, epoch=epoch, about=about)
+        uses = self.to_disk(step=step, epoch=epoch)
         if uses:
             self.snapshots.take(state, uses)
 
-    def to_disk(self, *, step: int, epoch: int, about: Mapping[str, Any] | None, patient: bool = True) -> list[Use]:
-        """What saves the snapshot that is to be taken next; nothing on other ranks than 0. For the rest see `save`.
+    def to_disk(
+        self, *, step: int, epoch: int, about: Mapping[str, Any] | None = None, patient: bool = True
+    ) -> list[Use]:
+        """The use that saves the snapshot which is taken next; none on other ranks than 0.
 
-        Without `patient` a save that would have to wait for etcd is left out, with a warning.
+        Args:
+            step: as in `save`.
+            epoch: as in `save`.
+            about: plain JSON values for readers of the manifest.
+            patient: wait while etcd is away; otherwise skip such a save with a warning.
+
+        Raises as `save`.
         """
         whole_number(step, "step", "Checkpointer.save")
         whole_number(epoch, "epoch", "Checkpointer.save")
@@ -143,7 +141,7 @@ class Checkpointer:
         return [partial(self._write_guarded, self._draft(step, epoch, dict(about or {})))]
 
     def _draft(self, step: int, epoch: int, about: dict[str, Any]) -> Manifest:
-        """The manifest of what is saved now, as far as it is known before the payload is written."""
+        """The manifest of what is saved now, without size and digest."""
         worker, total, nonce = self._head.worker, self._head.run.total, secrets.token_hex(8)
         if worker is None:
             generation, node, place, run = 0, "", "", os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -168,9 +166,9 @@ class Checkpointer:
         return Manifest(commit, "" if run == "none" else run, collectives.rank_and_world()[1], about)
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process has another place in the run, and has the state that descends from the run's head.
+        """This process goes on as `worker`, with the state that descends from the run's head.
 
-        A save in flight ends as one of the old generation, which is refused; the next one is of the new place.
+        A save in flight is still of the old generation, and is refused.
         """
         self._head.move(worker)
         self._directory.disclaim()
@@ -187,20 +185,20 @@ class Checkpointer:
 
     @property
     def missed(self) -> bool:
-        """Whether the last save has come to nothing."""
-        return (os.getpid(), self._directory.path) in _unsaved
+        """Whether the last save has failed."""
+        return self._directory.path in _unsaved
 
     def finish(self) -> None:
-        """Wait for the last save. One that has come to nothing is no end of a training.
+        """Wait for the last save: a training whose last state is not saved has failed.
 
-        Raises CheckpointError where the directory cannot be written to, RuntimeError where the commit was refused:
-        another generation may do better.
+        Raises CheckpointError where the directory cannot be written to. Raises RuntimeError, which is not final, where
+        the commit was refused.
         """
         if not self.wait():
             why = f"not written within {SAVE_TIMEOUT_S:.0f} s"
             self._missed(CheckpointError, self._asked_step, self._generation, why)
-        generation, error = _unsaved.pop((os.getpid(), self._directory.path), (0, None))
-        # A save of an earlier generation is for its successor to make again.
+        generation, error = _unsaved.pop(self._directory.path, (0, None))
+        # A save of an earlier generation is repeated by its successor.
         if error is not None and generation == self._generation:
             raise error
 
@@ -220,7 +218,7 @@ class Checkpointer:
                 remedy=f"Make room there or cure what is named, then give the same command again: it goes on {goes_on}",
             )
         )
-        _unsaved[os.getpid(), self._directory.path] = (generation, error)
+        _unsaved[self._directory.path] = (generation, error)
 
     def restore(self) -> State | None:
         """The state to go on from, on all ranks alike; None when there is nothing to go on from.
@@ -231,15 +229,18 @@ class Checkpointer:
         can't be recorded.
         """
         found = self._restore(claim=False, fresh=False)
-        # What the script does with it is not known: memory that ranks share is not for keeping.
+        # The script may keep what it gets, and memory that ranks share must not be kept.
         return None if found is None else replace(found, data=plain_copy(found.data, "checkpoint"))
 
     def begin(self, *, fresh: bool = False) -> State | None:
-        """`restore`, and claim the directory for saving at once: DuplicateError when a live process saves there.
+        """`restore` for a Loop, which claims the directory for saving at once.
 
-        The tensors lie in memory that ranks of one machine share: a Loop copies from them, and keeps none.
+        The tensors lie in memory that the ranks of a machine share: a Loop copies from them, and keeps none.
 
-        `fresh` starts over beside what is there, except after a restart, which goes on from what this run has saved.
+        Args:
+            fresh: start over beside what is there, except after a restart, which goes on from what this run has saved.
+
+        Raises DuplicateError when another live process saves there, and what `restore` raises.
         """
         return self._restore(claim=True, fresh=fresh)
 
@@ -262,7 +263,7 @@ class Checkpointer:
             self._saves = False
 
     def _write(self, draft: Manifest, snapshot: Snapshot) -> None:
-        """On the snapshot's thread: payload, manifest, fenced commit, mark, and only then tidying up."""
+        """On the snapshot's thread: payload, draft, fenced commit, mark, and only then deleting what is old."""
         started, step = time.monotonic(), draft.commit.step
 
         def described(size: int, digest: str) -> Manifest:
@@ -281,7 +282,7 @@ class Checkpointer:
             _log.warning("the checkpoint of step %d was not committed: %s", step, refusal)
             self._missed(RuntimeError, step, draft.commit.generation, refusal)
             return
-        _unsaved.pop((os.getpid(), self._directory.path), None)
+        _unsaved.pop(self._directory.path, None)
         try:
             self._directory.mark(commit)
         except OSError as error:
@@ -296,23 +297,21 @@ class Checkpointer:
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
-_unsaved: dict[tuple[int, Path], tuple[int, Exception]] = {}
-"""Directories whose last save by a process has come to nothing: in which generation, and why. At the end of a script
-that is a failure."""
+_unsaved: dict[Path, tuple[int, Exception]] = {}
+"""By directory, the last save of this process if it failed: its generation, and the error that fails the script."""
+
+os.register_at_fork(after_in_child=_unsaved.clear)
 
 
 @atexit.register
 def _finish_saves() -> None:
-    """Finish a save in flight when the script ends. Its thread is a daemon, so that a stuck one hangs nobody.
-
-    A script that ends well although its last state is not saved has failed: what it has trained is lost.
-    """
+    """Wait for a save in flight when the script ends, and fail the script if its last state is not saved."""
     for checkpointer in list(_live):
         try:
             checkpointer.wait(60.0)
-        except Exception as error:  # noqa: BLE001  At exit there is nobody left to raise it to.
+        except Exception as error:  # noqa: BLE001  At exit there is no caller to raise it to.
             _log.warning("the last save failed: %s: %s", type(error).__name__, error)
-    missed = next((error for (pid, _), (_, error) in _unsaved.items() if pid == os.getpid()), None)
+    missed = next((error for _, error in _unsaved.values()), None)
     if missed is None or handover.left or getattr(sys, "last_value", None) is not None:
         return
     say(f"error: {missed}")
@@ -321,4 +320,4 @@ def _finish_saves() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)  # There is no other way to another exit code from here.
+    os._exit(code)  # The only way to another exit code from an exit hook.

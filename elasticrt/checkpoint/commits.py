@@ -1,9 +1,8 @@
 """The heads of a run's checkpoint directories, as this process knows them, and asking the agent for another one.
 
 A run may have several directories: training before fine-tuning, folds, trials of a search. Each has a head of its own
-in etcd; the run's head is the newest of them, which every commit replaces. Steps of different loops tell nothing of
-each other, so that the run counts its own: the sum over all loops of this process, which goes on where the restored
-state was. Without an agent every save is a commit.
+in etcd; the run's head is the newest of them, and every commit replaces it. Steps of different loops can't be compared:
+the run counts the steps of all loops together, on from the restored state. Without an agent every save is a commit.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from elasticrt.ipc.messages import UNSURE, Own, Reply, Request, Save
 _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 1200.0
-"""Longer than an agent lives without etcd: one that has not answered by then never will."""
+"""Longer than an agent lives without etcd: one that has not answered until then never will."""
 
 ASK_AGAIN_S = 1.0
 """Between two questions while etcd is away."""
@@ -37,7 +36,7 @@ TAKEN, UNWRITABLE = "taken: ", "unwritable: "
 """How an agent's refusal begins where another live run saves to the directory, and where it can't be written to."""
 
 
-class NoAnswer(RuntimeError):  # noqa: N818  It is no error of anybody's.
+class NoAnswer(RuntimeError):  # noqa: N818  Not an error of the user's or of ours.
     """The agent has no answer, because etcd is away."""
 
 
@@ -58,10 +57,10 @@ class RunHeads:
 
     Attributes:
         newest: nonce of the run's newest commit.
-        heads: by place, what the state of each directory's loop descends from: None for a beginning. Only of those that
-            this process has restored from, or has a place in the run for.
+        heads: by place, the commit that the state of that directory's loop descends from, None for a beginning. Only of
+            directories that this process has restored from.
         total: steps that the run has trained.
-        committing: held while a commit is under way, since each replaces the one before.
+        committing: held while a commit is under way: each replaces the one before.
     """
 
     newest: str = ""
@@ -74,7 +73,7 @@ _runs: dict[str, RunHeads] = {}
 
 
 def run_of(worker: WorkerEnv | None) -> RunHeads:
-    """The run of this process; without an agent, what this process trains."""
+    """What this process knows of its run; without an agent, of what it trains."""
     nonce = "" if worker is None else worker.nonce
     if nonce not in _runs:
         resume = None if worker is None else worker.resume
@@ -86,12 +85,12 @@ class DirectoryHead:
     """The head of one checkpoint directory.
 
     Args:
-        worker: who this process is; None without an agent.
+        worker: this process's place in the run; None without an agent.
         directory: its path as in the script.
 
     Attributes:
-        worker: as given, until this process has another place in the run.
-        place: what tells this directory from others of the run, as in `Commit`.
+        worker: as given, or as in the last `move`.
+        place: tells this directory from others of the run, as in `Commit`.
         run: what this process knows of all directories of the run.
     """
 
@@ -105,11 +104,11 @@ class DirectoryHead:
 
     @property
     def known(self) -> Commit | None:
-        """What the present state descends from; None at the beginning of a history, and before it is restored."""
+        """The commit that the state descends from; None at the beginning of a history, and before it is restored."""
         return self.run.heads.get(self.place)
 
     def resume_point(self) -> Commit | None:
-        """Where this directory goes on: as this process has moved it, as the run resumes, or as etcd says."""
+        """Where this directory goes on: where this process has taken it, else where the run resumes, else its head."""
         if self.worker is None:
             return None
         if self.place in self.run.heads:
@@ -122,8 +121,10 @@ class DirectoryHead:
     def take(self, *, patient: bool = True) -> Owner | None:
         """Take the directory for this run. Without an agent: returns its owner if another live process has it.
 
-        While etcd is away that is waited for if `patient`. Raises DuplicateError when another live run saves there,
-        NoAnswer when the agent can't say.
+        Args:
+            patient: wait while etcd is away.
+
+        Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say.
         """
         if self.worker is None:
             return take_alone(self._path)
@@ -131,7 +132,7 @@ class DirectoryHead:
         return None
 
     def move(self, worker: WorkerEnv) -> None:
-        """This process has another place in the run; what the newest commit is says the generation's record."""
+        """This process goes on as `worker`, whose generation says which commit is the newest."""
         self.worker, resume = worker, worker.resume
         self.run.newest = "" if resume is None else resume.nonce
         if resume is not None and resume.place in ("", self.place):
@@ -141,26 +142,24 @@ class DirectoryHead:
         _runs[worker.nonce] = self.run
 
     def go_back(self, commit: Commit) -> str:
-        """Make the head what was restored instead of it; "" if that is so now, else why not."""
+        """Make an older commit, which was restored, the head again. Returns "" when it is, else why not."""
         generation = commit.generation if self.worker is None else self.worker.generation
         return self._replace(replace(commit, place=self.place, generation=generation), descends=True)
 
     def commit(self, commit: Commit) -> str:
-        """Ask for `commit` to replace the known head; "" when it did, else why not.
+        """Ask for `commit` to replace the known head. Returns "" when it did, else why not.
 
-        Raises RuntimeError when the agent does not say: whether it did is not known then, and no later one could.
+        Raises NoAnswer when the agent does not say: the outcome is unknown then, and later commits would be refused.
         """
-        # Where it is not known what the state descends from it must not replace anything.
+        # A state whose history is unknown must not replace anything.
         return self._replace(commit, descends=self.place in self.run.heads)
 
     def _replace(self, commit: Commit, *, descends: bool) -> str:
         with self.run.committing:
             if self.worker is not None and self._agent is not None:
                 replaces = self.run.newest if descends else ""
-                reply = self._answered(lambda number: Save(number, asdict(commit), replaces), patient=True)
-                if reply is None:
-                    what = f"the agent does not say whether it has committed step {commit.step}"
-                    raise NoAnswer(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
+                what = f"the agent does not say whether it has committed step {commit.step}"
+                reply = self._answer(what, lambda number: Save(number, asdict(commit), replaces))
                 if not reply.ok:
                     return reply.reason or "refused without a reason"
             self.run.newest = commit.nonce
@@ -168,28 +167,30 @@ class DirectoryHead:
             return ""
 
     def _ask(self, *, take: bool, patient: bool = True) -> Reply:
-        """What the agent knows of this directory."""
-        reply = self._answered(lambda number: Own(number, str(self._path), self.place, take), patient=patient)
-        reason = f"no answer in {COMMIT_TIMEOUT_S:.0f} s" if reply is None else reply.reason
-        if reply is not None and reply.ok:
+        """What the agent knows of this directory. With `take` it takes the directory for the run."""
+        what = "the agent cannot say who saves here"
+        reply = self._answer(what, lambda number: Own(number, str(self._path), self.place, take), patient=patient)
+        if reply.ok:
             return reply
-        if reason.startswith(TAKEN):
-            raise duplicate(self._path, reason.removeprefix(TAKEN))
-        if reason.startswith(UNWRITABLE):
-            got = reason.removeprefix(UNWRITABLE)
+        if reply.reason.startswith(TAKEN):
+            raise duplicate(self._path, reply.reason.removeprefix(TAKEN))
+        if reply.reason.startswith(UNWRITABLE):
+            got = reply.reason.removeprefix(UNWRITABLE)
             raise CheckpointError(explain("the checkpoint directory can't be used", self._shown, got=got))
-        raise NoAnswer(explain("the agent cannot say who saves here", self._shown, got=reason))
+        raise NoAnswer(explain(what, self._shown, got=reply.reason))
 
-    def _answered(self, make: Callable[[int], Request], *, patient: bool) -> Reply | None:
-        """The agent's answer; while etcd is away that is asked for again if `patient`. None: there was none."""
+    def _answer(self, what: str, make: Callable[[int], Request], *, patient: bool = True) -> Reply:
+        """The agent's answer. While etcd is away it asks again if `patient`. Raises NoAnswer, which says `what`."""
         if self._agent is None:
             return Reply(0, ok=True)
-        deadline, told = time.monotonic() + COMMIT_TIMEOUT_S, False
+        deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False
         while True:
             reply = self._agent.request(make).wait(max(0.0, deadline - time.monotonic()))
-            if reply is None or not patient or not reply.reason.startswith(UNSURE):
+            if reply is None:
+                raise NoAnswer(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
+            if not patient or not reply.reason.startswith(UNSURE):
                 return reply
-            if not told:
+            if not warned:
                 _log.warning("%s waits for etcd: %s", self._shown, reply.reason.removeprefix(UNSURE))
-                told = True
+                warned = True
             time.sleep(ASK_AGAIN_S)

@@ -1,9 +1,9 @@
 """What a checkpoint directory holds, and what follows from it. Pure.
 
 A checkpoint is two files with one stem, `step-<step>-g<generation>-<nonce>`: the payload `.pt`, and the manifest, which
-is called `.draft` until its commit was accepted and `.json` from then on. Each manifest names its parent, so that the
-directory is a tree and the history of a run is the chain from its head to the root. The newest checkpoint is the
-one with the highest serial number: after starting over, or going back, it does not have the most steps.
+is called `.draft` until its commit was accepted and `.json` from then on. Each manifest names its parent: the history
+of a run is the chain from its head to the root. The newest checkpoint has the highest serial number, and not always the
+most steps: a run may have started over, or gone back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -93,15 +93,16 @@ class Manifest:
         if check != _check(fields):
             raise ValueError("its content is not what was written")
         del fields["format"]
-        if set(fields) != set(cls.__dataclass_fields__):
-            raise ValueError(f"it needs exactly the fields {sorted(cls.__dataclass_fields__)}")
-        commit = Commit.from_fields(fields.pop("commit"))
+        if {name: type(value) for name, value in fields.items()} != _KINDS:
+            raise ValueError(f"it needs exactly the fields {sorted(_KINDS)}, each of its kind")
+        manifest = cls(**{**fields, "commit": Commit.from_fields(fields["commit"])})
+        commit = manifest.commit
         if stem_of(commit.step, commit.generation, commit.nonce) != stem or commit.file != stem + PAYLOAD:
             raise ValueError("it describes another file (renamed?)")
-        for name, kind in (("world_size", int), ("run", str), ("about", dict)):
-            if type(fields[name]) is not kind:
-                raise ValueError(f"field {name!r}: got {fields[name]!r:.80}; expected {kind.__name__}")
-        return cls(commit=commit, **fields)
+        return manifest
+
+
+_KINDS = {"commit": dict, "run": str, "world_size": int, "about": dict}
 
 
 def _check(fields: dict[str, Any]) -> str:
@@ -110,13 +111,17 @@ def _check(fields: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class History:
-    """The manifests of a directory by nonce, drafts among them, and the nonces of those that are no drafts.
+    """What a directory tells.
 
-    A manifest that can't be read is only in `marked`.
+    Attributes:
+        manifests: those that can be read, by nonce, drafts among them.
+        marked: the nonces of all that are no drafts, readable or not.
+        troubles: what is wrong with those that can't be read.
     """
 
     manifests: Mapping[str, Manifest]
     marked: frozenset[str]
+    troubles: Sequence[str] = ()
 
     @property
     def known(self) -> frozenset[str]:
@@ -155,8 +160,7 @@ class History:
 
     def candidates(self) -> list[Manifest]:
         """What to try, in this order, when nothing says where to resume: the newest, its ancestors, then the others."""
-        newest_first = self.committed()
-        ordered = {m.commit.nonce: m for head in newest_first for m in self.lineage(head.commit.nonce)}
+        ordered = {m.commit.nonce: m for head in self.committed() for m in self.lineage(head.commit.nonce)}
         return list(ordered.values())
 
     @property
@@ -168,9 +172,8 @@ class History:
 def doomed(history: History, names: list[Name], head: str, keep: int, before: frozenset[str]) -> list[Name]:
     """Files that may be deleted now that `head` is committed, manifests first.
 
-    The newest committed checkpoints stay, whichever history they belong to. Older ones go, also those from before a
-    fresh start. What was never committed goes if it was there `before`. Nothing goes once a newer process has written a
-    checkpoint: then that process tidies up.
+    The newest committed checkpoints stay, whichever history they belong to; older ones go. What was never committed
+    goes if it was there `before`. Nothing goes once a newer process has written a checkpoint: that process tidies up.
 
     Serial numbers say what is newer. Generation numbers do not, because each store counts its own.
 
@@ -179,16 +182,13 @@ def doomed(history: History, names: list[Name], head: str, keep: int, before: fr
         names: the files in it.
         head: the commit's nonce; its writer was the only one that could commit since it claimed the directory.
         keep: how many of the newest stay.
-        before: nonces that were there when its writer claimed the directory. Who wrote them cannot commit any more.
+        before: nonces that were there when its writer claimed the directory. Their writers cannot commit any more.
     """
     committed = [manifest.commit for manifest in history.committed()]
     if not committed or committed[0].nonce != head or history.serial > committed[0].serial:
         return []
     surplus = {commit.nonce for commit in committed[keep:]}
     known = {commit.nonce for commit in committed} | history.marked
-    gone = [
-        name
-        for name in names
-        if name.nonce in surplus or (name.nonce in before and (not name.suffix or name.nonce not in known))
-    ]
+    orphans = {name for name in names if name.nonce in before and (not name.suffix or name.nonce not in known)}
+    gone = [name for name in names if name.nonce in surplus or name in orphans]
     return sorted(gone, key=lambda name: name.suffix == PAYLOAD)

@@ -1,13 +1,12 @@
 """The memory tier: copies of the training state in the memory of each node's agent, taken while training goes on.
 
-Between two steps local rank 0 takes a snapshot of its state, which is handed to the agent as a memory file. The agent
-keeps it when this process dies. Copies are taken as often as a share of the time allows, the cost of the last one being
-the measure, and once more where a process hands over. A generation whose workers all end resumes from the newest copy
-that a surviving node holds, if it is newer than the newest checkpoint.
+Between two steps local rank 0 takes a snapshot of its state and hands it to the agent as a memory file, which outlives
+this process. Copies take a fixed share of the training time, measured by the cost of the last one; a process that hands
+over takes one more. A generation whose workers all end resumes from the newest surviving copy, if that is newer than
+the newest checkpoint.
 
-Nodes copy after the same steps, without having to agree on them: after those that a round number divides, which each
-chooses by itself. All ranks wait for the one that copies; if each node did so in its own time, training would stand
-still once for every node, and of a hundred nodes each would take its share from all.
+All nodes copy after the same steps, those that a round number divides, without agreeing on them. All ranks wait for a
+rank that copies: if each node chose its own steps, the training would stop once for every node.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from elasticrt.checkpoint.snapshot import Snapshot, Use
-from elasticrt.checkpoint.state_copy import bytes_of
+from elasticrt.checkpoint.state_copy import tensors_of
 from elasticrt.distributed import agent_client
 from elasticrt.distributed.shared_payload import Payload
 from elasticrt.ipc.cgroups import available_bytes
@@ -34,13 +33,13 @@ BUDGET = 0.01
 """The share of the training time that copies may take, by default."""
 
 FIRST_S = 1.0
-"""A generation that has just begun has better things to do; and what it resumed from is still there."""
+"""Seconds from a generation's first step to its first copy. Until then what it resumed from is still there."""
 
 FIRST_WITHIN_S = 0.25
-"""After that, the first copy is taken within twice this time: nobody knows yet what it costs."""
+"""After that, the first copy is taken within twice this time: what it costs is not known yet."""
 
 STEP_S_MIN = 1e-6
-"""No step is shorter. What divides by nothing is no number of steps."""
+"""A step is taken to last at least this long: a clock may show no difference between two."""
 
 HELD_AT_ONCE = 4
 """The copy on the host, its memory file, and the two that the agent keeps."""
@@ -49,8 +48,8 @@ HELD_AT_ONCE = 4
 def stride(interval_s: float, step_s: float) -> int:
     """After every how many steps of `step_s` seconds to copy, so that at least `interval_s` lie between. Pure.
 
-    A power of two, or three of them: nodes whose costs differ a little choose the same, and where they do not, most
-    steps of the one are among those of the other.
+    A power of two, or three times one: nodes whose costs differ a little choose the same number, and where they do not,
+    most steps of the one are among those of the other.
     """
     steps = max(1, math.ceil(interval_s / max(step_s, STEP_S_MIN)))
     power: int = 1 << (steps - 1).bit_length()
@@ -67,11 +66,12 @@ def lacks_room(size: int, available: int, taken: int = 0) -> str:
 
 
 class MemoryTier:
-    """One process's. Only local rank 0 of a node under an agent takes any; elsewhere nothing happens.
+    """The copies of one process. Only local rank 0 of a node under an agent takes any.
 
     Args:
-        worker: who this process is; None without an agent.
+        worker: this process's place in the run; None without an agent.
         budget: the share of the time, 0 for no copies.
+        place: tells the Loop's checkpoint directory from others of the run.
     """
 
     def __init__(self, worker: WorkerEnv | None, budget: float, place: str = "") -> None:
@@ -100,9 +100,9 @@ class MemoryTier:
         return step % self._stride == 0
 
     def to_agent(self, state: Mapping[str, Any], step: int, epoch: int) -> list[Use]:
-        """What keeps the snapshot of `state` as of `step` that is to be taken next; nothing where there is no room."""
-        self._not_before = math.inf  # Until this one is done, or for ever.
-        problem = lacks_room(bytes_of(state), available_bytes(), self._taken)
+        """The use that keeps the snapshot of `state` as of `step`, which is taken next; none where room is lacking."""
+        self._not_before = math.inf  # Until this one is done; where room is lacking, no other is taken.
+        problem = lacks_room(sum(each.nbytes for each in tensors_of(state)), available_bytes(), self._taken)
         if problem:
             _log.warning("no copies are kept in memory: %s. After a failure training resumes from disk", problem)
             return []
@@ -113,10 +113,8 @@ class MemoryTier:
         return [partial(self._keep, step, epoch)]
 
     def hand_over(self, state: Mapping[str, Any], step: int, epoch: int) -> None:
-        """Give the agent the state as of `step` at once: this process ends. A save to a slow disk is not waited for."""
-        snapshot = Snapshot(state)
-        self._say(step, epoch, snapshot)
-        snapshot.close()
+        """Give the agent the state as of `step` at once, as this process ends. Does not wait for a save in flight."""
+        self._say(step, epoch, Snapshot(state))
 
     def _keep(self, step: int, epoch: int, snapshot: Snapshot) -> None:
         began = time.monotonic()
@@ -141,15 +139,18 @@ class MemoryTier:
         except OSError as error:  # The next generation then resumes from an older state: that costs steps, not safety.
             _log.warning("no copies are kept in memory any more: %s", error)
             return 0
-        agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+        try:
+            agent.say(Copied(step, epoch, size, digest, self._place), [fd])
+        finally:
+            os.close(fd)
         return size
 
 
 def read(worker: WorkerEnv) -> Payload:
     """The copy that this generation resumes from, verified. RuntimeError when it is not what was promised.
 
-    That is no CheckpointError: the run can go on in the next generation, from another node's copy or from its head. The
-    agent is told, so that this copy is offered to nobody again.
+    Not a CheckpointError, which is final: the next generation can resume from another node's copy or from the head. A
+    message makes the agent forget this copy.
     """
     copy = worker.copy
     assert copy is not None, "asked for only when there is one"

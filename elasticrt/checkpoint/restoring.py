@@ -1,9 +1,8 @@
-"""Restoring, by all ranks together: from the copy in memory that the run resumes from, or the best checkpoint on disk.
+"""Restoring, by all ranks together: from the memory copy that the run resumes from, or the best checkpoint on disk.
 
-Rank 0 says where the run goes on. One rank of each node looks into its own directory and offers the best that is there,
-and every rank makes the same choice (`newest_offer`): so nodes need no shared directory, and can't disagree. The chosen
-rank verifies and opens its file before anybody gets a byte of it. When it can't, it offers its next best; so there are
-no more exchanges than candidates.
+Rank 0 says where the run goes on. One rank of each node offers the best checkpoint of its own directory, and every rank
+makes the same choice (`newest_offer`): nodes need no shared directory, and cannot disagree. The chosen rank verifies
+and opens its file before any other gets a byte of it. If it is damaged, that rank offers its next best.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticrt.checkpoint import memory_tier
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, parse
 from elasticrt.checkpoint.commits import DirectoryHead
 from elasticrt.checkpoint.manifest import History, Manifest
-from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, told_once
+from elasticrt.checkpoint.newest_offer import BEYOND, NOTHING, OLDER, RESUME, Offer, choose, distinct_troubles
 from elasticrt.checkpoint.stateful import OURS
 from elasticrt.data.durable_files import Unfit
 from elasticrt.distributed import collectives
@@ -43,7 +42,7 @@ class State:
         world_size: of the generation that saved it.
         run: the run that saved it, "" when it had no name.
         data: what was saved, tensors on the host. `state[name]` reads from it.
-        total: steps that the run had trained by then, in all its directories.
+        total: steps that the run had trained until then, in all its directories.
     """
 
     step: int
@@ -77,12 +76,13 @@ class Restoring:
         self._directory = directory
         self._shown = shown
         self._head = head
+        self._worker = head.worker
         self._rank, _ = collectives.rank_and_world()
         self._resume: Commit | None = None
-        self._left: Iterator[tuple[int, Manifest]] = iter(())  # What this rank could send after `_best`.
+        self._candidates: Iterator[tuple[int, Manifest]] = iter(())  # What this rank could send after `_best`.
         self._best: tuple[int, Manifest] | None = None
-        self._known: frozenset[str] = frozenset()
-        self._marked = False
+        self._history = History({}, frozenset())
+        self._unusable = False  # Whether this rank's directory cannot be read.
         self._troubles: list[str] = []
         self.start = ""
         self.found: Commit | None = None
@@ -105,10 +105,9 @@ class Restoring:
             raise failure or CheckpointError(verdict["error"])
         self.start, copy = verdict["start"], verdict["copy"]
         self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
-        worker = self._head.worker
-        local_rank = os.environ.get("LOCAL_RANK", "0") if worker is None else str(worker.local_rank)
+        local_rank = os.environ.get("LOCAL_RANK", "0") if self._worker is None else str(self._worker.local_rank)
         if self._rank == 0 or local_rank == "0":
-            self._look()
+            self._read_directory()
         if copy is not None:
             self._exchange()
             return _from_memory(Copy(**copy), payload)
@@ -118,29 +117,29 @@ class Restoring:
         return self._from_disk()
 
     def _verdict(self, claim: bool, fresh: bool) -> tuple[dict[str, Any], Payload | None]:
-        """On rank 0: where this directory goes on, and the copy in memory if that is what it resumes from.
+        """On rank 0: where this directory goes on, and the memory copy if it resumes from one.
 
-        An error of ours that is raised here is every rank's.
+        An ElasticError that is raised here is raised on every rank.
         """
         if claim:
             self._directory.claim(self._head.take)
-        again = self._head.place in self._head.run.heads  # This process has moved on since it began.
         resume = self._head.resume_point()
-        copy = None if again else self._copy(resume)
-        worker = self._head.worker
+        copy = self._copy(resume)
         verdict = {
             "start": secrets.token_hex(8),
             "resume": None if resume is None else asdict(resume),
             "copy": None if copy is None else asdict(copy),
             "over": resume is None and _start_over(fresh),
         }
-        return verdict, None if copy is None or worker is None else memory_tier.read(worker)
+        return verdict, None if copy is None or self._worker is None else memory_tier.read(self._worker)
 
     def _copy(self, resume: Commit | None) -> Copy | None:
-        """The copy in memory that this directory resumes from, if the run resumes from one, and that is this one's."""
-        worker = self._head.worker
+        """The memory copy that this directory resumes from, if the run resumes from one of this directory."""
+        worker = self._worker
         if worker is None or worker.copy is None or worker.copy.place not in ("", self._head.place):
             return None
+        if self._head.place in self._head.run.heads:
+            return None  # This process has restored before, and moved on since.
         if resume is not None and resume != worker.resume and worker.copy.step <= resume.reached:
             return None  # Another directory's commit made it look newer than it is.
         return worker.copy
@@ -149,94 +148,93 @@ class Restoring:
         """The best that any rank has. Rank 0 says where it goes on, and makes that the head if it is not."""
         while True:
             offers = self._exchange()
-            choice = choose(offers, resuming=self._resume is not None)
-            _log.debug("%s: %s", choice.what, choice.why)
-            if choice.what == "refuse":
-                text = self._refusal(offers) if self._rank == 0 else ""  # Nodes may call their directories differently.
-                raise CheckpointError(bytes(collectives.broadcast_bytes(text.encode())).decode())
-            if choice.what == "begin":
-                self._warn(self._all_troubles(offers, passed_over=False))
+            try:
+                source = choose(offers, resuming=self._resume is not None)
+            except LookupError:
+                text = self._refusal(offers) if self._rank == 0 else ""  # Nodes may name their directories differently.
+                raise CheckpointError(bytes(collectives.broadcast_bytes(text.encode())).decode()) from None
+            if source is None:
+                self._warn(distinct_troubles(offers))
                 return None
-            source = offers[choice.rank]
-            self.found = commit = Commit.from_fields(source.commit)
-            payload, data = self._proven() if self._rank == choice.rank else (None, {})
-            payload = share_payload(payload, commit.size, commit.digest, choice.rank)
+            offer = offers[source]
+            self.found = commit = offer.commit
+            assert commit is not None, "only NOTHING has none"
+            payload, data = self._verified() if self._rank == source else (None, {})
+            payload = share_payload(payload, commit.size, commit.digest, source)
             if payload is None:
                 continue  # It has turned out to be damaged.
-            if self._rank != choice.rank:
+            if self._rank != source:
                 data = parse(payload)
             if self._rank == 0:
-                self._warn(self._all_troubles(offers, passed_over=source.kind == OLDER))
-                self._report(commit, source.run, source.who if choice.rank else "")
+                self._warn(self._all_troubles(offers) if offer.kind == OLDER else distinct_troubles(offers))
+                self._report(commit, offer.run, offer.who if source else "")
                 self._make_head(commit)
-            return State(commit.step, commit.epoch, source.world_size, source.run, data, commit.reached)
+            return State(commit.step, commit.epoch, offer.world_size, offer.run, data, commit.reached)
 
     def _exchange(self) -> list[Offer]:
-        """Everybody's offers, by rank. Collective. What this rank writes next is numbered above all of them."""
-        worker = self._head.worker
-        highest = max(self._directory.serial, 0 if self._resume is None else self._resume.serial)
-        who = f"rank {self._rank}" if worker is None else f"node {worker.node}"
-        mine = Offer(marked=self._marked, highest=highest, who=who, troubles=self._troubles)
-        if self._best is not None:
-            kind, manifest = self._best
-            commit, run, size = manifest.commit, manifest.run, manifest.world_size
-            mine = replace(
-                mine, kind=kind, serial=commit.serial, step=commit.step, commit=asdict(commit), run=run, world_size=size
-            )
+        """The offers of all ranks. Collective. What this rank writes next is numbered above all of them."""
+        kind, best = (NOTHING, None) if self._best is None else self._best
+        mine = Offer(
+            kind,
+            None if best is None else best.commit,
+            "" if best is None else best.run,
+            0 if best is None else best.world_size,
+            marked=self._unusable or bool(self._history.marked),
+            highest=max(self._directory.serial, 0 if self._resume is None else self._resume.serial),
+            who=f"rank {self._rank}" if self._worker is None else f"node {self._worker.node}",
+            troubles=self._troubles,
+        )
         offers = [Offer.from_json(each) for each in collectives.gather_bytes(mine.to_json())]
         self._directory.serial = max(self._directory.serial, *(offer.highest for offer in offers))
         return offers
 
     # This rank's directory.
 
-    def _look(self) -> None:
-        """List what this rank could send. A directory that can't be used has something in it, for all that is known."""
-        directory = self._directory
+    def _read_directory(self) -> None:
+        """List what this rank could send. A directory that can't be read counts as having commits: it may hold some."""
         try:
-            if not directory.open(create=False):
+            if not self._directory.open(create=False):
                 return
-            history = directory.history()
+            self._history = self._directory.history()
         except (CheckpointError, OSError) as error:
             self._troubles.append(str(error))
-            self._marked = True
+            self._unusable = True
             return
-        self._troubles += directory.troubles
-        self._marked = bool(history.marked)
-        self._left = self._candidates(history)
-        self._known = history.known
+        self._troubles += self._history.troubles
+        self._candidates = self._ordered()
         self._advance()
 
-    def _advance(self) -> None:
-        """Go on to the next candidate whose payload is here, as far as can be told without reading it."""
-        self._best = None
-        for kind, manifest in self._left:
-            try:
-                self._directory.look(manifest.commit)
-            except (Unfit, OSError) as error:
-                # The resume point may be in another node's directory, and nothing is wrong with this one.
-                here = kind != RESUME or manifest.commit.nonce in self._known
-                if here or not isinstance(error, FileNotFoundError):
-                    self._troubles.append(f"{manifest.commit.file}: {error}")
-            else:
-                self._best = kind, manifest
-                return
+    def _ordered(self) -> Iterator[tuple[int, Manifest]]:
+        """What to try, in this order. The resume point is as etcd records it, not as the directory says.
 
-    def _candidates(self, history: History) -> Iterator[tuple[int, Manifest]]:
-        """What to try, in this order. Of the resume point counts what etcd records, not what the directory says.
-
-        Ahead of it what the directory has in addition: an etcd that was restored from a backup knows an old head.
+        Ahead of it comes what the directory has in addition: an etcd that was restored from a backup knows an old head.
         """
-        resume, worker = self._resume, self._head.worker
+        history, resume = self._history, self._resume
         if resume is None:
             yield from ((OLDER, manifest) for manifest in history.candidates())
             return
-        run = "" if worker is None else worker.run_id
+        run = "" if self._worker is None else self._worker.run_id
         known = history.manifests.get(resume.nonce)
         yield from ((BEYOND, manifest) for manifest in history.beyond(resume.nonce, run))
         yield RESUME, Manifest(resume, run, 0 if known is None else known.world_size)
         yield from ((OLDER, manifest) for manifest in history.lineage(resume.parent))
 
-    def _proven(self) -> tuple[Payload | None, dict[str, Any]]:
+    def _advance(self) -> None:
+        """Go on to the next candidate whose payload is here, as far as can be seen without reading it."""
+        self._best = None
+        for kind, manifest in self._candidates:
+            try:
+                self._directory.look(manifest.commit)
+            except (Unfit, OSError) as error:
+                # A resume point without a manifest here is in another node's directory, and nothing is wrong with this.
+                elsewhere = kind == RESUME and manifest.commit.nonce not in self._history.known
+                if not (elsewhere and isinstance(error, FileNotFoundError)):
+                    self._troubles.append(f"{manifest.commit.file}: {error}")
+            else:
+                self._best = kind, manifest
+                return
+
+    def _verified(self) -> tuple[Payload | None, dict[str, Any]]:
         """What this rank offers, and what is in it; nothing when it turns out to be damaged."""
         assert self._best is not None, "it was chosen"
         commit = self._best[1].commit
@@ -256,8 +254,8 @@ class Restoring:
     # What rank 0 says and does.
 
     def _make_head(self, commit: Commit) -> None:
-        """Raises RuntimeError when it can't take the place of the head that was passed over: copies in memory would be
-        taken for that one's descendants."""
+        """Raises RuntimeError when `commit` can't replace the head that was passed over: memory copies would be taken
+        for descendants of that one."""
         if self._resume is not None and self._resume.nonce == commit.nonce:
             return
         refusal = self._head.go_back(commit)
@@ -266,10 +264,10 @@ class Restoring:
         if refusal:
             _log.warning("step %d could not be recorded as the run's head: %s", commit.step, refusal)
 
-    def _all_troubles(self, offers: list[Offer], *, passed_over: bool) -> list[str]:
-        """What is wrong with all ranks' files, and where the resume point is if it was passed over."""
-        troubles, resume = told_once(offers), self._resume
-        if passed_over and resume is not None and not any(resume.file in each for each in troubles):
+    def _all_troubles(self, offers: list[Offer]) -> list[str]:
+        """What is wrong with the files of all ranks, and where the resume point is, which was passed over."""
+        troubles, resume = distinct_troubles(offers), self._resume
+        if resume is not None and not any(resume.file in each for each in troubles):
             wrote = f", {resume.node} has written it to {unpacked(resume.directory)}" if resume.node else ""
             troubles.insert(0, f"{resume.file}: no node here has it{wrote}")
         return troubles
@@ -302,7 +300,7 @@ class Restoring:
 
     def _refusal(self, offers: list[Offer]) -> str:
         """Why the run stops here, and what its user can do."""
-        resume, found = self._resume, "; ".join(self._all_troubles(offers, passed_over=True)) or "nothing"
+        resume, found = self._resume, "; ".join(self._all_troubles(offers)) or "nothing"
         expected, ways = "a committed checkpoint that is whole", "Put a good copy back"
         if resume is not None:
             expected = f"the newest, step {resume.step:,}, or one that its manifest shows to be before it, whole"
@@ -327,7 +325,7 @@ def _from_memory(copy: Copy, payload: Payload | None) -> State:
 
 
 def _start_over(fresh: bool) -> bool:
-    """Whether the user asked for a fresh start. Only the run's first start is fresh; a restart goes on from its own."""
+    """Whether the user asked for a fresh start. It holds for the first start of a run, not for its restarts."""
     return (fresh or os.environ.get("ELASTICRT_FRESH") == "1") and os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", "0"
     ) == "0"

@@ -22,11 +22,11 @@ POOLED_BYTES_MIN = 1 << 16
 
 
 class Buffers:
-    """Host memory for the copies of one state after the other, the last of which is no longer needed.
+    """Host memory that one copy of a state takes over from the copy before.
 
-    Memory that is fresh from the kernel takes several times as long to be written to as memory that was used before,
-    and the training waits for the copying. The price is to keep the size of a state on the host between two copies.
-    What comes from a GPU lies in pinned memory, to which the GPU itself can write while others compute.
+    Fresh memory takes several times as long to write to as memory that was used before, and the training waits for the
+    copying. The price is one state's size on the host between two copies. What comes from a GPU is copied to pinned
+    memory, which the GPU can write to while it computes.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Buffers:
 
     @contextmanager
     def reused(self) -> Iterator[None]:
-        """For one copy: it is made over the one before, and what it did not need of that is let go."""
+        """For one copy: it is made over the one before, and the memory that it does not need is freed."""
         self._free, self._taken = self._taken, {}
         yield
         self._free = {}
@@ -54,14 +54,20 @@ def _memory_for(like: torch.Tensor) -> torch.Tensor:
         try:
             return torch.empty_like(like, device="cpu", pin_memory=True)
         except RuntimeError:
-            pass  # The system has a limit on pinned memory: the copy takes longer then.
+            pass  # The system limits pinned memory. The copy takes longer then.
     return torch.empty_like(like, device="cpu")
 
 
 def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_device: bool = False) -> Any:
-    """A deep copy of `value` made of plain values only. Raises ConfigError naming the place of anything else.
+    """A deep copy of `value`, of plain values only.
 
-    With `buffers` the copy before is overwritten. With `on_device` tensors stay on their GPU, and nothing waits for it.
+    Args:
+        value: the state.
+        where: what it is called in errors.
+        buffers: memory of the copy before, which is overwritten.
+        on_device: tensors stay on their GPU, and nothing waits for it.
+
+    Raises ConfigError, with the place of what is no plain value.
     """
     copier = _Copier(buffers, on_device=on_device)
     try:
@@ -70,18 +76,26 @@ def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_
         for device in copier.under_way:
             torch.cuda.current_stream(device).synchronize()
     except _UnfitError as unfit:
-        # Looked for only now: to know the place of everything that is copied would take longer than to copy it.
-        raise ConfigError(unfit.text(_place(value, unfit.value, where) or where)) from None
+        kind = type(unfit.value)
+        raise ConfigError(
+            explain(
+                "state that can't be saved",
+                where + unfit.place,
+                got=f"{kind.__module__}.{kind.__qualname__}",
+                expected="whole tensors, numbers, texts, and lists, tuples or dicts of them",
+                remedy="Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint",
+            )
+        ) from None
     return copied
 
 
-def bytes_of(value: object) -> int:
-    """Bytes of the tensors in a state."""
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a state."""
     if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(bytes_of, value.values()))
-    return sum(map(bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_of(each)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -90,43 +104,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 class _UnfitError(Exception):
+    """A value that is no plain one, and the keys that lead to it."""
+
     def __init__(self, value: object) -> None:
         super().__init__()
         self.value = value
-
-    def text(self, where: str) -> str:
-        kind = type(self.value)
-        if isinstance(self.value, torch.Tensor):
-            return explain(
-                "sharded state",
-                where,
-                got=kind.__name__,
-                expected="whole tensors, as DDP has them",
-                remedy="FSDP is not supported; use torch.distributed.checkpoint for it",
-            )
-        return explain(
-            "state that can't be saved",
-            where,
-            got=f"{kind.__module__}.{kind.__qualname__}",
-            expected="tensors, numbers, texts, and lists, tuples or dicts of them",
-            remedy="Return only these from state_dict()",
-        )
-
-
-def _place(value: object, culprit: object, where: str) -> str:
-    """Where in `value` this very object is; "" if it is not there."""
-    if value is culprit:
-        return where
-    parts: list[tuple[object, str]] = []
-    if isinstance(value, Mapping):
-        parts = [(key, f"{where} key") for key in value]
-        parts += [(item, f"{where}[{key!r}]") for key, item in value.items()]
-        parts += [(getattr(value, "_metadata", None), f"{where}._metadata")]
-    elif isinstance(value, (list, tuple)):
-        parts = [(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    elif isinstance(value, set):
-        parts = [(item, f"{where}{{}}") for item in value]
-    return next((found for part, name in parts if (found := _place(part, culprit, name))), "")
+        self.place = ""
 
 
 class _Copier:
@@ -171,8 +154,12 @@ class _Copier:
 
     def _into(self, copied: dict[Any, Any], value: Mapping[Any, object]) -> dict[Any, Any]:
         for key, item in value.items():
-            name = key if type(key) in _EXACT else self.copy(key)
-            copied[name] = item if type(item) in _EXACT else self.copy(item)
+            try:
+                name = key if type(key) in _EXACT else self.copy(key)
+                copied[name] = item if type(item) in _EXACT else self.copy(item)
+            except _UnfitError as unfit:
+                unfit.place = f"[{key!r}]{unfit.place}"
+                raise
         return copied
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
@@ -206,8 +193,8 @@ class _Copier:
         plain_memory = tensor.is_cpu and tensor.is_contiguous() and buffer.is_contiguous()
         if not plain_memory or tensor.is_conj() or tensor.is_neg():
             return buffer.copy_(tensor)
-        # By this thread alone: torch would wake its pool, and on a machine whose cores are taken that takes two to five
-        # times as long (12 MB: 12 ms instead of 2; 300 MB: 400 instead of 150).
+        # On this thread alone: torch would use its pool, which takes two to five times as long where all cores are busy
+        # (12 MB: 12 ms instead of 2; 300 MB: 400 instead of 150).
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), size)
         return buffer
 

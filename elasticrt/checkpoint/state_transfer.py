@@ -1,13 +1,12 @@
-"""Training state from a rank that has it to those that have not, straight into their tensors.
+"""Training state from a rank that has it to the ranks that lack it, straight into their tensors.
 
-When a world loses a rank, the others differ by at most one finished step; newcomers have no state. So all say how far
-they are, and the ranks behind get the state of the first of the furthest.
+After the loss of a rank the survivors differ by at most one finished step, and newcomers have no state. So every rank
+says how far it is, and the ranks behind receive the state of the first of those that are furthest.
 
-It travels over TCP connections of its own, along a chain of those alone that need it: each rank takes it from the one
-before and passes it on at once. Every wait ends when nothing has moved for `STALL_S`, or when another generation has
-begun; so a rank that dies, stops or is cut off in the middle of a state costs seconds. Structure and plain values come
-first, as one small message that is read with `weights_only`, then the bytes of the tensors as they lie, then their
-checksum: state that has changed on its way is refused.
+The state travels along a chain of TCP connections: each rank passes on what it receives. Every wait ends after
+`STALL_S` without a byte, or when another generation begins, so that a rank that dies or stops costs seconds. Structure
+and plain values come first, in one small message that is read with `weights_only`; then the bytes of each tensor; then
+a CRC-32 of them all.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import json
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -33,28 +32,29 @@ from elasticrt.errors import explain
 from elasticrt.ipc.cgroups import available_bytes
 
 STALL_S = 5.0
-"""A rank from which, or to which, no byte has moved for so long is gone."""
+"""A rank is taken for lost when no byte has moved from it or to it for this long."""
 
 LOOK_S = 0.05
-"""How often a wait looks whether another generation has begun."""
+"""How often a wait checks whether another generation has begun."""
 
 PIECE_BYTES = 8 * 1024 * 1024
-"""What is sent and summed up at a time, and passed on to the next rank."""
+"""A rank passes on a tensor in pieces of this size, before the rest has arrived."""
 
-PACK_BYTES = 1024 * 1024
-"""Small tensors travel together, up to so much."""
+Room = bytearray | memoryview
+"""Memory that is received into."""
 
-SPARE_COPIES = 2
-"""Tensors like each parameter that an optimizer keeps, at the most: more than that are made when they come."""
-
-ROW_BYTES = 64 * 1024
 _NUMBER = struct.Struct("!Q")
 _MARK = "elasticrt-tensor"
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far one rank is: `step` finished, or -1 without a state; `whole`: its state is that of just this step."""
+    """How far one rank is.
+
+    Attributes:
+        step: the last step that it has finished, -1 without a state.
+        whole: whether its state is that of exactly this step.
+    """
 
     step: int
     whole: bool
@@ -62,14 +62,14 @@ class Standing:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sends to whom: rank `source` to `behind`. Nobody when all are equally far."""
+    """Rank `source` sends to the ranks `behind`; to none when all are equally far."""
 
     source: int
     behind: tuple[int, ...]
 
 
 def plan(standings: Sequence[Standing]) -> Plan | None:
-    """The first of the furthest sends to all who are not as far as it. None when nobody has a whole state. Pure.
+    """The first of the furthest ranks sends to all that are not as far. None when no rank has a whole state. Pure.
 
     A rank whose optimizer has stepped in a step that it did not end has the state of no step: it is behind.
     """
@@ -81,57 +81,27 @@ def plan(standings: Sequence[Standing]) -> Plan | None:
     return Plan(level[0], behind)
 
 
-class Spare:
-    """Memory on the host for what a newcomer has not yet: touched while nobody waits for it.
-
-    An optimizer makes its state in its first step, for Adam two tensors like each parameter. Memory that is new takes
-    several times as long to be written to as what is received takes to come.
-
-    Args:
-        parameters: of the newcomer's modules. Nothing is made where there is little room.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
-        here = [each.detach() for each in parameters if each.device.type == "cpu"]
-        if SPARE_COPIES * sum(map(_size, here)) > available_bytes() // 2:
-            here = []
-        self._tensors: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        for each in here:
-            made = [torch.empty(each.shape, dtype=each.dtype).zero_() for _ in range(SPARE_COPIES)]
-            self._tensors.setdefault((each.shape, each.dtype), []).extend(made)
-
-    def take(self, shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
-        """A tensor with any content, of this memory where it fits, else a new one."""
-        fitting = self._tensors.get((shape, dtype)) if device == "cpu" else None
-        return fitting.pop() if fitting else torch.empty(shape, dtype=dtype, device=device)
-
-
 def share(
-    mine: Standing,
-    meeting: Meeting,
-    state: Callable[[], dict[str, Any]],
-    overwrites: Callable[[], None],
-    spare: Spare | None = None,
+    mine: Standing, meeting: Meeting, state: Callable[[], dict[str, Any]], overwrites: Callable[[], None]
 ) -> dict[str, Any] | None:
-    """Agree on the furthest state. What this rank has to take over, None if it is as far as anybody. Collective.
+    """Agree on the furthest state. What this rank has to take over; None if it is among the furthest. Collective.
 
     Args:
         mine: how far this rank is.
         meeting: where the ranks of the generation have met.
         state: gives this rank's own state, to send or to be written to: nested dicts, lists and tuples of tensors and
-            plain values. What the receiver has may lack parts.
-        overwrites: called before this rank's own tensors are written to: until all is here they are of no step. A rank
-            whose state is whole receives beside it, where there is room: should the sender die, nothing is lost.
-        spare: memory for what this rank's own state lacks.
+            plain values. That of a receiver may lack parts.
+        overwrites: called before this rank's own tensors are written to: until all has arrived they are of no step. A
+            rank whose state is whole receives beside it, where there is room, and loses nothing if the sender dies.
 
-    Raises RuntimeError when nobody has a state, or when it does not arrive as it was sent; DistNetworkError when a rank
-    is gone; Overtaken when another generation has begun.
+    Raises RuntimeError when no rank has a state, or when it does not arrive as it was sent; DistNetworkError when a
+    rank is lost; Overtaken when another generation has begun.
     """
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(meeting.address))
         said = json.dumps([mine.step, mine.whole, meeting.address, listening.getsockname()[1]])
-        told = [json.loads(each) for each in meeting.gather("standing", said)]
-        agreed = plan([Standing(step, whole) for step, whole, *_ in told])
+        peers = [json.loads(each) for each in meeting.gather("standing", said)]
+        agreed = plan([Standing(step, whole) for step, whole, *_ in peers])
         if agreed is None:
             raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
         chain = (agreed.source, *agreed.behind)
@@ -140,11 +110,11 @@ def share(
         place = chain.index(meeting.rank)
         before = behind = None
         if place:
-            before = stack.enter_context(_connected(tuple(told[chain[place - 1]][2:]), meeting))
+            before = stack.enter_context(_connected(tuple(peers[chain[place - 1]][2:]), meeting))
         if place + 1 < len(chain):
             behind = stack.enter_context(_accepted(listening, chain[place + 1], meeting))
         if before is not None:
-            return _receive(state(), spare or Spare(), before, behind, overwrites, keeps=mine.whole)
+            return _receive(state(), before, behind, overwrites, keeps=mine.whole)
         if behind is not None:
             _send(state(), behind)
     return None
@@ -152,11 +122,8 @@ def share(
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
     """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
-    tensors: list[torch.Tensor] = []
-    told: dict[str, Any] = _filled(parse(bytearray(_outlined(state, tensors))), state, Spare(), [])
-    for pack in islice(_packs(tensors), 1):
-        _checksum(torch.split(_together(pack), PIECE_BYTES)[0])
-    return told
+    filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, [])
+    return filled
 
 
 class Line:
@@ -164,7 +131,7 @@ class Line:
 
     Args:
         connection: the socket.
-        over: whether another generation has begun.
+        over: tells whether another generation has begun.
     """
 
     def __init__(self, connection: socket.socket, over: Callable[[], bool]) -> None:
@@ -180,12 +147,12 @@ class Line:
         self._connection.close()
 
     def send(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it."""
+        """Send all of `data`."""
         left = memoryview(data)
         while left:
             left = left[self._moved(self._connection.send, left) :]
 
-    def fill(self, room: bytearray | memoryview) -> None:
+    def fill(self, room: Room) -> None:
         """Receive until `room` is full."""
         left = memoryview(room)
         while left:
@@ -198,19 +165,19 @@ class Line:
                 count = move(data)
             except TimeoutError:
                 if time.monotonic() > deadline:
-                    raise _gone(f"nothing has moved for {STALL_S:g} s") from None
+                    raise _lost(f"nothing has moved for {STALL_S:g} s") from None
                 continue
             except OSError as error:
-                raise _gone(str(error)) from error
+                raise _lost(str(error)) from error
             if not count:
-                raise _gone("connection closed by peer")
+                raise _lost("connection closed by peer")
             return count
         raise Overtaken
 
 
-def _gone(how: str) -> Exception:
-    gone: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
-    return gone
+def _lost(how: str) -> Exception:
+    error: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
+    return error
 
 
 def _listening(address: str) -> socket.socket:
@@ -218,7 +185,7 @@ def _listening(address: str) -> socket.socket:
 
 
 def _hello(rank: int, meeting: Meeting) -> bytes:
-    """What a rank that wants the state says first: a stranger does not know it."""
+    """The first bytes of a rank that wants the state. A stranger does not know them."""
     return f"{meeting.nonce} {rank}".encode()
 
 
@@ -226,13 +193,13 @@ def _connected(address: tuple[str, int], meeting: Meeting) -> Line:
     try:
         line = Line(socket.create_connection(address, timeout=STALL_S), meeting.over)
     except OSError as error:
-        raise _gone(str(error)) from error
+        raise _lost(str(error)) from error
     line.send(_hello(meeting.rank, meeting))
     return line
 
 
 def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
-    """The connection of `rank`. Strangers are let go of."""
+    """The connection of `rank`. Those of strangers are closed."""
     expected, deadline = _hello(rank, meeting), time.monotonic() + STALL_S
     listening.settimeout(LOOK_S)
     while not meeting.over():
@@ -240,7 +207,7 @@ def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
             line = Line(listening.accept()[0], meeting.over)
         except TimeoutError:
             if time.monotonic() > deadline:
-                raise _gone(f"rank {rank} has not come for it in {STALL_S:g} s") from None
+                raise _lost(f"rank {rank} has not come for it in {STALL_S:g} s") from None
             continue
         said = bytearray(len(expected))
         with contextlib.suppress(dist.DistNetworkError):
@@ -255,46 +222,36 @@ def _send(state: dict[str, Any], behind: Line) -> None:
     tensors: list[torch.Tensor] = []
     outline = _outlined(state, tensors)
     behind.send(_NUMBER.pack(len(outline)) + outline)
-    total = 0
-    for pack in _packs(tensors):
-        for piece in torch.split(_together(pack), PIECE_BYTES):
-            behind.send(_view(piece))
-            total = _checksum(piece, total)
-    behind.send(_NUMBER.pack(total))
+    checksum = 0
+    for tensor in tensors:
+        host = tensor.cpu().contiguous()
+        for piece in _pieces(host):
+            behind.send(piece)
+            checksum = zlib.crc32(piece, checksum)
+    behind.send(_NUMBER.pack(checksum))
 
 
 def _receive(
-    own: dict[str, Any], spare: Spare, before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
-    def passed(size: int) -> bytearray:
-        room = bytearray(size)
+    """Receive a state into `own` where it fits, and pass it on. With `keeps` beside it, where there is room."""
+
+    def passed(room: Room) -> Room:
         before.fill(room)
         if behind is not None:
             behind.send(room)
         return room
 
-    told = parse(passed(_NUMBER.unpack(passed(_NUMBER.size))[0]))
+    (outline_bytes,) = _NUMBER.unpack(passed(bytearray(_NUMBER.size)))
+    outline = bytearray(outline_bytes)
+    passed(outline)
     places: list[torch.Tensor] = []
-    filled: dict[str, Any] = _filled(told, own, spare, places)
-    beside = keeps and sum(map(_size, places)) < available_bytes() // 2
+    filled: dict[str, Any] = _filled(parse(outline), own, places)
+    beside = keeps and sum(each.nbytes for each in places) < available_bytes() // 2
     targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
     if not beside:
         overwrites()
-    total = 0
-    for pack in _packs(targets):
-        direct = _travels_as_it_lies(pack)
-        flat = _bytes(pack[0]) if direct else torch.empty(sum(map(_size, pack)), dtype=torch.uint8)
-        for piece in torch.split(flat, PIECE_BYTES):
-            view = _view(piece)
-            before.fill(view)
-            if behind is not None:
-                behind.send(view)
-            total = _checksum(piece, total)
-        if not direct:
-            _unpack(flat, pack)
-    if _NUMBER.unpack(passed(_NUMBER.size))[0] != total:
-        remedy = "If it happens again, the memory or the network of this node is bad"
-        raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
+    _fill(targets, passed)
     if beside:
         overwrites()
         for place, target in zip(places, targets, strict=True):
@@ -302,46 +259,28 @@ def _receive(
     return filled
 
 
-def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, small ones together: a piece costs as much as some kilobytes. None is empty."""
-    pack: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if pack and size + _size(tensor) > PACK_BYTES:
-            yield pack
-            pack, size = [], 0
-        if _size(tensor):
-            pack.append(tensor.detach())
-            size += _size(tensor)
-    if pack:
-        yield pack
+def _fill(targets: Sequence[torch.Tensor], passed: Callable[[Room], Room]) -> None:
+    """Receive the content of all tensors. Raises RuntimeError when their checksum is another than the sender's."""
+    checksum = 0
+    for target in targets:
+        direct = target.is_cpu and target.is_contiguous()
+        host = target if direct else torch.empty(target.shape, dtype=target.dtype)
+        for piece in _pieces(host):
+            checksum = zlib.crc32(passed(piece), checksum)
+        if not direct:
+            target.copy_(host)
+    if _NUMBER.unpack(passed(bytearray(_NUMBER.size))) != (checksum,):
+        remedy = "If it happens again, the memory or the network of this node is bad"
+        raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
 
 
-def _travels_as_it_lies(pack: Sequence[torch.Tensor]) -> bool:
-    """Whether the bytes of a pack lie flat on the host, where they can be summed up as words of 8."""
-    first = pack[0]
-    aligned = first.storage_offset() * first.element_size() % 8 == 0
-    return len(pack) == 1 and first.device.type == "cpu" and first.is_contiguous() and aligned
-
-
-def _together(pack: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of a pack on the host: as they lie, else in a copy."""
-    return _bytes(pack[0]) if _travels_as_it_lies(pack) else torch.cat([_bytes(each.cpu()) for each in pack])
-
-
-def _view(piece: torch.Tensor) -> memoryview:
-    """The memory of a flat piece, which has to be kept meanwhile."""
-    return memoryview((ctypes.c_char * piece.numel()).from_address(piece.data_ptr())).cast("B")
-
-
-def _unpack(flat: torch.Tensor, pack: Sequence[torch.Tensor]) -> None:
-    for place, part in zip(pack, torch.split(flat, [_size(each) for each in pack]), strict=True):
-        aligned = part if part.storage_offset() % place.element_size() == 0 else part.clone()
-        place.copy_(aligned.view(place.dtype).reshape(place.shape))
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _pieces(host: torch.Tensor) -> Iterator[memoryview]:
+    """The memory of a contiguous tensor on the host, which has to be kept meanwhile."""
+    # By its address: numpy, which torch's own way needs, may be missing, and does not know bfloat16.
+    memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr()) if host.nbytes else b""
+    view = memoryview(memory).cast("B")
+    for start in range(0, host.nbytes, PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
 
 
 def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
@@ -353,46 +292,27 @@ def _outlined(state: dict[str, Any], tensors: list[torch.Tensor]) -> bytes:
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with a mark in place of each tensor, which is appended to `tensors`."""
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
+        tensors.append(value.detach())
         return (_MARK, str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
     if isinstance(value, dict):
         return {key: _outline(each, tensors) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_outline(each, tensors) for each in value) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(_outline(each, tensors) for each in value)
     return value
 
 
-def _filled(told: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
-    """`told` with a tensor for each mark: this rank's own where it fits, else a spare one. They are appended in
-    order."""
-    if isinstance(told, tuple) and len(told) == 4 and told[0] == _MARK:
-        dtype, shape, device = getattr(torch, told[1]), torch.Size(told[2]), told[3]
+def _filled(outline: Any, own: Any, places: list[torch.Tensor]) -> Any:
+    """`outline` with a tensor for each mark: this rank's own where it fits, else a new one, noted in `places`."""
+    if isinstance(outline, tuple) and len(outline) == 4 and outline[0] == _MARK:
+        dtype, shape, device = getattr(torch, outline[1]), torch.Size(outline[2]), outline[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device
-        place = own if fits else spare.take(shape, dtype, device)
-        places.append(place)
+        place = own if fits else torch.empty(shape, dtype=dtype, device=device)
+        places.append(place.detach())
         return place
-    if isinstance(told, dict):
+    if isinstance(outline, dict):
         has = own if isinstance(own, dict) else {}
-        return {key: _filled(each, has.get(key), spare, places) for key, each in told.items()}
-    if isinstance(told, (list, tuple)):
-        has_list = own if isinstance(own, (list, tuple)) and len(own) == len(told) else [None] * len(told)
-        return type(told)(_filled(each, mine, spare, places) for each, mine in zip(told, has_list, strict=True))
-    return told
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a flat uint8 tensor: itself where it lies flat, else a copy."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _checksum(piece: torch.Tensor, before: int = 0) -> int:
-    """A sum over 8-byte words, rows of them weighted by their place, on top of the one of the pieces before.
-
-    An accident of wire or memory changes it.
-    """
-    whole = piece.numel() // ROW_BYTES * ROW_BYTES
-    rows = piece[:whole].view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
-    rest = piece[whole:].to(torch.int64)
-    odd = torch.arange(1, 2 * max(len(rows), len(rest)) + 1, 2)
-    total = int(((rows * odd[: len(rows)]).sum() + (rest * odd[: len(rest)]).sum()).item())
-    return (before * 31 + total) & 0xFFFFFFFFFFFFFFFF
+        return {key: _filled(each, has.get(key), places) for key, each in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        items = own if isinstance(own, (list, tuple)) and len(own) == len(outline) else [None] * len(outline)
+        return type(outline)(_filled(each, item, places) for each, item in zip(outline, items, strict=True))
+    return outline

@@ -71,7 +71,7 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
         try:
             if shared and not isinstance(each, (torch.nn.Module, torch.optim.Optimizer)):
                 each.load_state_dict(plain_copy(data[name], name))
-            elif not (isinstance(each, torch.nn.Module) and _consists_of(each, data[name])):
+            else:
                 each.load_state_dict(data[name])
             if shared and isinstance(each, torch.optim.Optimizer):
                 _keep_nothing(each)
@@ -92,15 +92,3 @@ def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 state[name] = value.clone()
-
-
-def _consists_of(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
-    """Whether `state` is the module's own memory: another rank's state has been received right there."""
-    own = module.state_dict()
-    return own.keys() == state.keys() and all(_is_same(each, state[name]) for name, each in own.items())
-
-
-def _is_same(own: object, other: object) -> bool:
-    if type(own) is not torch.Tensor or not isinstance(other, torch.Tensor):
-        return False  # Such as a parameter that a lazy module has not made yet.
-    return own.data_ptr() == other.data_ptr() and own.shape == other.shape and own.dtype == other.dtype

@@ -1,4 +1,4 @@
-"""The right to build a prepared directory, which one process has at a time.
+"""The right to build a prepared directory, which one process holds at a time.
 
 On a node it is a file lock, which ends with its holder. For storage that nodes share it is a claim through the agents,
 fenced by the generation. Both have the same methods.
@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
-import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -25,17 +24,13 @@ from elasticrt.errors import PreparationError, explain
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.messages import Built, Claim, Reply
 
-_POLL_S = 0.1
-_CLAIM_POLL_S = 0.5
 _ANSWER_S = 60.0
 _VISIBLE_S = 60.0
 """How long a network file system may take to show what another node has published."""
 
-_FAILURE_S = 60.0
-"""For so long a late process fails with the last builder's error. After that it builds again."""
-
 _ERROR_CHARS = 1000
-_NOTE_BYTES = 8192
+_FLOCK = "hhqqi"
+"""The kernel's `struct flock`: type, whence, start, length, and the process that has the lock."""
 
 _threads: dict[str, threading.Lock] = {}
 
@@ -43,65 +38,53 @@ _threads: dict[str, threading.Lock] = {}
 class LockRight:
     """The right to build on this node: a lock beside the directory, which ends with its holder.
 
-    A POSIX record lock: unlike flock it is not inherited by forks, so that a DataLoader's worker that outlives a
-    killed trainer keeps nobody waiting. Between threads of one process, which such locks do not know, it is an
-    ordinary lock. The file stays; to remove a lock file is a race. In it the holder says who it is, or why its build
-    has failed.
+    A POSIX record lock: forks do not inherit it, as they do with flock, so that a DataLoader's worker that outlives a
+    killed trainer keeps no other process waiting. Such locks do not exclude threads of one process; an ordinary lock
+    does. The file stays, because to remove a lock file is a race.
 
     Args:
         target: the directory to build.
-        version: of what is built.
 
     Attributes:
         poll_s: seconds between two questions.
         workshop: a part of the names of the private directories that are built in.
     """
 
+    poll_s = 0.1
     workshop = "building"
 
-    def __init__(self, target: Path, version: str) -> None:
+    def __init__(self, target: Path) -> None:
         self._target = target
-        self._version = version
         self._path = target.with_name(f".{target.name}.lock")
         self._thread = _threads.setdefault(str(self._path), threading.Lock())
         self._fd = -1
-        self.poll_s = _POLL_S
 
     def ask(self) -> bool:
-        """Take the right if it is free. Raises PreparationError when the build has just failed; OSError."""
+        """Take the right if it is free. Raises OSError."""
         if not self._thread.acquire(blocking=False):
             return False
         held = False
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-            held = self._lock()
+            with contextlib.suppress(BlockingIOError, PermissionError):  # Either says that another process has it.
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
         finally:
             if not held:
                 self.release()
         return held
 
-    def _lock(self) -> bool:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # Either says that another process has it.
-            return False
-        start, version, error = _note(self._fd)
-        late_s = time.time() - os.fstat(self._fd).st_mtime
-        if error and (start, version) == (_this_start(), self._version) and late_s < _FAILURE_S:
-            raise PreparationError(error)
-        self._say(f"process {os.getpid()} on {socket.gethostname()}", "")
-        return True
-
     def holder(self) -> str:
         """The holder, in words; "" when unknown. Never ask while holding: to close the file would release it."""
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return ""
-        try:
-            return _note(fd)[0]
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                lock = fcntl.fcntl(fd, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            finally:
+                os.close(fd)
+            kind, _, _, _, pid = struct.unpack(_FLOCK, lock)
+            return f"process {pid}" if kind == fcntl.F_WRLCK else ""
+        return ""
 
     def sweep(self) -> None:
         """Before building: remove what dead builders left."""
@@ -109,43 +92,19 @@ class LockRight:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def failed(self, error: str) -> None:
-        """The build has failed: all who wait, or come late in this start of the job, fail with `error`."""
-        with contextlib.suppress(OSError):  # On a full disk they build, and fail, by themselves.
-            self._say(_this_start(), error)
+        """The build has failed. The next process that gets the lock builds, and fails, by itself."""
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
-        """Put the result in place. Nobody else can have the lock meanwhile."""
+        """Put the result in place. No other process can have the lock meanwhile."""
         put_in_place()
         return True
 
     def release(self) -> None:
-        """Let go, however the build has ended."""
+        """Give the right back, however the build has ended."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self._thread.release()
-
-    def _say(self, who: str, error: str) -> None:
-        text = json.dumps([who, self._version if error else "", error[:_ERROR_CHARS]]).encode()
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text, 0)
-
-
-def _note(fd: int) -> tuple[str, str, str]:
-    """What the last holder of a lock has said: who it is; or in which start, of which version, what has failed."""
-    try:
-        who, version, error = json.loads(os.pread(fd, _NOTE_BYTES, 0))
-    except (ValueError, TypeError):
-        return "", "", ""
-    return str(who), str(version), str(error)
-
-
-def _this_start() -> str:
-    """Names this start of this job on this node: equal for all its processes, another one after a restart."""
-    generation = os.environ.get("ELASTICRT_NONCE", "") + os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    # Processes of one job have a launcher in common; a process alone has only itself.
-    together = os.environ.get("WORLD_SIZE", "1") != "1"
-    return f"{generation}:{os.getppid() if together else os.getpid()}"
 
 
 class ClaimRight:
@@ -160,6 +119,8 @@ class ClaimRight:
         version: of what is built.
     """
 
+    poll_s = 0.5
+
     def __init__(self, agent: agent_client.AgentClient, target: Path, version: str) -> None:
         worker = agent_client.worker_env()
         self._agent = agent
@@ -171,7 +132,6 @@ class ClaimRight:
         self._name = re.sub(r"[^A-Za-z0-9._-]", "_", target.name)[:64].lstrip(".") + "-" + digest
         self._holder = "another process of this node"
         self._done_at = 0.0
-        self.poll_s = _CLAIM_POLL_S
         self.workshop = f"shared-{self._generation}"
 
     def ask(self) -> bool:
@@ -207,9 +167,9 @@ class ClaimRight:
         self._request(lambda number: Built(number, self._name, self._version, error[:_ERROR_CHARS]))
 
     def publish(self, put_in_place: Callable[[], None]) -> bool:
-        """Put the result in place and let all know, if the claim still stands. False when it was lost.
+        """Put the result in place and record it, if the claim still stands. False when it was lost.
 
-        Asked until it is known: its agent ends before etcd has been away for ever.
+        Asks until the answer is known: an agent that has lost etcd for good ends, and this process with it.
         """
         while (reply := self._claim()).reason.startswith("unsure"):
             time.sleep(self.poll_s)

@@ -1,13 +1,14 @@
-"""Files that are there whole or not at all, and files that are read only when they are what they seem.
+"""Files that are written whole or not at all, and read only when they are what they seem.
 
 Writing: a temporary in the same directory, fsync, rename, fsync of the directory. Reading: relative to an open
-directory, no symbolic links, regular files with one name only. The checkpoint directory may be writable by others;
-what is found there is data to be checked, not to be trusted.
+directory, no symbolic links, regular files with one name only. Others may be able to write to the checkpoint directory:
+what is found there is checked, not trusted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -24,7 +25,7 @@ PIECE_BYTES = 1 << 18
 
 
 class Unfit(Exception):  # noqa: N818  A finding about a file that is then skipped, not a failure of the program.
-    """The file is not a plain file of one name, or not of the size or content it should have. The text says what."""
+    """The file is no plain file of one name, or not of the size or content that it should have. The text says which."""
 
 
 def put(fd: int, data: bytes | bytearray | memoryview) -> None:
@@ -34,21 +35,11 @@ def put(fd: int, data: bytes | bytearray | memoryview) -> None:
         left = left[os.write(fd, left) :]
 
 
-def transfer(source: int, fd: int, size: int) -> None:
-    """Write the first `size` bytes of the file `source` to `fd`. Raises OSError."""
-    done = 0
-    while done < size:
-        count = os.sendfile(fd, source, done, size - done)
-        if count == 0:
-            raise OSError(f"the memory file ended after {done} of {size} bytes")
-        done += count
-
-
 class Directory:
     """An open directory, created when missing. All names are relative to it and contain no "/".
 
-    It remembers which directory it is: when the path leads elsewhere later (unmounted, replaced), writing raises
-    OSError instead of filling the empty mount point.
+    Writing raises OSError when the path has come to lead elsewhere (unmounted, replaced): an empty mount point must not
+    be filled.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
@@ -68,12 +59,12 @@ class Directory:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it was deleted, and nothing is there now. A directory that is unmounted was not: it may come back."""
+        """Whether it was deleted, and nothing is there now. One that is unmounted was not deleted: it may come back."""
         if os.path.lexists(self.path):
             return False
         try:
             return os.fstat(self.fd).st_nlink == 0
-        except OSError:  # NFS does not say any more; the next write fails with the reason.
+        except OSError:  # On NFS a deleted one cannot be asked; the next write fails with the reason.
             return False
 
     def names(self) -> list[str]:
@@ -81,21 +72,26 @@ class Directory:
         return sorted(os.listdir(self.fd))  # noqa: PTH208  Of the open directory, not of a path.
 
     def remove(self, name: str) -> None:
-        """Delete a file; one that is gone already is not an error."""
+        """Delete a file; one that is missing is not an error."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def rename(self, name: str, new: str) -> None:
-        """Give a file another name, durably; one that is not there is not an error. Raises OSError."""
+        """Rename a file, durably; one that is missing is not an error. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
             os.fsync(self.fd)
 
     def write(self, name: str, temporary: str, fill: Callable[[int], Made]) -> Made:
-        """Make a file durable under `name`; what `fill` returns, which writes to the descriptor that it gets.
+        """Make a file durable. Returns what `fill` returns.
 
-        Raises OSError (no space, read-only ...) and whatever `fill` raises; then nothing is left of it, and a file that
-        had this name before is untouched.
+        Args:
+            name: of the file.
+            temporary: its name until it is whole.
+            fill: writes the content to the descriptor that it gets.
+
+        Raises OSError (no space, read-only ...) and what `fill` raises; then nothing is left of it, and a file that had
+        this name before is untouched.
         """
         self._check_same()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -114,18 +110,20 @@ class Directory:
         os.fsync(self.fd)
         return made
 
+    def size_of(self, name: str) -> int:
+        """The size of a plain file, in bytes. Raises Unfit when it is none, OSError."""
+        with self._plain(name) as fd:
+            return os.fstat(fd).st_size
+
     def read(self, name: str, *, size_max: int) -> bytearray:
         """The whole content of a plain file. Raises Unfit when it is none, or larger than `size_max` bytes; OSError."""
         content = bytearray()
-        fd = open_plain(name, dir_fd=self.fd)
-        try:
+        with self._plain(name) as fd:
             found = os.fstat(fd).st_size
             if found > size_max:
                 raise Unfit(f"it has {found} bytes, more than {size_max}")
             for piece in _pieces(fd, found):
                 content += piece
-        finally:
-            os.close(fd)
         return content
 
     def read_into(self, name: str, write: Callable[[memoryview], object], size: int) -> str:
@@ -134,17 +132,35 @@ class Directory:
         In pieces that stay in the processor's caches: the file is never a second time in this process's memory.
         """
         digest = hashlib.sha256()
-        fd = open_plain(name, dir_fd=self.fd)
-        try:
+        with self._plain(name) as fd:
             found = os.fstat(fd).st_size
             if found != size:
                 raise Unfit(f"it has {found} bytes instead of {size}")
             for piece in _pieces(fd, size):
                 digest.update(piece)
                 write(piece)
+        return digest.hexdigest()
+
+    @contextlib.contextmanager
+    def _plain(self, name: str) -> Iterator[int]:
+        """A descriptor for reading a regular file that has exactly one name. Raises Unfit otherwise, OSError."""
+        try:
+            # O_NONBLOCK: to open a planted FIFO must not wait for its writer.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(name, flags, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise Unfit("it is a symbolic link") from error
+            raise
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise Unfit("it is not a regular file")
+            if status.st_nlink != 1:
+                raise Unfit(f"it has {status.st_nlink} names (hard links)")
+            yield fd
         finally:
             os.close(fd)
-        return digest.hexdigest()
 
     def _check_same(self) -> None:
         mine = os.fstat(self.fd)
@@ -171,34 +187,8 @@ def _make(path: Path) -> None:
         with contextlib.suppress(FileExistsError):  # Another process was faster.
             # All changes go through `os`, so that tests can stand in for it.
             os.mkdir(each, DIRECTORY_MODE)  # noqa: PTH102
-        with contextlib.suppress(PermissionError):  # One may write to it and not read it; then nobody can sync it.
+        with contextlib.suppress(PermissionError):  # A directory that may be written to and not read cannot be synced.
             sync_directory(each.parent)
-
-
-def open_plain(path: str | Path, *, dir_fd: int | None = None) -> int:
-    """A descriptor for reading a regular file that has exactly one name. Raises Unfit otherwise, OSError."""
-    try:
-        # O_NONBLOCK: to open a planted FIFO must not wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    except OSError as error:
-        if _is_link(path, dir_fd):
-            raise Unfit("it is a symbolic link") from error
-        raise
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise Unfit("it is not a regular file")
-    if status.st_nlink != 1:
-        os.close(fd)
-        raise Unfit(f"it has {status.st_nlink} names (hard links)")
-    return fd
-
-
-def _is_link(name: str | Path, dir_fd: int | None) -> bool:
-    try:
-        return stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def sync_tree(root: Path) -> None:

@@ -1,8 +1,8 @@
 """Writing the ledger: each rank notes the samples of a step before the step's gradients meet. See `audit.exactly_once`.
 
-The directory may be shared, or each node's own. One `write` per step into a file of its own, nothing is synced: what a
-killed process has written is there, what a node wrote in the seconds before it lost its power may not be, and is then
-reported as missing, never as right. A ledger that cannot be written is a warning; training goes on.
+A directory may be shared, or each node's own. A step is one `write`, and nothing is synced: a killed process loses
+nothing, and what a node wrote in the seconds before it lost its power is reported as missing. A ledger that cannot be
+written is a warning, and training goes on.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ VARIABLE = "ELASTICRT_LEDGER"
 
 
 class Ledger:
-    """This rank's. Without a directory nothing is written, and only the history that was restored is carried on.
+    """This rank's ledger. Without a directory it only carries on the history that was restored.
 
     Args:
         directory: created when missing; None: as ELASTICRT_LEDGER says.
-        sampler: that of the Loop. Raises ConfigError for another than ElasticBatchSampler if a ledger is wanted.
+        sampler: that of the Loop.
 
-    Attributes:
-        writes: whether steps are to be noted.
+    Raises ConfigError when a ledger is wanted and the sampler is no ElasticBatchSampler.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, sampler: object) -> None:
@@ -46,7 +45,7 @@ class Ledger:
                 explain("a ledger without a sampler that counts", "Loop(sampler=)", got=got, expected=expected)
             )
         self._directory = Path(chosen).absolute() if chosen else None
-        self._sampler = sampler
+        self._sampler = sampler if isinstance(sampler, ElasticBatchSampler) else None
         self._history: list[Link] = []
         self._start = ""
         self._began_at = 0
@@ -55,7 +54,7 @@ class Ledger:
 
     @property
     def writes(self) -> bool:
-        """Whether steps are to be noted."""
+        """Whether steps are noted."""
         return self._fd >= 0
 
     def restored(self, history: object) -> None:
@@ -72,9 +71,8 @@ class Ledger:
 
     def open(self, start: str, position: Position) -> None:
         """The loop is entered: begin the file of this rank of this start."""
-        if self._directory is None:
+        if self._directory is None or self._sampler is None:
             return
-        assert isinstance(self._sampler, ElasticBatchSampler), "checked at the beginning"
         worker = agent_client.worker_env()
         rank, world_size = rank_and_world()
         generation, self._start, self._began_at = worker.generation if worker else 0, start, position.steps
@@ -83,7 +81,7 @@ class Ledger:
             make_directory(self._directory)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(self._directory / name, flags, FILE_MODE)
-            # Only now: NFS may show a listing of half a minute ago to a node that has changed nothing in the directory.
+            # After the open: on NFS a node that changes nothing in a directory may see a listing half a minute old.
             there = starts(each.name for each in self._directory.iterdir())
         except OSError as error:
             _log.warning("no ledger is written to %s: %s", self._directory, error)
@@ -105,21 +103,20 @@ class Ledger:
         self._write(opening.to_line())
 
     def begin(self, step: int, epoch: int, share: BatchSlice) -> None:
-        """Before a forward of `step`: note its samples, with the last one write down the step."""
-        assert isinstance(self._sampler, ElasticBatchSampler), "checked at the beginning"
+        """Before a forward of `step`: note its samples. The last forward of a step writes them down."""
+        assert self._sampler is not None, "called only while this writes"
         self._ids += self._sampler.indices(share)
         if share.last:
             ids, self._ids = self._ids, []
             self._write(LedgerEntry(step, epoch, ids).to_line())
 
     def renew(self) -> None:
-        """Batches begin, with a whole global batch: one that had begun will not be completed."""
+        """Batches begin with a whole global batch: forget the one that was under way."""
         self._ids = []
 
     def closed(self, position: Position) -> None:
         """The body of the epoch has ended, whether or not all its samples were trained."""
-        if self.writes:
-            assert isinstance(self._sampler, ElasticBatchSampler), "checked at the beginning"
+        if self.writes and self._sampler is not None:
             facts, over = self._sampler.state_dict(), not self._sampler.remaining
             excused = facts["samples"] - facts["consumed"] if over else 0
             self._write(Closing(position.epoch, position.steps, facts["consumed"], excused).to_line())
@@ -139,7 +136,7 @@ class Ledger:
         try:
             put(self._fd, line.encode())
         except OSError as error:
-            # Another line behind one that was cut would hide the cut.
+            # Another line after one that was cut would hide the cut.
             _log.warning("the ledger in %s is not continued: %s", self._directory, error)
             self.close()
 

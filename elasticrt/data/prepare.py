@@ -1,9 +1,8 @@
-"""One builds the data, everybody else waits, and nobody ever sees half of it.
+"""One process builds the data, the others wait, and none ever sees half of it.
 
 The builder writes into a private directory beside the destination, which is then synced and renamed into place together
-with a record of every file: name, size, time and SHA-256. A directory whose record fits is used as it is;
-any other is built again. A file lock decides which process builds, or on storage that nodes share a claim through the
-agents.
+with a record of every file: name, size, time and SHA-256. A directory whose record fits is used as it is; any other is
+built again. `build_rights` decides which process builds.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 PROGRESS_S = 10.0
-"""How often a rank that waits says for whom."""
+"""A rank that waits names the builder as often as this."""
 
 
 def prepare(
@@ -52,28 +51,29 @@ def prepare(
         scope: "node": every node builds for itself. "shared": one node builds for all (the storage is shared).
         timeout_s: how long to wait for another builder, in seconds; None: as long as it lives.
 
-    A builder that dies is replaced by one of those who wait. One that raises, or leaves its directory empty, fails all
-    of them: PreparationError with its error. Raises PreparationError too when `timeout_s` passes, TypeError, ValueError
-    and ConfigError for arguments that can't be.
+    A builder that dies is replaced by a process that waits. One that raises, or leaves its directory empty, fails with
+    PreparationError, which ends the run; in the "shared" scope all nodes fail with its error. Raises PreparationError
+    too when `timeout_s` passes, TypeError, ValueError and ConfigError for invalid arguments.
 
     After `init` no rank returns before all nodes have their data: what follows is often a collective, and those wait
     for half an hour only.
     """
     target = _checked(path, build, version, scope, timeout_s)
-    everybody = _everybody(target)
-    if everybody is None:
-        _ready(target, build, version, scope, timeout_s)
+    limit_s = math.inf if timeout_s is None else timeout_s
+    ranks = _ranks(target)
+    if ranks is None:
+        _ready(target, build, version, scope, limit_s)
         return target
-    everybody.come()
+    ranks.come()
     try:
-        _ready(target, build, version, scope, timeout_s)
+        _ready(target, build, version, scope, limit_s)
     except PreparationError as error:
-        with contextlib.suppress(RuntimeError):  # Nobody is left who could be told: this error is what counts.
-            everybody.through(str(error))
+        with contextlib.suppress(RuntimeError):  # The other ranks may have ended: this error is what counts.
+            ranks.through(str(error))
         raise
-    everybody.through()
+    ranks.through()
     try:
-        problem = everybody.wait(math.inf if timeout_s is None else timeout_s)
+        problem = ranks.wait(limit_s)
     except TimeoutError as late:
         raise PreparationError(str(late)) from late
     if problem:
@@ -81,8 +81,8 @@ def prepare(
     return target
 
 
-def _everybody(target: Path) -> Barrier | None:
-    """What all ranks meet in; None before `init`, and where they come one after the other."""
+def _ranks(target: Path) -> Barrier | None:
+    """Where all ranks meet; None before `init`, and where they come one after the other."""
     if "torch.distributed" not in sys.modules:  # Data can be prepared without loading torch; then there is no group.
         return None
     from elasticrt.distributed.barrier import Barrier, together
@@ -90,36 +90,34 @@ def _everybody(target: Path) -> Barrier | None:
     return Barrier(f"prepare({str(target)!r})") if together() else None
 
 
-def _ready(target: Path, build: Callable[[Path], object], version: str, scope: str, timeout_s: float | None) -> None:
-    """Have the directory complete, as far as this node is concerned. Raises PreparationError."""
+def _ready(target: Path, build: Callable[[Path], object], version: str, scope: str, limit_s: float) -> None:
+    """Return when the directory is complete on this node. Raises PreparationError."""
     if prepared_dir.fits(target, version):
         return
     agent = agent_client.agent_link() if scope == "shared" else None
     began = time.monotonic()
     try:
         make_directory(target.parent)
-        right: LockRight | ClaimRight = LockRight(target, version)
-        if agent is not None:
-            right = ClaimRight(agent, target, version)
-        while True:
-            if right.ask():
-                try:
-                    with _building():
-                        done = _build_once(right, target, build, version)
-                finally:
-                    right.release()
-                if done:
-                    return
-            elif prepared_dir.fits(target, version):
-                return
-            else:
-                _pause(right, target, time.monotonic() - began, math.inf if timeout_s is None else timeout_s)
+        right = LockRight(target) if agent is None else ClaimRight(agent, target, version)
+        while not _built(right, target, build, version) and not prepared_dir.fits(target, version):
+            _pause(right, target, time.monotonic() - began, limit_s)
     except OSError as error:
         raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
 
 
+def _built(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
+    """Build and publish, if this process gets the right; whether it has, and kept it until the end."""
+    if not right.ask():
+        return False
+    try:
+        with _building():
+            return _build(right, target, build, version)
+    finally:
+        right.release()
+
+
 def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s: float) -> None:
-    """Wait until it is time to ask for the right again, not in silence. Raises PreparationError after `limit_s`."""
+    """Wait until it is time to ask for the right again, and say so. Raises PreparationError after `limit_s`."""
     if waited_s >= limit_s:
         raise PreparationError(
             explain(
@@ -135,21 +133,35 @@ def _pause(right: LockRight | ClaimRight, target: Path, waited_s: float, limit_s
         say(f"waiting for {target}: {right.holder() or 'another process'} builds, {waited_s:.0f} s so far")
 
 
-def _build_once(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
-    """Build and publish, having the right. False when it was lost meanwhile: then another builder's result counts."""
-    if not prepared_dir.fits(target, version, refresh=True):  # It may have been built while this process waited.
-        right.sweep()
-        workshop = target.with_name(f".{target.name}.{right.workshop}-{secrets.token_hex(8)}")
+def _build(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
+    """Build and publish. False when the right was lost meanwhile: then the result of another builder counts."""
+    if prepared_dir.fits(target, version, refresh=True):  # It may have been built while this process waited.
+        return right.publish(lambda: None)
+    right.sweep()
+    workshop = target.with_name(f".{target.name}.{right.workshop}-{secrets.token_hex(8)}")
+    try:
         try:
-            _build(target, workshop, build, version)
+            _fill(workshop, target, build, version)
         except PreparationError as error:
             right.failed(str(error))
             raise
+        return right.publish(lambda: _publish(workshop, target, version))
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _fill(workshop: Path, target: Path, build: Callable[[Path], object], version: str) -> None:
+    """Run the user's function in a private directory, which is then complete and durable. Raises PreparationError."""
+    try:
+        workshop.mkdir(DIRECTORY_MODE)
         try:
-            return right.publish(lambda: _publish(workshop, target, version))
-        finally:
-            shutil.rmtree(workshop, ignore_errors=True)
-    return right.publish(lambda: None)
+            build(workshop)
+        except (Exception, SystemExit) as error:
+            text = explain("the build function failed", str(target), got=f"{type(error).__name__}: {error}")
+            raise PreparationError(text) from error
+        prepared_dir.describe(workshop, version, str(target))
+    except OSError as error:
+        raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
 
 
 def _checked(path: object, build: object, version: object, scope: object, timeout_s: object) -> Path:
@@ -167,34 +179,16 @@ def _checked(path: object, build: object, version: object, scope: object, timeou
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(explain("timeout_s out of range", where, got=timeout_s, expected="> 0 seconds, or None"))
     target = Path(os.path.realpath(path))
-    # What is at `target` may be replaced: never something that can only have been meant otherwise.
+    # What is at `target` may be replaced, so a path that can only be a mistake is refused.
     if target in (Path.home(), *Path.cwd().parents, Path.cwd()) or os.path.ismount(target) or target.is_file():
         expected = "a directory of its own"
         raise ConfigError(explain("not a place for prepared data", where, got=str(target), expected=expected))
     return target
 
 
-def _build(target: Path, workshop: Path, build: Callable[[Path], object], version: str) -> None:
-    """Run the user's function in a private directory, which is then complete and durable. Raises PreparationError."""
-    try:
-        workshop.mkdir(DIRECTORY_MODE)
-        try:
-            build(workshop)
-        except (Exception, SystemExit) as error:
-            text = explain("the build function failed", str(target), got=f"{type(error).__name__}: {error}")
-            raise PreparationError(text) from error
-        prepared_dir.describe(workshop, version, str(target))
-    except OSError as error:
-        shutil.rmtree(workshop, ignore_errors=True)
-        raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
-    except BaseException:
-        shutil.rmtree(workshop, ignore_errors=True)
-        raise
-
-
 @contextlib.contextmanager
 def _building() -> Iterator[None]:
-    """Let the agent know: should the membership change meanwhile, this process may finish."""
+    """Mark this process as building for its agent, which lets it finish when the membership changes."""
     page = agent_client.status_page()
     if page is None:
         yield
@@ -207,7 +201,7 @@ def _building() -> Iterator[None]:
 
 
 def _publish(workshop: Path, target: Path, version: str) -> None:
-    """Put the result in its place in one rename; what was there before, and does not fit, goes out of the way first."""
+    """Put the result in place in one rename. What is there and does not fit is renamed first."""
     if prepared_dir.fits(target, version):
         return
     aside = None
@@ -215,7 +209,7 @@ def _publish(workshop: Path, target: Path, version: str) -> None:
         ours = (target / prepared_dir.RECORD).is_file()
         aside = target.with_name(f".{target.name}.building-old-{secrets.token_hex(8)}")
         if not ours and any(target.iterdir()):
-            # Not made by us: it may be the only copy.
+            # Something else than a prepared directory: it may be the only copy.
             aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
             say(f"{target} has no record of its preparation; moved to {aside.name} and prepared anew")
         target.rename(aside)

@@ -1,6 +1,6 @@
-"""The record of a prepared directory: what lies in it, so that anything else is noticed.
+"""The record of a prepared directory: its files with their digests, so that damage is noticed.
 
-A record lies inside the directory it describes, so that both appear in one rename.
+The record lies inside the directory that it describes, so that both appear in one rename.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ def describe(directory: Path, version: str, shown: str) -> None:
 def fits(directory: Path, version: str, *, refresh: bool = False) -> bool:
     """Whether the directory is there, of this version, and every file is as it was published.
 
-    A file of the same size and modification time is taken as unchanged, so that a restart need not read all data
-    again; any other is compared by digest. `refresh` (only with the right to build) notes new times that proved
-    harmless, such as those of a copy.
+    A file of the same size and modification time is taken as unchanged, so that a restart does not read all data again;
+    any other is compared by digest.
+
+    Args:
+        directory: the directory.
+        version: the version that is wanted.
+        refresh: note the new times of unchanged files, such as those of a copy. Only with the right to build.
     """
     try:
         record = json.loads((directory / RECORD).read_text())
@@ -54,7 +58,7 @@ def fits(directory: Path, version: str, *, refresh: bool = False) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     if stale and refresh:
-        with contextlib.suppress(OSError):  # Data may be read-only here; then it is digested once for each process.
+        with contextlib.suppress(OSError):  # Read-only data is digested once in each process.
             _write(directory, version, record["files"])
     return True
 
@@ -71,7 +75,7 @@ def _is_as_it_was(path: Path, entry: dict[str, Any]) -> bool:
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """What tells a file from a changed one. Of a link counts what is read through it: data may lie elsewhere."""
+    """Size, time and digest of a file. A link counts as what it leads to."""
     status, digest = path.stat(), hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):

@@ -1,14 +1,14 @@
 """Which samples a rank trains, and with which weight: the arithmetic of an epoch. Pure.
 
 An epoch is one sequence of n positions, the same on every rank. `consumed` counts how many of them the whole world has
-trained. What is left is cut into *global* batches before anything is given to a rank, so that global batch k is the
-same set at any world size. A rank gets a contiguous slice of each global batch, and `micro_batch_size` cuts that slice
-into pieces of nearly equal size.
+trained. The rest is cut into *global* batches first, so that global batch k is the same set at any world size. Each
+rank gets a contiguous slice of each global batch, and `micro_batch_size` cuts that slice into pieces of nearly equal
+size.
 
-The weight of a piece is world size x its size / the size of the global batch. DDP divides the sum of all gradients by
-the world size, therefore the weighted sum is the gradient of the mean over the global batch, however unevenly the
-samples lie. A rank whose slice is empty (the last batch of an epoch can be smaller than the world) runs one borrowed
-sample with weight 0: its process must take part in the collectives, its result must not count.
+A piece has the weight world size x its size / the size of the global batch. DDP divides the sum of all gradients by the
+world size, so the weighted sum is the gradient of the mean over the global batch, however unevenly the samples lie. A
+rank whose slice is empty (the last batch of an epoch can be smaller than the world) runs one borrowed sample with
+weight 0: its process must take part in the collectives, its result must not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BatchSlice:
     Attributes:
         start: first position.
         stop: one past the last position.
-        weight: factor on this forward's gradient; 0.0 marks a borrowed sample that nobody counts.
+        weight: factor on this forward's gradient; 0.0 marks a borrowed sample, which does not count.
         last: whether it is this rank's last share of the global batch, after which the gradients meet.
     """
 
@@ -36,7 +36,7 @@ class BatchSlice:
 
 
 WHOLE = BatchSlice(0, 0, 1.0, True)
-"""The share of a batch that is not cut by us: it counts as it is, and every batch is a step."""
+"""The share of a batch that no sampler of ours has cut: it counts as it is, and every batch is a step."""
 
 
 def batch_count(samples: int, consumed: int, batch_size: int, *, drop_last: bool) -> int:
@@ -67,7 +67,7 @@ def shares_of_batch(
     size = upper - lower
     if size == 0:
         return [BatchSlice(start, start + 1, 0.0, True)]
-    if micro_batch_size is None or size <= micro_batch_size:  # The same as below, at once: it is so at most steps.
+    if micro_batch_size is None or size <= micro_batch_size:  # Most steps are so: the same as below, in less time.
         return [BatchSlice(lower, upper, world_size * size / (stop - start), True)]
     # Pieces of nearly equal size rather than full ones and a rest: a last piece of one sample would upset batch norm.
     pieces = -(-size // micro_batch_size)
@@ -85,10 +85,5 @@ def strided(samples: int, consumed: int, rank: int, world_size: int, *, drop_las
     most world_size - 1 of them), with it the tail is left out.
     """
     left = max(0, samples - consumed)
-    for k in range(strided_count(left, world_size, drop_last=drop_last)):
+    for k in range(batch_count(left, 0, world_size, drop_last=drop_last)):
         yield consumed + (k * world_size + rank) % left
-
-
-def strided_count(left: int, world_size: int, *, drop_last: bool) -> int:
-    """How many positions each rank gets of the `left` ones."""
-    return left // world_size if drop_last else -(-left // world_size)

@@ -1,7 +1,7 @@
 """Samplers whose position survives any change of the world size.
 
-The order of an epoch is a pure function of (number of samples, seed, epoch). A sampler's state is how much of it has
-been *trained* (`advance`), never how much a prefetching loader has drawn. Everything else follows from `sample_order`.
+The order of an epoch is a pure function of (number of samples, seed, epoch). A sampler's state counts the samples that
+were *trained* (`advance`), never those that a prefetching loader has drawn. `sample_order` does the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class _Position:
-    """Where an epoch stands: which epoch, how many of its samples are trained, and in which order it goes."""
+    """The position in an epoch: which epoch, how many of its samples are trained, and their order."""
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int, rank: int | None, world_size: int | None) -> None:
         self._where = type(self).__name__
@@ -46,10 +46,12 @@ class _Position:
         self._seed = whole_number(seed, "seed", self._where, 0)
         if (rank is None) != (world_size is None):
             raise ValueError(explain("give both or none", self._where, got=f"rank={rank}, world_size={world_size}"))
-        self._world_size = None if world_size is None else whole_number(world_size, "world_size", self._where, 1)
-        self._rank = None if rank is None else whole_number(rank, "rank", self._where, 0)
-        if self._rank is not None and self._world_size is not None and self._rank >= self._world_size:
-            raise ValueError(explain("no such rank", self._where, got=rank, expected=f"< {world_size}"))
+        self._given: tuple[int, int] | None = None
+        if rank is not None and world_size is not None:
+            whole_number(world_size, "world_size", self._where, 1)
+            if whole_number(rank, "rank", self._where, 0) >= world_size:
+                raise ValueError(explain("no such rank", self._where, got=rank, expected=f"< {world_size}"))
+            self._given = rank, world_size
         self._epoch = 0
         self._consumed = 0
         self._order: tuple[int, torch.Tensor] | None = None
@@ -71,7 +73,7 @@ class _Position:
             self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it depends on; plain values."""
+        """The position and what it depends on, as plain values."""
         return {
             "kind": self._where,
             "samples": self._samples,
@@ -84,17 +86,15 @@ class _Position:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The world size and the batch size may differ from those that saved it.
 
-        Raises CheckpointError when the position would not mean the same samples: another dataset length, or, in the
-        middle of an epoch, another seed or another `shuffle`.
+        Raises CheckpointError when the position would mean other samples: another dataset length, or, in the middle of
+        an epoch, another seed or another `shuffle`.
         """
-        missing = {"kind", "samples", "shuffle", "seed", "epoch", "consumed"} - set(state)
+        own = self.state_dict()
+        missing = set(own) - set(state)
         if missing:
             raise CheckpointError(explain("not a sampler's state", self._where, got=f"without {sorted(missing)}"))
-        facts = {"kind": self._where, "samples": self._samples}
-        if state["consumed"]:
-            facts |= {"shuffle": self._shuffle, "seed": self._seed}
-        for name, now in facts.items():
-            if state[name] != now:
+        for name in ("kind", "samples", *(("shuffle", "seed") if state["consumed"] else ())):
+            if state[name] != (now := own[name]):
                 raise CheckpointError(
                     explain(
                         f"the checkpoint's {name} is not this sampler's",
@@ -111,10 +111,8 @@ class _Position:
             )
         self._epoch, self._consumed = epoch, consumed
 
-    def _place(self) -> tuple[int, int]:
-        if self._rank is not None and self._world_size is not None:
-            return self._rank, self._world_size
-        return rank_and_world()
+    def _rank_and_world(self) -> tuple[int, int]:
+        return self._given or rank_and_world()
 
     def _indices(self, start: int, stop: int) -> list[int]:
         if not self._shuffle:
@@ -190,8 +188,8 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         self._consumed = min(self._consumed + self._batch_size, self._samples)
 
     def shares(self) -> Iterator[sample_order.BatchSlice]:
-        """What this rank runs from the present position on, one share for each batch that `iter` yields."""
-        rank, world_size = self._place()
+        """What this rank runs from this position on, one share for each batch that `iter` yields."""
+        rank, world_size = self._rank_and_world()
         bounds = sample_order.batch_bounds(self._samples, self._consumed, self._batch_size, drop_last=self._drop_last)
         return (
             share
@@ -200,7 +198,7 @@ class ElasticBatchSampler(_Position, Sampler[list[int]]):
         )
 
     def indices(self, share: sample_order.BatchSlice) -> list[int]:
-        """The dataset indices of a share that count: none of a borrowed sample."""
+        """The dataset indices of a share that count. A borrowed sample does not."""
         return self._indices(share.start, share.stop) if share.weight else []
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -240,7 +238,7 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
 
     def __len__(self) -> int:
         """Indices per rank of a full epoch at the present world size."""
-        return sample_order.strided_count(self._samples, self._place()[1], drop_last=self._drop_last)
+        return sample_order.batch_count(self._samples, 0, self._rank_and_world()[1], drop_last=self._drop_last)
 
     @property
     def remaining(self) -> int:
@@ -253,7 +251,7 @@ class ElasticDistributedSampler(_Position, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """Dataset indices of this rank from the present position to the end of the epoch."""
-        rank, world_size = self._place()
+        rank, world_size = self._rank_and_world()
         positions = sample_order.strided(self._samples, self._consumed, rank, world_size, drop_last=self._drop_last)
         every = self._indices(0, self._samples)
         return (every[position] for position in positions)

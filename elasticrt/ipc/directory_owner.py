@@ -1,9 +1,9 @@
-"""Who saves to a checkpoint directory: its record there, and whether its owner lives.
+"""Which process saves to a checkpoint directory: its record there, and whether it lives.
 
-One run saves to a directory at a time. Its owner, an agent or a process without one, writes a record into the
-directory and touches it every other second. Who comes later asks whether the process lives, where it would be on this
-machine, and else waits until the record is touched or too old. Its age is read from the directory's own clock, so that
-no clock crosses a host. A lock is not asked: on NFS it may be given to two.
+One run saves to a directory at a time. The owner, an agent or a process without one, writes a record into the directory
+and touches it every other second. A process that wants the directory asks whether the owner's process lives, if that is
+on its machine; otherwise it waits until the record is touched or stale. Ages are read from the directory's own clock:
+no clock crosses a host. File locks do not serve here: NFS may give one to two processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticrt.ipc.proc import machine, start_of
 NAME = ".owner"
 BEAT_S = 2.0
 STALE_S = 10.0
-"""A record that has not been touched for so long is nobody's. Five beats: a disk or a process may stand still."""
+"""A record that has not been touched for this long is stale. Five beats: a disk or a process may stall."""
 
 LOOK_AGAIN_S = 0.5
 _BYTES_MAX = 4096
@@ -32,11 +32,11 @@ _BYTES_MAX = 4096
 
 @dataclass(frozen=True)
 class Owner:
-    """A record.
+    """The record of an owner.
 
     Attributes:
         run: its run id, "" without an agent.
-        store: the identity of its store, "" without one.
+        store: the identity of its store, "" without an agent.
         node: its node's name, or its host's without an agent.
         machine: the boot and the process namespace in which `pid` counts.
         pid: of the agent, or of the process without one.
@@ -81,9 +81,9 @@ def judge(found: Owner | None, me: Owner, *, runs: bool, age_s: float) -> Verdic
 
     Args:
         found: the record, None where there is none that can be read.
-        me: who wants to save.
-        runs: whether this machine has the process of the record.
-        age_s: since when the record has not been touched, by the directory's clock.
+        me: the process that wants to save.
+        runs: whether this machine runs the process of the record.
+        age_s: seconds since the record was touched, by the directory's clock.
     """
     if found is None:
         return "free"
@@ -102,7 +102,7 @@ class Holding:
 
     Args:
         directory: the checkpoint directory; it exists.
-        owner: who holds it.
+        owner: the process that holds it.
     """
 
     def __init__(self, directory: Path, owner: Owner) -> None:
@@ -114,9 +114,9 @@ class Holding:
         self._thread: threading.Thread | None = None
 
     def take(self) -> Owner | None:
-        """Become the owner; who is it instead, if that is somebody who lives. Raises OSError.
+        """Become the owner. Returns the present owner instead if it lives. Raises OSError.
 
-        To find out about somebody on another machine takes up to `STALE_S`.
+        Takes up to `STALE_S` when the record is of another machine.
         """
         before: tuple[Owner | None, int] | None = None
         while True:
@@ -129,24 +129,24 @@ class Holding:
                 return None
             self._draft.unlink()
             record = (found, touched_ns)
-            if verdict == "taken" or before not in (None, record):  # Somebody has touched it meanwhile.
+            if verdict == "taken" or before not in (None, record):  # It was touched meanwhile.
                 return found
             before = record
             time.sleep(LOOK_AGAIN_S)
 
     def lost(self) -> Owner | None:
-        """The owner of another run that has taken the directory since. A record that is gone is written again."""
+        """The owner of another run that has taken the directory since. Writes a record that is missing anew."""
         try:
             found, _ = self._read()
             if found is None:
                 self._write_draft()
                 self._publish()
         except OSError:
-            return None  # Who cannot read it cannot write a checkpoint either, and says so.
+            return None  # Then a checkpoint cannot be written either, and that error is shown.
         return None if judge(found, self._owner, runs=True, age_s=0.0) in ("free", "ours") else found
 
     def release(self) -> None:
-        """Let go: the record is removed if it is still ours. Not in a fork of the process that holds it."""
+        """Remove the record if it is still ours. Does nothing in a fork of the process that holds it."""
         if self._pid != os.getpid():
             return
         self._ended.set()
@@ -155,7 +155,7 @@ class Holding:
                 self._path.unlink()
 
     def _write_draft(self) -> int:
-        """Write the record under a name of its own; what time it is, by the directory's clock, in nanoseconds."""
+        """Write the record under a temporary name. Returns the time by the directory's clock, in nanoseconds."""
         fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             os.write(fd, json.dumps(asdict(self._owner)).encode())
@@ -184,7 +184,7 @@ class Holding:
         return found is not None and found.token == self._owner.token
 
     def _read(self) -> tuple[Owner | None, int]:
-        """The record, and when it was touched, by the directory's clock. Raises OSError."""
+        """The record, and when it was touched, by the directory's clock, in nanoseconds. Raises OSError."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The ledger file of one rank of one start: which samples it trained, as lines that are written and read. Pure.
+"""The ledger file of one rank of one start, as lines that are written and read. Pure.
 
-The first line says who writes, and what was there before; each of the others is a step that begins, or an end.
+The first line says who writes, and what was there before. Each of the others is a step that begins, or an end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Link = tuple[str, int]
 
 @dataclass(frozen=True)
 class Opening:
-    """The first line of a file: who writes it, and where the start went on.
+    """The first line of a file.
 
     Attributes:
         start: name of the start, the same on all its ranks.
@@ -44,7 +44,7 @@ class Opening:
     before: tuple[str, ...] = ()
 
     def to_line(self) -> str:
-        """As it is in the file."""
+        """The line in the file."""
         return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
 
     @classmethod
@@ -71,15 +71,19 @@ class LedgerEntry:
     ids: Sequence[int]
 
     def to_line(self) -> str:
-        """As it is in the file."""
+        """The line in the file."""
         return f'{{"step": {self.step}, "epoch": {self.epoch}, "ids": {list(self.ids)}}}\n'
 
 
 @dataclass(frozen=True)
 class Closing:
-    """An epoch's body has ended after `steps`, with `trained` of its samples trained and `excused` left out by rule.
+    """An epoch's body has ended. Samples that are neither trained nor excused were left out by the script.
 
-    `excused`: by `drop_last`. What is neither was left out by the script, which has ended the epoch early.
+    Attributes:
+        epoch: its number.
+        steps: after how many steps.
+        trained: samples of the epoch that were trained.
+        excused: samples that `drop_last` left out.
     """
 
     epoch: int
@@ -88,7 +92,7 @@ class Closing:
     excused: int
 
     def to_line(self) -> str:
-        """As it is in the file."""
+        """The line in the file."""
         return json.dumps({"closed": asdict(self)}) + "\n"
 
 
@@ -99,8 +103,9 @@ def end_line(steps: int) -> str:
 
 @dataclass
 class LedgerFile:
-    """What one rank of one start has written. Of a step that was begun twice the last entry counts: the first one was
-    broken off by the script, or the next step would have had another number.
+    """What one rank of one start has written.
+
+    Of a step that was begun twice the last entry counts: the script has broken off the first try.
     """
 
     name: str
@@ -118,7 +123,7 @@ class LedgerFile:
 
 
 def read(name: str, content: bytes) -> LedgerFile | None:
-    """Parse a file. A last line without an end is what a killed process leaves, and is none; None: not even a first.
+    """Parse a file; None when it has no whole line. A last line without an end is dropped: its writer was killed.
 
     Raises ValueError saying which line is wrong.
     """

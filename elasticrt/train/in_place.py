@@ -55,7 +55,6 @@ class InPlace:
     Attributes:
         worker: who this process is now; None without an agent.
         possible: whether this process can go on in place.
-        spare: memory for the state of others, until it has been used.
     """
 
     def __init__(self, modules: Iterable[object], give_up: Callable[[], object], undoable: Callable[[], bool]) -> None:
@@ -69,7 +68,6 @@ class InPlace:
         self._refusal: RemovableHandle | None = None
         self.worker = agent_client.worker_env()
         self.possible = False
-        self.spare: state_transfer.Spare | None = None
 
     @property
     def has_seat(self) -> bool:
@@ -214,9 +212,6 @@ class InPlace:
         self._regroup(alone)
         regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
-        if any(isinstance(each, torch.optim.Optimizer) and not each.state for each in large.values()):
-            parameters = (each.parameters() for each in large.values() if isinstance(each, torch.nn.Module))
-            self.spare = state_transfer.Spare([each for owner in parameters for each in owner if each.requires_grad])
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
         self._follow()
         self._page.in_place = READY

@@ -49,7 +49,7 @@ class Undo:
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
-        self._numbers: Callable[[], dict[str, Any]] | None = None
+        self._numbers: dict[str, Any] | None = None
         self._vars: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None
         self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -109,7 +109,7 @@ class Undo:
         elif buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, buffers)
-        self._numbers = None if self._seeded else rng_state.note()
+        self._numbers = None if self._seeded else rng_state.capture()
         self._vars = dict(self._training.vars)
         self._gradients = None
         if self.accumulates:
@@ -129,7 +129,7 @@ class Undo:
         for scaler in self._scalers:
             scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
         if self._numbers is not None:
-            rng_state.restore(self._numbers())
+            rng_state.restore(self._numbers)
         self._set_vars(self._vars)
         return known
 

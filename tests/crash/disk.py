@@ -86,12 +86,6 @@ class Recorder:
             self.changes.append(Change("write", file=self._files[fd], data=bytes(data[:count])))
         return count
 
-    def sendfile(self, fd: int, source: int, offset: int, count: int) -> int:
-        """The same, of what another file holds, in small pieces, so that there is most to be interrupted."""
-        done = os.sendfile(fd, source, offset, min(count, PIECE_BYTES))
-        self.changes.append(Change("write", file=self._files[fd], data=os.pread(source, done, offset)))
-        return done
-
     def fsync(self, fd: int) -> None:
         """Of a file, or of a directory."""
         os.fsync(fd)

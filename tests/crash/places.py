@@ -14,7 +14,6 @@ import torch
 from elasticrt import Checkpointer
 from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.checkpoint.commits import DirectoryHead
-from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.ipc.env import Commit, WorkerEnv
 
 SIZE = 400
@@ -50,10 +49,9 @@ def save(directory: Path, *steps: int, keep: int = 2) -> Checkpointer:
     return saver
 
 
-def save_one(saver: Checkpointer, step: int, *, copied: bool) -> None:
-    """As a Loop saves. `copied`: the same bytes are made for the agent's memory first."""
-    uses = [Snapshot.in_memory] if copied else []
-    saver.snapshots.take(state(step), [*uses, *saver.to_disk(step=step, epoch=0, about=None)])
+def save_one(saver: Checkpointer, step: int) -> None:
+    """As a Loop saves."""
+    saver.snapshots.take(state(step), saver.to_disk(step=step, epoch=0))
     assert saver.wait()
 
 

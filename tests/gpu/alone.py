@@ -60,7 +60,6 @@ def snapshot(device: str, size_mb: float) -> dict[str, Any]:
             if number == ROUNDS:
                 found = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
                 assert all(bool((each == 0.5 + number).all()) for each in found.values()), "a copy is not of its moment"
-        taken.close()
     return {"first_s": stalls_s[0], "stall_s": sorted(stalls_s[1:])[ROUNDS // 2], "written_s": min(written_s)}
 
 

@@ -28,18 +28,20 @@ def found(sim: Simulator, head: Commit, nodes: Collection[str]) -> Commit | None
     parent = sim.written.get(head.parent)
     here = sorted(nodes)
     offers = [_offer(head, parent, node) for node in here]
-    choice = choose(offers, resuming=True)
-    if choice.what != "take":
+    try:
+        rank = choose(offers, resuming=True)
+    except LookupError:
         return None
-    return head if offers[choice.rank].kind == RESUME else parent
+    assert rank is not None, "a run that says where to resume does not begin at the beginning"
+    return head if offers[rank].kind == RESUME else parent
 
 
 def _offer(head: Commit, parent: Commit | None, node: str) -> Offer:
     """A node knows the head from its generation's record, and of its ancestors what its own manifests say."""
     if head.node == node:
-        return Offer(RESUME, 0, head.step)
+        return Offer(RESUME, head)
     if parent is not None and parent.node == node:
-        return Offer(OLDER, 0, parent.step)
+        return Offer(OLDER, parent)
     return Offer()
 
 

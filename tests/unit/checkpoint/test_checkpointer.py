@@ -446,7 +446,7 @@ def test_a_refused_commit_is_no_commit(tmp_path, monkeypatch, caplog):
     with under(agent, monkeypatch, resume=head, generation=3):
         saver = save(tmp_path, 2)
         assert "not committed: the head is 0123456789abcdef" in caplog.text
-        assert saver.head_step == 1
+        assert saver._head.known.step == 1
     assert len(list(tmp_path.glob("*.json"))) == 1
     assert restored(tmp_path) == 1
 
@@ -651,7 +651,7 @@ def test_several_directories_of_a_run(tmp_path, monkeypatch):
         assert first.wait()
         second.save(state(2), step=2)
         assert second.wait()
-        assert [saver.head_step for saver in (first, second)] == [7, 2]
+        assert [saver._head.known.step for saver in (first, second)] == [7, 2]
         assert restored(tmp_path / "one") == 7, "this process has moved on"
     for path in (tmp_path / "one").glob("*.committed"):
         path.unlink()

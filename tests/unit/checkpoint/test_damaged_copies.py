@@ -45,7 +45,7 @@ def _copied(directory: Path) -> Iterator[tuple[int, Copy]]:
         snapshot = Snapshot(loop._state.collect())
     fd, size, digest = snapshot.in_memory()
     yield fd, Copy(3, 0, size, digest, 1)
-    snapshot.close()
+    os.close(fd)
 
 
 def _flip(share: float) -> Callable[[int, int], None]:

@@ -80,9 +80,8 @@ def test_a_script_may_choose_another_generator_of_numpy_s(kind: str) -> None:
         assert np.array_equal(np.random.rand(5), expected)
         drawn = []
         for step in (1, 2, 1):
-            np.random.randn()
             rng_state.derive(7, 0, step)
-            drawn.append(np.random.randn())
+            drawn.append(np.random.rand())
         assert drawn[0] == drawn[2] != drawn[1]
     finally:
         np.random.set_bit_generator(before)
@@ -116,7 +115,7 @@ def test_another_generator_of_numpy_s_than_the_saved_one_is_refused(saved: str, 
         np.random.set_bit_generator(getattr(np.random, saved)(1))
         state = rng_state.capture()
         np.random.set_bit_generator(getattr(np.random, now)(1))
-        with pytest.raises(CheckpointError, match=f"got {now}; expected {saved}"):
+        with pytest.raises(CheckpointError, match=f"not the one that was saved.*expected {saved}"):
             rng_state.restore(state)
     finally:
         np.random.set_bit_generator(before)

@@ -6,10 +6,11 @@ import hashlib
 import os
 import random
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from elasticrt.checkpoint.snapshot import GATHERED_BYTES_MAX, Sink, hashed
+from elasticrt.checkpoint.snapshot import GATHERED_BYTES_MAX, hashed
 from elasticrt.data import durable_files as files
 from elasticrt.data.durable_files import Directory
 
@@ -40,9 +41,9 @@ def test_what_is_written_in_pieces_is_there_in_their_order(tmp_path: Path, seed:
     choose = random.Random(seed)
     pieces = [choose.randbytes(choose.choice(SIZES)) for _ in range(60)]
 
-    def fill(sink: Sink) -> None:
+    def fill(file: IO[bytes]) -> None:
         for piece in pieces:
-            assert sink.write(memoryview(piece) if choose.random() < 0.5 else piece) == len(piece)
+            assert file.write(memoryview(piece) if choose.random() < 0.5 else piece) == len(piece)
 
     size, digest = Directory(tmp_path, create=True).write("name", "temporary", lambda fd: hashed(fd, fill))
     content = (tmp_path / "name").read_bytes()
@@ -55,7 +56,7 @@ def test_small_pieces_are_written_together(tmp_path: Path, monkeypatch: pytest.M
     counting = Counting()
     monkeypatch.setattr(files, "os", counting)
     Directory(tmp_path, create=True).write(
-        "name", "temporary", lambda fd: hashed(fd, lambda sink: [sink.write(b"x" * 100) for _ in range(1000)])
+        "name", "temporary", lambda fd: hashed(fd, lambda file: [file.write(b"x" * 100) for _ in range(1000)])
     )
     assert (tmp_path / "name").stat().st_size == 100_000
     assert counting.writes == 2
@@ -65,9 +66,9 @@ def test_small_pieces_are_written_together(tmp_path: Path, monkeypatch: pytest.M
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
     """F01: neither the first nor a later one, nor that of what is gathered at the end; the error says why."""
 
-    def fill(sink: Sink) -> None:
-        for size in (9, GATHERED_BYTES_MAX, 9):
-            sink.write(b"x" * size)
+    def fill(file: IO[bytes]) -> None:
+        for size in (9, 3 * GATHERED_BYTES_MAX, 9):
+            file.write(b"x" * size)
 
     monkeypatch.setattr(files, "os", Counting(fails))
     with pytest.raises(OSError, match="No space left"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticrt import ConfigError, PreparationError, prepare
-from elasticrt.data.build_rights import LockRight
+from elasticrt.data.build_rights import ClaimRight, LockRight
 from elasticrt.data.prepared_dir import RECORD
 from elasticrt.ipc.messages import Built, Claim, Reply
 from elasticrt.ipc.status_page import StatusPage
@@ -203,50 +203,46 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_everybody_fails_with_the_builders_error(tmp_path, monkeypatch):
-    """Who waits, or comes late in the same start of the job, gets the builder's error; the next start builds (D05)."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    calls = tmp_path / "calls"
+def test_after_a_failed_build_the_next_process_builds(tmp_path):
+    """One that waited tries by itself: a launcher ends all with the first failure, and alone it may succeed (D05)."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
 
     def build(directory):
-        with calls.open("a") as file:
-            file.write("x")
-        time.sleep(0.3)
+        begun.touch()
+        wait_for(go.exists)
         raising(directory)
 
-    pids = [fork(lambda: prepare(tmp_path / "data", build)) for _ in range(3)]
-    assert ends(*pids) == [6, 6, 6]
-    assert ends(fork(lambda: prepare(tmp_path / "data", build))) == [6]
-    assert calls.read_text() == "x"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert ends(fork(lambda: prepare(tmp_path / "data", Builder()))) == [0]
-
-
-@pytest.mark.parametrize(
-    ("version", "age_s", "speaks"), [("1", 0, True), ("2", 0, False), ("1", 61, False)], ids=["", "version", "old"]
-)
-def test_a_failure_speaks_for_its_version_and_not_for_long(tmp_path, version, age_s, speaks):
-    """D05: who comes late in the same start fails with the builder's error, for a minute; another version is built."""
-    with pytest.raises(PreparationError):
-        prepare(tmp_path / "data", raising)
-    os.utime(tmp_path / ".data.lock", (time.time() - age_s,) * 2)
-    build = Builder()
-    if speaks:
-        with pytest.raises(PreparationError, match="no such corpus"):
-            prepare(tmp_path / "data", build, version=version)
-    else:
-        prepare(tmp_path / "data", build, version=version)
-    assert build.calls == (not speaks)
+    first = fork(lambda: prepare(tmp_path / "data", build))
+    wait_for(begun.exists)
+    second = fork(lambda: prepare(tmp_path / "data", Builder()))
+    time.sleep(0.2)
+    assert not (tmp_path / "data").exists()
+    go.touch()
+    assert ends(first, second) == [6, 0]
 
 
 def test_of_two_threads_one_has_the_lock(tmp_path):
     """Record locks know only processes: between the threads of one there is another."""
-    first, second = LockRight(tmp_path / "data", "1"), LockRight(tmp_path / "data", "1")
+    first, second = LockRight(tmp_path / "data"), LockRight(tmp_path / "data")
     assert first.ask()
     assert not second.ask()
     first.release()
     assert second.ask()
     second.release()
+
+
+def test_a_lock_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    """Where nothing may be written no process waits for another."""
+    real = os.open
+
+    def refusing(path, *arguments, **options):
+        if str(path).endswith(".lock"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(PreparationError, match="Permission denied"):
+        prepare(tmp_path / "data", Builder(), timeout_s=5)
 
 
 @pytest.mark.parametrize("at", ["begin", "middle", "end"])
@@ -309,7 +305,7 @@ def answers(*replies):
 
 def test_shared_build_is_claimed_and_published(tmp_path, monkeypatch):
     """Under agents: claim, build, claim again before the rename, say that it is there (S9)."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     agent = Agent(answer=answers((False, "wait: node b"), (True, ""), (True, "")))
     build = Builder()
     with under(agent, monkeypatch):
@@ -350,7 +346,7 @@ def test_the_agent_knows_who_builds(tmp_path, monkeypatch, fails):
 
 def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
     """While etcd does not answer nothing is built twice or thrown away, before the build and after it (E11)."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     unsure = (False, "unsure: etcd does not answer")
     agent = Agent(answer=answers(unsure, (True, ""), unsure, unsure, (True, "")))
     build = Builder()
@@ -362,7 +358,7 @@ def test_a_claim_of_unknown_outcome_is_asked_again(tmp_path, monkeypatch):
 
 def test_shared_build_by_another_node(tmp_path, monkeypatch):
     """While told to wait, and when told it is done, nothing is built here."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     build = Builder()
     agent = Agent()
 
@@ -398,7 +394,7 @@ def test_shared_build_that_fails_here_is_told(tmp_path, monkeypatch):
 
 def test_a_builder_that_lost_its_claim_publishes_nothing(tmp_path, monkeypatch):
     """Paused for long and overtaken: its result is dropped, the other's counts (D02, S9)."""
-    monkeypatch.setattr("elasticrt.data.build_rights._CLAIM_POLL_S", 0.01)
+    monkeypatch.setattr(ClaimRight, "poll_s", 0.01)
     mine, theirs = Builder(), Builder()
 
     def slow(directory):
