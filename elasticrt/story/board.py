@@ -1,4 +1,7 @@
-"""What the dashboard shows of a run, as JSON values, from its story. Pure."""
+"""What a page of a browser shows of a run, as JSON values, from its story. Pure.
+
+`cli/dashboard.html` draws them: for `elasticrt dashboard` while the run goes on, for `elasticrt report --html` once.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,24 @@ from elasticrt.ipc.wording import counted
 from elasticrt.story import report, sentences
 from elasticrt.story.buckets import BUCKETS, Span, totals
 from elasticrt.story.fold import Story
-from elasticrt.story.page import COLOURS, coarse
+
+COLOURS = dict(
+    zip(
+        BUCKETS,
+        ("#3a9d5d", "#d9822b", "#c9b12f", "#2f8fc9", "#7e6fd0", "#c0392b", "#d6597b", "#b0569f", "#4f79b8", "#55b5b0",
+         "#8a8f98", "#5f6670", "#b4b8be"),
+        strict=True,
+    )
+)  # fmt: skip
+"""These can be told apart on white and on black."""
 
 NODES_SHOWN = 40
 POINTS_SHOWN = 400
 RANKS_SHOWN = 64
 SENTENCES_SHOWN = 60
+
+COLUMNS = 800
+"""A ribbon has room for so many pieces of time."""
 
 
 def board(story: Story, now: float) -> dict[str, Any]:
@@ -25,8 +40,6 @@ def board(story: Story, now: float) -> dict[str, Any]:
     return {
         "run": story.run_id,
         "state": report.state(story),
-        "alive": bool(story.alive()) and story.result is None,
-        "now": now,
         "tiles": {
             "step": f"{story.newest:,}",
             "epoch": str(story.epoch),
@@ -106,3 +119,22 @@ def _sentences(story: Story) -> list[list[Any]]:
     if story.result is not None:
         told.append((story.last, "good" if story.result.code == 0 else "bad", sentences.ending(story.result)))
     return [list(each) for each in sorted(told, key=lambda each: each[0])]
+
+
+def coarse(spans: Sequence[Span]) -> Sequence[Span]:
+    """The same in few enough pieces: of very many each column is in the bucket that most of it is in."""
+    if len(spans) <= COLUMNS:
+        return spans
+    begin, end = spans[0].begin, spans[-1].end
+    width = (end - begin) / COLUMNS
+    columns: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
+    for span in spans:
+        for number in range(int((span.begin - begin) / width), min(COLUMNS, int((span.end - begin) / width) + 1)):
+            left = begin + number * width
+            part = min(span.end, left + width) - max(span.begin, left)
+            columns[number][span.bucket] = columns[number].get(span.bucket, 0.0) + max(0.0, part)
+    return [
+        Span(begin + number * width, begin + (number + 1) * width, max(column, key=column.__getitem__))
+        for number, column in enumerate(columns)
+        if column
+    ]
