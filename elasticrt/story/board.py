@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from elasticrt.ipc.wording import counted
@@ -33,8 +34,9 @@ COLUMNS = 800
 
 
 def board(story: Story, now: float) -> dict[str, Any]:
-    """All of it, at `now`. Times are seconds since 1970."""
+    """All values of the page at `now`. Times are seconds since 1970."""
     spans, chapter = story.spans(now), story.chapter
+    by_node = islice(story.spans_by_node(now).items(), NODES_SHOWN)
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
     age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
     return {
@@ -49,7 +51,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
             "checkpoint": f"{story.checkpoint:,}" + (f", {report.seconds(age_s)} ago" if age_s is not None else ""),
         },
         "nodes": _nodes(story)[:NODES_SHOWN],
-        "ribbons": {name: _pieces(each) for name, each in {"run": spans, **_by_node(story, now)}.items()},
+        "ribbons": {name: _pieces(each) for name, each in {"run": spans, **dict(by_node)}.items()},
         "buckets": [
             {
                 "name": name,
@@ -60,13 +62,13 @@ def board(story: Story, now: float) -> dict[str, Any]:
             for name, text in BUCKETS.items()
             if name in spent
         ],
-        "saves": {"text": _saved(story), "at": [each.at for each in story.saves]},
+        "saves": {"text": _saved(story), "at": [at for at, _ in story.saves]},
         "work": {
             f"rank {rank}": [[at, round(own_s * 1e3, 2)] for at, own_s in story.work[rank]]
             for rank in sorted(story.work)[:RANKS_SHOWN]
         },
         "stepped": [story.last_step_at, story.newest],
-        "points": [[point.at, point.step, dict(point.scalars)] for point in story.points[::step]],
+        "points": [[at, each.step, each.scalars] for at, each in story.points[::step]],
         "sentences": _sentences(story)[-SENTENCES_SHOWN:],
     }
 
@@ -75,19 +77,11 @@ def _saved(story: Story) -> str:
     """The checkpoints, in words."""
     if not story.saves:
         return ""
-    last = story.saves[-1]
+    _, last = story.saves[-1]
     took = f" in {report.seconds(last.took_s)}" if last.took_s else ""
     return (
         f"{counted(story.checkpoints, 'checkpoint')}; the newest: step {last.step:,}, {last.bytes / 1e6:,.1f} MB{took}"
     )
-
-
-def _by_node(story: Story, now: float) -> dict[str, list[Span]]:
-    names = list(dict.fromkeys(life.node for life in story.lives))[:NODES_SHOWN]
-    return {
-        name: [span for life in story.lives if life.node == name for span in story.spans_of(life, now)]
-        for name in names
-    }
 
 
 def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
@@ -95,7 +89,7 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 
 
 def _nodes(story: Story) -> list[dict[str, str]]:
-    """Each node with what it does, those that train first."""
+    """Each node with its state, those that train first."""
     chapter, alive, found = story.chapter, story.alive(), []
     seated = chapter.nodes if chapter is not None else ()
     for name in dict.fromkeys([*seated, *(life.node for life in story.lives)]):
@@ -108,7 +102,7 @@ def _nodes(story: Story) -> list[dict[str, str]]:
 
 
 def _sentences(story: Story) -> list[list[Any]]:
-    """What has happened, in order: when, how grave, and in words."""
+    """What has happened, in order: when, "good", "bad" or neither, and a sentence."""
     told: list[tuple[float, str, str]] = []
     for each in story.troubles:
         told.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))

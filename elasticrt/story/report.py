@@ -139,7 +139,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "checkpoint": story.checkpoint,
         "goodput": story.goodput(now),
         "seconds": totals(story.spans(now)),
-        "seconds_by_node": story.by_node(now),
+        "seconds_by_node": {node: totals(spans) for node, spans in story.spans_by_node(now).items()},
         "generations": chapters,
         "failures": [vars(trouble) for trouble in story.troubles],
     }
@@ -150,7 +150,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
 
 def columns(story: Story, now: float | None = None) -> dict[str, dict[str, float]]:
     """Seconds by bucket: of the run, and of each node, or of all nodes together where they are many."""
-    nodes = story.by_node(now)
+    nodes = {node: totals(spans) for node, spans in story.spans_by_node(now).items()}
     whole = {"run": totals(story.spans(now))}
     if len(nodes) <= NODES_SHOWN:
         return whole | nodes
