@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, get_args
+
+from elasticrt.ipc.typed import typed
 
 VERSION = 1
 
@@ -349,11 +351,8 @@ class Late(Stalled):
     """Workers have not taken their new seats. The fields are those of `stalled`.
 
     Attributes:
-        generation: the generation.
         step: 0.
         age_s: seconds since they were given them.
-        final: whether it is a failure now.
-        stacks: what the workers were doing: lines by rank.
     """
 
 
@@ -362,11 +361,8 @@ class Paused(Stalled):
     """No step has been expected for a long time: `loop.pause`, a save, or code between two epochs.
 
     Attributes:
-        generation: the generation.
-        step: the last step, counted over the whole run.
         age_s: seconds since one was expected.
         final: false.
-        stacks: what the workers were doing: lines by rank.
     """
 
 
@@ -498,17 +494,6 @@ def kind_of(event: Event | type[Event]) -> str:
 KINDS: dict[str, type[Any]] = {kind_of(kind): kind for kind in get_args(Event)}
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "float | None": (float, int, type(None)),
-    "bool": (bool,),
-    "str": (str,),
-    "tuple": (list,),
-    "dict": (dict,),
-}
-"""What JSON makes of each type of field."""
-
 
 @dataclass(frozen=True)
 class Record:
@@ -540,7 +525,8 @@ def decode(line: bytes | str) -> Record | None:
         if found["v"] != VERSION:
             return None
         kind = KINDS[found["event"]]
-        record = Record(_event(kind, found), str(found["node"]), float(found["at"]), _seconds(found["time"]))
+        event = typed(kind, {name: found[name] for name in kind.__dataclass_fields__ if name in found})
+        record = Record(event, str(found["node"]), float(found["at"]), _seconds(found["time"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return record
@@ -548,27 +534,3 @@ def decode(line: bytes | str) -> Record | None:
 
 def _seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
-
-
-def _event(kind: type[Any], found: dict[str, Any]) -> Event:
-    """Raises KeyError, TypeError for fields that are missing or of another type."""
-    values = {}
-    for name, types, optional in _FIELDS[kind]:
-        if optional and name not in found:
-            continue
-        value = found[name]
-        if type(value) not in types:
-            raise TypeError(name)
-        values[name] = tuple(value) if types is _TYPES["tuple"] else value
-    event: Event = kind(**values)
-    return event
-
-
-_FIELDS = {
-    kind: tuple(
-        (each.name, _TYPES[str(each.type).partition("[")[0]], {each.default, each.default_factory} != {MISSING})
-        for each in fields(kind)
-    )
-    for kind in _NAMES
-}
-"""Of each kind the names of its fields, what JSON makes of them, and whether one may be missing."""

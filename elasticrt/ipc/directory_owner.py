@@ -20,6 +20,7 @@ from typing import Literal
 
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.proc import machine, start_of
+from elasticrt.ipc.typed import typed
 
 NAME = ".owner"
 BEAT_S = 2.0
@@ -61,12 +62,9 @@ class Owner:
     def from_json(cls, text: bytes) -> Owner | None:
         """None for what is no record."""
         try:
-            fields = json.loads(text)
-            owner = cls(**fields)
-        except (ValueError, TypeError, RecursionError):
+            return typed(cls, json.loads(text))
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        kinds = {name: int if name in ("pid", "started") else str for name in cls.__dataclass_fields__}
-        return owner if all(type(fields[name]) is kind for name, kind in kinds.items()) else None
 
     def __str__(self) -> str:
         who = f"run {self.run}, " if self.run else ""

@@ -17,6 +17,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
+from elasticrt.ipc.typed import typed
+
 HANDED_OVER_CODE = 79
 """Exit code of a forked worker that has left its loop to hand over. The message says it; the code only agrees."""
 
@@ -252,22 +254,6 @@ Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "bool": (bool,),
-    "str": (str,),
-    "list": (list,),
-    "dict": (dict,),
-}
-"""What JSON makes of each type of field."""
-
-_FIELDS = {
-    kind: {name: _TYPES[str(each.type).partition("[")[0]] for name, each in kind.__dataclass_fields__.items()}
-    for kind in _KINDS.values()
-}
-
-
 def encode(message: Message) -> bytes:
     """The message as JSON. Raises ValueError when it is larger than a frame may be."""
     fields = {"kind": type(message).__name__, **asdict(message)}
@@ -282,12 +268,7 @@ def decode(data: bytes) -> Message:
     """The message in `data`: the reverse of `encode`. Raises ValueError on anything else."""
     try:
         fields = json.loads(data)
-        kind = _KINDS[fields.pop("kind")]
-        message: Message = kind(**fields)
-        wanted = _FIELDS[kind]
-        problem = next((name for name, value in fields.items() if type(value) not in wanted[name]), "")
+        message: Message = typed(_KINDS[fields.pop("kind")], fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
-    if problem:
-        raise ValueError(f"not a message of this version: {data[:80]!r} ({problem!r} is of another type)")
     return message

@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 
 from elasticrt.ipc.flights import read
+from elasticrt.ipc.typed import typed
 from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
@@ -46,7 +47,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Position:
-    """Where one rank is. Wrong values raise ValueError: another agent has sent them.
+    """Where one rank is.
 
     Attributes:
         rank: its global rank.
@@ -73,11 +74,7 @@ class Position:
     unheard: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no position, cut what is too long."""
-        for each in fields(self):
-            wanted = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[str(each.type)]
-            if type(getattr(self, each.name)) not in wanted:
-                raise ValueError(f"field {each.name!r} of a position is no {each.type}")
+        """Cut a place that is too long: another agent may have sent it."""
         object.__setattr__(self, "place", cut(self.place, PLACE_MAX_BYTES))
 
     def to_json(self) -> list[int | float | bool | str]:
@@ -87,9 +84,11 @@ class Position:
 
 def from_json(found: object) -> Position:
     """The reverse of `to_json`. Raises ValueError for anything else."""
-    if not isinstance(found, list) or len(found) != len(fields(Position)):
-        raise ValueError("not a position")
-    return Position(*found)
+    try:
+        values = found if isinstance(found, list) else []
+        return typed(Position, dict(zip(Position.__dataclass_fields__, values, strict=True)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a position: {error}") from None
 
 
 @dataclass(frozen=True)
