@@ -1,6 +1,6 @@
-"""The ledger file of one rank of one start: which samples it trained, as lines that are written and read. Pure.
+"""The ledger file: the samples that one rank has trained since one start, as lines of JSON. Pure.
 
-The first line says who writes, and what was there before; each of the others is a step that begins, or an end.
+The first line is the opening. Each other line is a step that begins, or an end.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Link = tuple[str, int]
 
 @dataclass(frozen=True)
 class Opening:
-    """The first line of a file: who writes it, and where the start went on.
+    """The first line of a file: its writer, and the position from which the start went on.
 
     Attributes:
         start: name of the start, the same on all its ranks.
         run, generation, rank, world_size, node: as the agent has them; "", 0 and "" without one.
-        steps, epoch: where it went on.
-        history: what the state at `steps` descends from, oldest first.
+        steps, epoch: the position.
+        history: the starts from which the state at `steps` descends, oldest first.
         samples: length of the data set.
-        before: other starts that had a file in this rank's directory already, less those of the history.
+        before: other starts with a file in this rank's directory, except those of the history.
     """
 
     start: str
@@ -44,12 +44,12 @@ class Opening:
     before: tuple[str, ...] = ()
 
     def to_line(self) -> str:
-        """As it is in the file."""
+        """The line of the file."""
         return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Opening:
-        """Raises ValueError, KeyError, TypeError when it is none."""
+        """The opening with these fields. Raises ValueError, KeyError or TypeError if they are not right."""
         if fields.pop("format", None) != FORMAT:
             raise ValueError(f"not the beginning of a ledger of format {FORMAT}")
         history = tuple((str(start), int(last)) for start, last in fields.pop("history"))
@@ -64,22 +64,22 @@ class Opening:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One rank's part of a step: `ids` are the indices into the data set, empty when this rank had none."""
+    """One rank's part of a step: `ids` are indices into the data set; none if this rank had no samples."""
 
     step: int
     epoch: int
     ids: Sequence[int]
 
     def to_line(self) -> str:
-        """As it is in the file."""
+        """The line of the file."""
         return f'{{"step": {self.step}, "epoch": {self.epoch}, "ids": {list(self.ids)}}}\n'
 
 
 @dataclass(frozen=True)
 class Closing:
-    """An epoch's body has ended after `steps`, with `trained` of its samples trained and `excused` left out by rule.
+    """The end of an epoch after `steps`: `trained` samples were trained, and `drop_last` left `excused` ones out.
 
-    `excused`: by `drop_last`. What is neither was left out by the script, which has ended the epoch early.
+    The script left the others out, by ending the epoch early.
     """
 
     epoch: int
@@ -88,20 +88,18 @@ class Closing:
     excused: int
 
     def to_line(self) -> str:
-        """As it is in the file."""
+        """The line of the file."""
         return json.dumps({"closed": asdict(self)}) + "\n"
 
 
 def end_line(steps: int) -> str:
-    """The loop has ended by itself after `steps`."""
+    """The line for a loop that has ended by itself after `steps`."""
     return json.dumps({"end": steps}) + "\n"
 
 
 @dataclass
 class LedgerFile:
-    """What one rank of one start has written. Of a step that was begun twice the last entry counts: the first one was
-    broken off by the script, or the next step would have had another number.
-    """
+    """The content of a file. If a step was begun twice, the last entry counts: the script broke the first one off."""
 
     name: str
     opening: Opening
@@ -118,9 +116,9 @@ class LedgerFile:
 
 
 def read(name: str, content: bytes) -> LedgerFile | None:
-    """Parse a file. A last line without an end is what a killed process leaves, and is none; None: not even a first.
+    """Parse the `content` of the file `name`; None if it has no whole line.
 
-    Raises ValueError saying which line is wrong.
+    A killed process may leave a last line without its end, which is left out. Raises ValueError with the wrong line.
     """
     lines = content.split(b"\n")[:-1]
     if not lines:

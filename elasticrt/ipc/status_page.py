@@ -68,7 +68,7 @@ class StatusPage:
         stop: not 0: hold at the end of the present step.
         go: while workers hold: the step after which all hand over; 0 while it is not known.
         save: before `go`: rank 0 commits a checkpoint before it leaves (1), or not (0).
-        ending: not 0: the next SIGTERM comes from the agent, and is not to be put off.
+        ending: not 0: the next SIGTERM comes from the agent, and the worker obeys it.
     """
 
     entered = _Word(0)
