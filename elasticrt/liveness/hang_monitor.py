@@ -39,7 +39,7 @@ from elasticrt.ipc.time_bounds import (
 )
 from elasticrt.liveness.culprit import LINKS_MAX, Position, doing, find, from_json
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
-from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stand, Stopped
+from elasticrt.liveness.stall_detector import STANDING_FACTOR, STANDING_S, Idle, Sight, StallDetector, Stand, Stopped
 from elasticrt.liveness.straggler import Comparison, Waits
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
@@ -84,7 +84,7 @@ class HangMonitor:
         self._take = take
         self._state_of = state_of
         self._settings = settings
-        self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
+        self._hang_s = settings.options.hang_timeout_s
         self._put = put
         self._events = event_log
         self._say = say
@@ -92,7 +92,7 @@ class HangMonitor:
 
     def began(self) -> None:
         """Workers are being started, or get new seats: begin without any knowledge of their pace."""
-        self._pace = StallDetector(self._limits)
+        self._pace = StallDetector(self._hang_s)
         self._asked = (0, 0.0)  # The step and the part of the limit for which stacks were taken last.
         self._looped = False
         self._paused_since: float | None = None  # No step has been expected since then.
@@ -139,13 +139,12 @@ class HangMonitor:
         if not in_loop and not (pages and all(page.beats for page in pages)):
             return
         if in_loop and not self._looped:  # Steps of optimizers before the Loop do not count.
-            self._looped, self._pace = True, StallDetector(self._limits)
+            self._looped, self._pace = True, StallDetector(self._hang_s)
         in_place = all(page.in_place for page in pages)
-        if in_place and self._pace.limits is self._limits:
-            self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
         self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
         sight = sight_of_steps if in_loop else sight_of_beats
-        self._pace = self._pace.looked(sight(pages, held=held), now)
+        pace = replace(self._pace, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
+        self._pace = pace.looked(sight(pages, held=held), now)
 
     def stopped(self, now: float, pids: Mapping[int, int], is_awaited: Callable[[int], bool]) -> list[int]:
         """Local ranks that a signal has stopped for so long that they will not go on by themselves.
@@ -157,7 +156,7 @@ class HangMonitor:
             pids: process ids of the workers, by local rank.
             is_awaited: whether others wait for the worker with this local rank before the first step.
         """
-        if not self._limits.hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
+        if not self._hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
             return []
         stand = self.standing_since(now) is not None
         moving = self._pace.expected and not stand
@@ -172,9 +171,9 @@ class HangMonitor:
             return
         step = sum(page.step or page.beats for page in pages)
         made = all(page.step_at_ns or page.beat_at_ns for page in pages)
-        bound_s = max(self._limits.standing_factor * self.usual_s, CLOSER_S if made else FIRST_STEP_S)
-        if self._limits.hang_s:
-            bound_s = min(bound_s, WARN_PART * self._limits.hang_s)
+        bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
+        if self._hang_s:
+            bound_s = min(bound_s, WARN_PART * self._hang_s)
         before, self._stand = self._stand, self._stand.looked(step, max(at), now, bound_s)
         if before.step != step:
             self.positions = ()
@@ -239,7 +238,7 @@ class HangMonitor:
         own = self._settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
-        before, self.comparison = self.comparison, self.comparison.looked(totals, step, self.usual_s)
+        before, self.comparison = self.comparison, self.comparison.looked(totals, step, self._pace.usual_s)
         found = self.comparison.found
         if found is None or not self.comparison.is_certain or before.is_certain:
             return
@@ -247,11 +246,6 @@ class HangMonitor:
             events.Straggler(generation, step, found.node, round(found.own_s, 4), round(found.others_s, 4))
         )
         self._say(found.reason)
-
-    @property
-    def usual_s(self) -> float:
-        """The median seconds of a step; 0.0 before it is known."""
-        return statistics.median(self._pace.recent) if self._pace.recent else 0.0
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
         """Report the ranks for which the others wait, unless they are in a pause that is not much longer than usual.
@@ -267,8 +261,8 @@ class HangMonitor:
         names = {address: node for node, address in nodes.items()}
         culprit = find(by_node, [node for node in nodes if node not in by_node], names)
         step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
-        pause_s = self._limits.standing_factor * statistics.median_low(self._pauses) if self._pauses else math.inf
-        if culprit is None or (culprit.resting and age_s < min(pause_s, self._limits.hang_s or math.inf)):
+        pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
+        if culprit is None or (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             return
         self._blamed_step = step, culprit.reason
         who = culprit.ranks, culprit.nodes, culprit.reason
@@ -285,7 +279,7 @@ class HangMonitor:
     def ask_if_stalled(self, now: float, group: WorkerGroup, generation: int) -> None:
         """Take stacks at `now` after half of the limit of a stall, after all of it, and in a pause of that length."""
         paused_s = now - self._paused_since if self._paused_since is not None else 0.0
-        if 0 < self._limits.hang_s <= paused_s and not self._told_pause:
+        if 0 < self._hang_s <= paused_s and not self._told_pause:
             self._told_pause = True
             self.ask(group, Stacks("paused", generation, self._pace.step, paused_s, False))
             return
@@ -315,7 +309,7 @@ class HangMonitor:
             pids = group.pids(generation)
             used_s = cpu_s(pids[rank] for rank in left)
             before = self._idle or Idle(now, used_s, now)
-            self._idle = before.looked(used_s, now, self._limits.hang_s)
+            self._idle = before.looked(used_s, now, self._hang_s)
             over = self._idle.over and not before.over
             if over or (self._idle.said and not before.said):
                 age_s = now - (before.idle_since if over else before.since)
@@ -336,7 +330,7 @@ class HangMonitor:
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
         age_s, node, directory = stacks.age_s, self._settings.node, self._settings.run_dir
         if stacks.why == "waited_for":
-            limit_s = self._limits.hang_s
+            limit_s = self._hang_s
             bound = f", until it has done nothing for {limit_s:g} s (--hang-timeout)" if limit_s else ""
             what = "has done nothing since" if stacks.final else f"is waited for{bound}"
             for rank, each in lines.items():

@@ -23,26 +23,14 @@ from elasticrt.ipc.time_bounds import AWAY_S, PLACES_S, SAY_AFTER_S, STOPPED_S, 
 STEPS_KEPT = 9
 """The usual time of a step is the median of this many measurements: a single slow or fast step does not matter."""
 
+STANDING_S, STANDING_FACTOR = 0.75, 4.0
+"""Steps stand after this many seconds, and this many times the usual step."""
 
-@dataclass(frozen=True)
-class StallLimits:
-    """The limits of the two findings.
+HANG_FACTOR = 20.0
+"""They stall after `hang_s` seconds, and this many times the generation's longest step."""
 
-    Attributes:
-        standing_s, standing_factor: steps stand after this many seconds, and this many times the usual step.
-        hang_s, hang_factor: they stall after this many seconds, and this many times the generation's longest step. 0
-            seconds: never.
-        hang_from, early_factor: before a generation's step with this number the limit of a stall is multiplied by the
-            factor. First steps compile, which cannot be told from a hang.
-    """
-
-    standing_s: float = 0.75
-    standing_factor: float = 4.0
-    hang_s: float = 600.0
-    hang_factor: float = 20.0
-    hang_from: int = 20
-    early_factor: float = 3.0
-
+EARLY_STEPS, EARLY_FACTOR = 20, 3.0
+"""In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang."""
 
 IDLE_SHARE = 0.01
 """Of one core. Threads of torch that only wait use less, and any work uses more."""
@@ -69,7 +57,8 @@ class StallDetector:
     """The steps of one generation, as far as they have been seen.
 
     Attributes:
-        limits: of the findings.
+        hang_s: the least seconds of a stall, as the user has chosen; 0: there is none.
+        standing_s: the least seconds of standing steps.
         step: the newest step; `since`: the beginning of the wait for the next one.
         first: the first step that was seen; 0 before.
         expected: whether steps were expected at the last look, at `looked_at`.
@@ -77,7 +66,8 @@ class StallDetector:
         longest: the longest time between two steps, in seconds.
     """
 
-    limits: StallLimits = StallLimits()
+    hang_s: float
+    standing_s: float = STANDING_S
     step: int = 0
     since: float = 0.0
     first: int = 0
@@ -85,6 +75,11 @@ class StallDetector:
     looked_at: float = 0.0
     recent: tuple[float, ...] = ()
     longest: float = 0.0
+
+    @property
+    def usual_s(self) -> float:
+        """The median seconds of a step; 0.0 before it is known."""
+        return statistics.median(self.recent) if self.recent else 0.0
 
     def looked(self, sight: Sight, now: float) -> StallDetector:
         """The detector after a look at `now` (seconds of the monotonic clock), which saw `sight`."""
@@ -114,16 +109,16 @@ class StallDetector:
         """
         if not self.expected or not self.recent:
             return None
-        at = self.since + max(self.limits.standing_s, self.limits.standing_factor * statistics.median(self.recent))
+        at = self.since + max(self.standing_s, STANDING_FACTOR * self.usual_s)
         return at if now >= at else None
 
     def stalled_s(self, now: float, *, part: float = 1.0) -> float | None:
         """Seconds without a step at `now`, if they are at least `part` of the limit; else None."""
-        if not self.expected or not self.limits.hang_s or not self.first:
+        if not self.expected or not self.hang_s or not self.first:
             return None
-        age, limit = now - self.since, max(self.limits.hang_s, self.limits.hang_factor * self.longest)
-        if self.step - self.first + 1 < self.limits.hang_from:
-            limit *= self.limits.early_factor
+        age, limit = now - self.since, max(self.hang_s, HANG_FACTOR * self.longest)
+        if self.step - self.first + 1 < EARLY_STEPS:
+            limit *= EARLY_FACTOR
         return age if age >= part * limit else None
 
 
