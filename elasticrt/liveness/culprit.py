@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from elasticrt.ipc.flights import read
 from elasticrt.ipc.typed import typed
@@ -60,6 +60,7 @@ class Position:
         begun: the number of collectives of the default group that it has begun; 0: not known.
         flights: its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
         unheard: the addresses that do not acknowledge its data, with commas.
+        node: its node, once `find` knows that.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class Position:
     begun: int = 0
     flights: str = ""
     unheard: str = ""
+    node: str = ""
 
     def __post_init__(self) -> None:
         """Cut a place that is too long: another agent may have sent it."""
@@ -139,18 +141,17 @@ def find(
         silent: nodes that have not answered.
         names: nodes by their addresses.
     """
-    all_ranks = [(position, node) for node, positions in by_node.items() for position in positions]
-    most = max((position.begun for position, _ in all_ranks), default=0)
-    halted = [(each, node) for each, node in all_ranks if each.state in ("T", "t", "Z")]
+    all_ranks = [replace(each, node=node) for node, positions in by_node.items() for each in positions]
+    most = max((each.begun for each in all_ranks), default=0)
+    halted = [each for each in all_ranks if each.state in ("T", "t", "Z")]
     if halted:
         return _culprit(halted, all_ranks, most)
-    waiting = [(each, node) for each, node in all_ranks if _waits(each, most)]
-    busy = [(each, node) for each, node in all_ranks if not _waits(each, most)]
+    waiting = [each for each in all_ranks if _waits(each, most)]
+    busy = [each for each in all_ranks if not _waits(each, most)]
     if not waiting:
         return None
-    awaited = [(each, node) for each, node in busy if not _rests(each)]
-    if awaited or busy:
-        return _culprit(awaited or busy, all_ranks, most)
+    if busy:
+        return _culprit([each for each in busy if not _rests(each)] or busy, all_ranks, most)
     if silent:
         verb = "does" if len(silent) == 1 else "do"
         return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
@@ -171,20 +172,24 @@ def _waits(position: Position, most: int) -> bool:
     return position.doing == "gradients" and position.begun >= most
 
 
-def _culprit(blamed: list[tuple[Position, str]], all_ranks: list[tuple[Position, str]], most: int) -> Culprit | None:
-    if len(blamed) > max(RANKS_MAX, len(all_ranks) // 2) or not blamed:
+def _are_few(blamed: Sequence[Position], all_ranks: Sequence[Position]) -> bool:
+    return 0 < len(blamed) <= max(RANKS_MAX, len(all_ranks) // 2)
+
+
+def _culprit(blamed: list[Position], all_ranks: list[Position], most: int) -> Culprit | None:
+    if not _are_few(blamed, all_ranks):
         return None
-    blamed = sorted(blamed, key=lambda each: each[0].rank)
-    waiting = [each for each in all_ranks if each not in blamed and _waits(each[0], most)]
+    blamed = sorted(blamed, key=lambda each: each.rank)
+    waiting = [each for each in all_ranks if each not in blamed and _waits(each, most)]
     said = [*_names(blamed), *([_waiting(waiting, " for it")] if waiting else [])]
-    return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each, _ in blamed))
+    return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each in blamed))
 
 
-def _cut_link(all_ranks: list[tuple[Position, str]], names: Mapping[str, str]) -> Culprit | None:
+def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:
     """All wait, and some data is not acknowledged: the link is to blame, and no rank."""
     ends = {
-        (node, names.get(address, address)): each.rank
-        for each, node in sorted(all_ranks, key=lambda one: one[0].rank, reverse=True)
+        (each.node, names.get(address, address)): each.rank
+        for each in sorted(all_ranks, key=lambda one: one.rank, reverse=True)
         for address in each.unheard.split(",")
         if address
     }
@@ -198,10 +203,10 @@ def _cut_link(all_ranks: list[tuple[Position, str]], names: Mapping[str, str]) -
     return Culprit((), nodes, f"the link between {what} lets nothing through: {sign}; {_waiting(all_ranks, '')}")
 
 
-def _out_of_order(all_ranks: list[tuple[Position, str]]) -> Culprit | None:
+def _out_of_order(all_ranks: list[Position]) -> Culprit | None:
     """All wait, in different collectives by torch's flight recorder: to blame are the ranks that have not begun the
     others' collective, else those that have begun another one than most under the same number."""
-    flights = {each.rank: {flight.group: flight for flight in read(each.flights)} for each, _ in all_ranks}
+    flights = {each.rank: {flight.group: flight for flight in read(each.flights)} for each in all_ranks}
     for group in sorted({name for mine in flights.values() for name in mine}):
         known = {rank: mine[group] for rank, mine in flights.items() if group in mine}
         waiting = {rank: flight for rank, flight in known.items() if flight.awaits}
@@ -213,42 +218,40 @@ def _out_of_order(all_ranks: list[tuple[Position, str]]) -> Culprit | None:
         other = [rank for rank, flight in waiting.items() if flight.awaits == first and flight.what != usual]
         if not late and len(waiting) == 2 * len(other):
             continue  # One against one: the place in the script decides.
-        blamed = [(each, node) for each, node in all_ranks if each.rank in (late or other)]
-        if blamed and len(blamed) <= max(RANKS_MAX, len(all_ranks) // 2):
+        blamed = [each for each in all_ranks if each.rank in (late or other)]
+        if _are_few(blamed, all_ranks):
             number = f"number {first} of {group}"
             words = f"has not begun {usual}" if late else f"is in {known[other[0]].what} instead of {usual}"
             return _named(blamed, f"{'; '.join(_names(blamed))}, and {words} ({number}), in which the others wait")
     return None
 
 
-def _odd_one_out(all_ranks: list[tuple[Position, str]]) -> Culprit:
+def _odd_one_out(all_ranks: list[Position]) -> Culprit:
     """All wait: to blame are those in another collective than most; of two, the one that has begun fewer."""
-    groups: dict[tuple[str, str, int], list[tuple[Position, str]]] = {}
-    for each, node in all_ranks:
-        groups.setdefault((each.doing, each.place, each.begun), []).append((each, node))
+    groups: dict[tuple[str, str, int], list[Position]] = {}
+    for each in all_ranks:
+        groups.setdefault((each.doing, each.place, each.begun), []).append(each)
     if len(groups) == 1:
-        first = all_ranks[0][0]
+        first = all_ranks[0]
         where = f" at {first.place}" if first.place else ""
         return Culprit((), (), f"all {len(all_ranks)} ranks wait in the same collective{where}: no rank is to blame")
-    ordered = sorted(
-        groups.values(), key=lambda group: (len(group), group[0][0].doing != "collective", group[0][0].begun)
-    )
-    odd, usual = ordered[0], ordered[-1][0][0]
+    ordered = sorted(groups.values(), key=lambda group: (len(group), group[0].doing != "collective", group[0].begun))
+    odd, usual = ordered[0], ordered[-1][0]
     return _named(odd, f"{'; '.join(_names(odd))}, others in another one at {usual.place or 'an unknown place'}")
 
 
-def _named(blamed: list[tuple[Position, str]], reason: str, *, resting: bool = False) -> Culprit:
-    nodes = tuple(dict.fromkeys(node for _, node in blamed))
-    return Culprit(tuple(each.rank for each, _ in blamed), nodes, reason, resting)
+def _named(blamed: list[Position], reason: str, *, resting: bool = False) -> Culprit:
+    nodes = tuple(dict.fromkeys(each.node for each in blamed))
+    return Culprit(tuple(each.rank for each in blamed), nodes, reason, resting)
 
 
-def _names(blamed: list[tuple[Position, str]]) -> list[str]:
-    return [f"rank {each.rank} on {node} {_what(each)}" for each, node in blamed[:RANKS_MAX]]
+def _names(blamed: list[Position]) -> list[str]:
+    return [f"rank {each.rank} on {each.node} {_what(each)}" for each in blamed[:RANKS_MAX]]
 
 
-def _waiting(waiting: list[tuple[Position, str]], what: str) -> str:
+def _waiting(waiting: list[Position], what: str) -> str:
     """Which ranks wait (for `what`), and where."""
-    first = waiting[0][0]
+    first = waiting[0]
     who = f"rank {first.rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
     return f"{who}{what} in a collective{f' at {first.place}' if first.place else ''}"
 
