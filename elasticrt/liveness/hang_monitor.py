@@ -328,31 +328,38 @@ class HangMonitor:
         if stacks.why == "stalled" and stacks.step != self._pace.step:
             return None  # The steps go on again.
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
-        age_s, node, directory = stacks.age_s, self._settings.node, self._settings.run_dir
-        if stacks.why == "waited_for":
-            limit_s = self._hang_s
-            bound = f", until it has done nothing for {limit_s:g} s (--hang-timeout)" if limit_s else ""
-            what = "has done nothing since" if stacks.final else f"is waited for{bound}"
-            for rank, each in lines.items():
-                self._say(f"{stacks.ended} ended {age_s:.0f} s ago; rank {rank} {what}: {where(each)}")
-            message = f"rank {min(lines)} did not end, and did nothing for {age_s:.0f} s, after {stacks.ended} had"
-        else:
-            message = f"no progress for {age_s:.0f} s after step {stacks.step:,}"
-            if self._blamed_step[0] == stacks.step and self._blamed_step[1]:
-                message += f": {self._blamed_step[1]}"
-            keep(stacks, lines, node, directory)
-            kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
-            said = {str(rank): tuple(each) for rank, each in lines.items()}
-            self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, said))
-            if stacks.why == "stalled" and not stacks.final:
-                logs = f"{directory}/logs/generation-{stacks.generation}"
-                self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
-            for rank, each in lines.items() if stacks.why == "paused" else ():
-                at = where(each)
-                self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {at}")
+        report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand
+        message = report(stacks, lines)
         if not stacks.final:
             return None
-        return stalled(node=node, generation=stacks.generation, message=message, stacks=lines)
+        return stalled(node=self._settings.node, generation=stacks.generation, message=message, stacks=lines)
+
+    def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
+        """Say which ranks run on after others have ended. Returns the failure's message."""
+        age, bound = f"{stacks.age_s:.0f} s", ""
+        if self._hang_s:
+            bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
+        what = "has done nothing since" if stacks.final else f"is waited for{bound}"
+        for rank, each in lines.items():
+            self._say(f"{stacks.ended} ended {age} ago; rank {rank} {what}: {where(each)}")
+        return f"rank {min(lines)} did not end, and did nothing for {age}, after {stacks.ended} had"
+
+    def _report_stand(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
+        """Keep the stacks of workers that make no step, and say where they are. Returns the failure's message."""
+        age_s, directory = stacks.age_s, self._settings.run_dir
+        keep(stacks, lines, self._settings.node, directory)
+        kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
+        by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
+        self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, by_rank))
+        if stacks.why == "stalled" and not stacks.final:
+            logs = f"{directory}/logs/generation-{stacks.generation}"
+            self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
+        for rank, each in lines.items() if stacks.why == "paused" else ():
+            at = where(each)
+            self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {at}")
+        blamed_step, reason = self._blamed_step
+        culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
+        return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"
 
 
 def last_ns(page: StatusPage) -> int:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from elasticrt.ipc.file_modes import make_directory, opener
-from elasticrt.ipc.proc import stat
+from elasticrt.ipc.proc import state_of
 from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
 from elasticrt.ipc.time_bounds import STACKS_LOOK_S, STACKS_S_MAX
+from elasticrt.liveness.culprit import STATES
 from elasticrt.workers.logs import file_of
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
         length = now
         time.sleep(STACKS_LOOK_S)
     if length == before:
-        return [f"it has not answered within {STACKS_S_MAX:g} s: {_state(pid)}"]
+        return [f"it has not answered within {STACKS_S_MAX:g} s, and {_state(pid)}"]
     # A process lists its newest thread first. The oldest one, the main thread, matters most.
     threads = page.text()[before:].decode(errors="replace").strip().split("\n\n")
     return "\n".join(reversed(threads)).splitlines()
@@ -122,6 +123,5 @@ def _catches(pid: int) -> bool:
 
 def _state(pid: int) -> str:
     """The state of process `pid`, in words."""
-    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
-    found = stat(pid)
-    return "it has ended" if found is None else words.get(found.state, f"state {found.state}")
+    state = state_of(pid)
+    return STATES.get(state, f"is in state {state}") if state else "has ended"
