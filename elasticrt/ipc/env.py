@@ -163,7 +163,7 @@ class Copy(_Record):
     FORMS = {"digest": _HEX64, "place": f"({_HEX16})?"}  # noqa: RUF012  It is one of the base class.
 
 
-def _told(variable: str, default: Any = MISSING) -> Any:
+def _variable(variable: str, default: Any = MISSING) -> Any:
     """A field of `WorkerEnv` with its variable."""
     return field(default=default, metadata={"variable": variable})
 
@@ -216,35 +216,35 @@ class WorkerEnv:
     what they would be, and `generation` is 0 until it has a seat.
     """
 
-    rank: int = _told("RANK")
-    local_rank: int = _told("ELASTICRT_LOCAL_RANK")
-    world_size: int = _told("WORLD_SIZE")
-    local_world_size: int = _told("LOCAL_WORLD_SIZE")
-    group_rank: int = _told("GROUP_RANK")
-    group_world_size: int = _told("GROUP_WORLD_SIZE")
-    master_addr: str = _told("MASTER_ADDR")
-    master_port: int = _told("MASTER_PORT")
-    restart_count: int = _told("TORCHELASTIC_RESTART_COUNT")
-    max_restarts: int = _told("TORCHELASTIC_MAX_RESTARTS")
-    run_id: str = _told("TORCHELASTIC_RUN_ID")
-    attempt: int = _told("ELASTICRT_ATTEMPT")
-    generation: int = _told("ELASTICRT_GENERATION")
-    nonce: str = _told("ELASTICRT_NONCE")
-    node: str = _told("ELASTICRT_NODE")
-    run_dir: str = _told("ELASTICRT_RUN_DIR")
-    role: str = _told("ROLE_NAME", "default")
-    cause: str = _told("ELASTICRT_CAUSE", "")
+    rank: int = _variable("RANK")
+    local_rank: int = _variable("ELASTICRT_LOCAL_RANK")
+    world_size: int = _variable("WORLD_SIZE")
+    local_world_size: int = _variable("LOCAL_WORLD_SIZE")
+    group_rank: int = _variable("GROUP_RANK")
+    group_world_size: int = _variable("GROUP_WORLD_SIZE")
+    master_addr: str = _variable("MASTER_ADDR")
+    master_port: int = _variable("MASTER_PORT")
+    restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT")
+    max_restarts: int = _variable("TORCHELASTIC_MAX_RESTARTS")
+    run_id: str = _variable("TORCHELASTIC_RUN_ID")
+    attempt: int = _variable("ELASTICRT_ATTEMPT")
+    generation: int = _variable("ELASTICRT_GENERATION")
+    nonce: str = _variable("ELASTICRT_NONCE")
+    node: str = _variable("ELASTICRT_NODE")
+    run_dir: str = _variable("ELASTICRT_RUN_DIR")
+    role: str = _variable("ROLE_NAME", "default")
+    cause: str = _variable("ELASTICRT_CAUSE", "")
     as_srun: bool = False
-    gpu: str = _told("ELASTICRT_GPU", "")
-    signals: str = _told("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
-    beside: bool = _told("ELASTICRT_BESIDE", default=False)
-    error_file: str = _told("TORCHELASTIC_ERROR_FILE", "")
-    resume: Commit | None = _told("ELASTICRT_RESUME", None)  # noqa: RUF009  It makes a field.
-    copy: Copy | None = _told("ELASTICRT_COPY", None)  # noqa: RUF009  It makes a field.
-    state_fd: int = _told("ELASTICRT_STATE_FD", -1)
-    channel_fd: int = _told("ELASTICRT_CHANNEL_FD", -1)
-    page_fd: int = _told("ELASTICRT_PAGE_FD", -1)
-    listen_fd: int = _told("ELASTICRT_LISTEN_FD", -1)
+    gpu: str = _variable("ELASTICRT_GPU", "")
+    signals: str = _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    beside: bool = _variable("ELASTICRT_BESIDE", default=False)
+    error_file: str = _variable("TORCHELASTIC_ERROR_FILE", "")
+    resume: Commit | None = _variable("ELASTICRT_RESUME", None)  # noqa: RUF009  It makes a field.
+    copy: Copy | None = _variable("ELASTICRT_COPY", None)  # noqa: RUF009  It makes a field.
+    state_fd: int = _variable("ELASTICRT_STATE_FD", -1)
+    channel_fd: int = _variable("ELASTICRT_CHANNEL_FD", -1)
+    page_fd: int = _variable("ELASTICRT_PAGE_FD", -1)
+    listen_fd: int = _variable("ELASTICRT_LISTEN_FD", -1)
 
     @property
     def resume_step(self) -> int:
@@ -253,17 +253,17 @@ class WorkerEnv:
 
     def to_env(self) -> dict[str, str]:
         """The variables to set, on top of the user's own environment."""
-        told = {each.metadata["variable"]: getattr(self, each.name) for each in fields(self) if each.metadata}
-        told |= {
+        variables = {each.metadata["variable"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+        variables |= {
             "LOCAL_RANK": 0 if self.gpu else self.local_rank,
             "ROLE_RANK": self.rank,
             "ROLE_WORLD_SIZE": self.world_size,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         if self.gpu:
-            told["CUDA_VISIBLE_DEVICES"] = self.gpu
+            variables["CUDA_VISIBLE_DEVICES"] = self.gpu
         if self.as_srun:
-            told |= {
+            variables |= {
                 "SLURM_PROCID": self.rank,
                 "SLURM_LOCALID": self.local_rank,
                 "SLURM_NODEID": self.group_rank,
@@ -273,7 +273,7 @@ class WorkerEnv:
                 "SLURM_JOB_NUM_NODES": self.group_world_size,
                 "SLURM_NTASKS_PER_NODE": self.local_world_size,
             }
-        return {variable: _text(value) for variable, value in told.items()}
+        return {variable: _text(value) for variable, value in variables.items()}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> WorkerEnv | None:
@@ -283,12 +283,12 @@ class WorkerEnv:
         """
         if "ELASTICRT_GENERATION" not in env:
             return None
-        told = {}
+        values = {}
         for each in fields(cls):
             variable = each.metadata.get("variable", "")
             if variable in env or (variable and each.default is MISSING):
-                told[each.name] = _value(variable, str(each.type), env.get(variable, ""))
-        return cls(**told)
+                values[each.name] = _value(variable, str(each.type), env.get(variable, ""))
+        return cls(**values)
 
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:

@@ -59,7 +59,7 @@ class HangMonitor:
 
     Args:
         settings: the node's.
-        put: takes `Stacks`, on another thread, as events for `placed` and `told`.
+        put: takes `Stacks`, on another thread, as events for `placed` and `report`.
         event_log: the node's event log.
         say: prints a line for the user.
         take: asks workers for their stacks, as `stacks.take`.
@@ -323,7 +323,7 @@ class HangMonitor:
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
         self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
-    def told(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
+    def report(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
         """Report `stacks`. Returns the failure, if they are final. `ranks`: global ranks by local rank."""
         if stacks.why == "stalled" and stacks.step != self._pace.step:
             return None  # The steps go on again.

@@ -18,7 +18,7 @@ from elasticrt.workers.store_ports import listen
 log = logging.getLogger(__name__)
 
 QUESTION_S = PROBE_STEPS * PROBE_STEP_S
-"""After this time nobody waits for the answer."""
+"""After this time the answer comes too late."""
 
 CHECKS_MAX = 4
 """The number of seats that are probed at a time for other agents."""

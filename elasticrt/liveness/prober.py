@@ -54,7 +54,7 @@ Witnesses = Callable[[Seat], Sequence[Seat]]
 """The agents that may be asked about a seat: those that know it, without the one that asks."""
 
 
-def nobody(_: Seat) -> Sequence[Seat]:
+def no_witnesses(_: Seat) -> Sequence[Seat]:
     """No witnesses: one agent decides alone."""
     return ()
 
@@ -133,7 +133,7 @@ class _Question:
     seat: Seat
     done: Done
     steps: int
-    witnesses: Witnesses = nobody
+    witnesses: Witnesses = no_witnesses
     workers: bool = False
     made: int = 0
     open: list[_Try] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Prober:
         self._open: set[_Try] = set()
         self.thread = SelectorThread("elasticrt-probe", self._end)
 
-    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = nobody) -> None:
+    def ask(self, seats: Iterable[Seat], witnesses: Witnesses = no_witnesses) -> None:
         """Ask those of `seats` that are not being asked already. May be called from any thread.
 
         An agent that does not answer is silent after five tries of 0.3 s, or after 0.6 s if one of its `witnesses`

@@ -103,16 +103,16 @@ def _nodes(story: Story) -> list[dict[str, str]]:
 
 def _sentences(story: Story) -> list[list[Any]]:
     """What has happened, in order: when, "good", "bad" or neither, and a sentence."""
-    told: list[tuple[float, str, str]] = []
+    found: list[tuple[float, str, str]] = []
     for each in story.troubles:
-        told.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
+        found.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
     for place, chapter in enumerate(story.chapters):
-        told.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
+        found.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
         if chapter.stepped_at is not None:
-            told.append((chapter.stepped_at, "good", sentences.cost(chapter, chapter.begin)))
+            found.append((chapter.stepped_at, "good", sentences.cost(chapter, chapter.begin)))
     if story.result is not None:
-        told.append((story.last, "good" if story.result.code == 0 else "bad", sentences.ending(story.result)))
-    return [list(each) for each in sorted(told, key=lambda each: each[0])]
+        found.append((story.last, "good" if story.result.code == 0 else "bad", sentences.ending(story.result)))
+    return [list(each) for each in sorted(found, key=lambda each: each[0])]
 
 
 def coarse(spans: Sequence[Span]) -> Sequence[Span]:

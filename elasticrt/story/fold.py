@@ -390,7 +390,7 @@ class Story:
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
 
-def told(*sources: Iterable[events.Record]) -> Story:
+def story_of(*sources: Iterable[events.Record]) -> Story:
     """The story of the events in several `sources`, such as a file for each node. Each source is in order."""
     story = Story()
 

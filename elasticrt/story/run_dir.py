@@ -7,7 +7,7 @@ from pathlib import Path
 from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import files, records
 from elasticrt.events import VERSION
-from elasticrt.story.fold import Story, told
+from elasticrt.story.fold import Story, story_of
 
 
 def find(run: str, log_dir: str) -> Path:
@@ -29,7 +29,7 @@ def find(run: str, log_dir: str) -> Path:
 def read(directory: Path) -> Story:
     """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
     try:
-        story = told(*map(records, files(directory)))
+        story = story_of(*map(records, files(directory)))
     except OSError as error:
         raise ConfigError(
             explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))

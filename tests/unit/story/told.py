@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from elasticrt import events
-from elasticrt.story.fold import Story, told
+from elasticrt.story.fold import Story, story_of
 
 Entry = tuple[float, str, events.Event]
 
@@ -37,7 +37,7 @@ def story(entries: Iterable[Entry]) -> Story:
     by_node: dict[str, list[events.Record]] = {}
     for at, node, event in entries:
         by_node.setdefault(node, []).append(record(at, node, event))
-    return told(*by_node.values())
+    return story_of(*by_node.values())
 
 
 def write(directory: Path, entries: Iterable[Entry]) -> None:
