@@ -1,4 +1,4 @@
-"""Time as an argument: who decides by a clock, or waits by one, is given it. The module `time` is one."""
+"""The clock as an argument, so that tests can simulate time. The module `time` is one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock, and how to wait by it."""
+    """A monotonic clock, with a way to wait by it."""
 
     def monotonic(self) -> float:
-        """The time in seconds, from an unknown beginning."""
+        """The time in seconds, since an unspecified moment."""
 
     def monotonic_ns(self) -> int:
         """The same time in nanoseconds."""
 
     def sleep(self, seconds: float, /) -> None:
-        """Let this thread wait."""
+        """Block this thread."""

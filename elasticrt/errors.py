@@ -1,7 +1,7 @@
 """Errors, named by who must act. The exit code of the process is part of the error.
 
-Every message has one form, made by `explain`: what is wrong, where, what was there, what was expected, and one remedy.
-A user's mistake never ends in a traceback; a bug of ours always does (exit code 70).
+Every message has one form, made by `explain`: what is wrong, where, what was found, what was expected, and one remedy.
+A user's mistake never ends in a traceback. A bug of ours always does (exit code 70).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
 def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 
-    `got` is truncated to 80 characters and shown escaped where it is not printable: no value can flood a terminal, or
-    begin a second line in a log. Nor can any other part give a terminal orders.
+    `got` is cut to 80 characters and escaped if it is not printable, so no value can flood a terminal or begin a second
+    line in a log. No part of the message has control characters.
     """
     message = f"{what} ({where})"
     details = []

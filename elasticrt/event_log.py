@@ -1,6 +1,6 @@
 """Writes and reads events: JSON lines in the run directory and, when asked, on an inherited descriptor.
 
-What a line holds is in `elasticrt.events`. An ended run can be read from these files without etcd.
+The schema of a line is `elasticrt.events`. A run can be read from these files without etcd.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from elasticrt.ipc.file_modes import make_directory
 
 log = logging.getLogger(__name__)
 
-
 TAIL_BYTES = 1 << 16
 PIECE_BYTES = 1 << 20
 
 OFTEN = (events.Step, events.Progress)
 OFTEN_SHARE = 1000
-"""Of kinds that come often the file gets one in each thousandth of the log's age: a week is about 10,000 lines."""
+"""The file gets an event of a frequent kind once in a thousandth of the log's age: about 10,000 lines in a week."""
 
 
 def files(directory: Path) -> list[Path]:
@@ -33,10 +32,10 @@ def files(directory: Path) -> list[Path]:
 
 
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:
-    """What a file of events says, in the order it was written; of its last `tail_bytes` bytes only, if given.
+    """The records of a file of events, in its order; of its last `tail_bytes` bytes only, if given.
 
-    Lines that cannot be read are left out: a killed agent or a full disk ends a file within one. The file is open only
-    while a piece of it is read, because a run may have thousands of them. Raises OSError.
+    Malformed lines are left out: a killed agent or a full disk ends a file within one. The file is open only while a
+    piece of it is read, because a run may have thousands of files. Raises OSError.
     """
     at = max(0, path.stat().st_size - tail_bytes) if tail_bytes is not None else 0
     rest, data = b"", b" "
@@ -53,7 +52,7 @@ def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record
 
 
 def success(directory: Path) -> str:
-    """How the run of this directory succeeded, if that is the last end of it that a node has noted; "" if not."""
+    """The reason of the newest result in a run's directory, if it is a success; else ""."""
     ends: list[tuple[float, events.Result]] = []
     for path in files(directory):
         try:
@@ -67,15 +66,15 @@ def success(directory: Path) -> str:
 
 
 class Sparse:
-    """Which lines a file gets: fewer and fewer of those that come often, and the newest of them before any other."""
+    """Chooses the lines of a file: ever fewer of frequent kinds, but the newest of them before any other kind."""
 
     def __init__(self) -> None:
         self._began: float | None = None
         self._kept_at: dict[type[events.Event], float] = {}
-        self._held: dict[type[events.Event], bytes] = {}  # The newest of each kind that the file has not got.
+        self._held: dict[type[events.Event], bytes] = {}  # The newest line of each kind, if the file lacks it.
 
     def due(self, kind: type[events.Event], line: bytes, at: float) -> bytes:
-        """What the file gets when `line`, of an event of `kind`, comes `at` this time: nothing, it, or some lines."""
+        """The lines for the file after an event of `kind`, with its own `line`, `at` this time: none, one or some."""
         self._began = at if self._began is None else self._began
         if kind not in OFTEN:
             return self.rest() + line
@@ -86,16 +85,19 @@ class Sparse:
         return self._held.pop(kind)
 
     def rest(self) -> bytes:
-        """What it has not got and is to get."""
+        """The lines that were held back."""
         lines = b"".join(self._held.values())
         self._held.clear()
         return lines
 
 
 class EventLog:
-    """Writes events; may be called from any thread. A directory that cannot be written to costs one warning.
+    """Writes events, from any thread. If the directory cannot be written to, there is one warning.
 
-    The file has fewer and fewer of those that come often, but always the newest of them before one of another kind.
+    Args:
+        node: the node's name.
+        directory: of the run; None: there is no file.
+        fd: a descriptor that gets every event as well; -1 for none.
     """
 
     def __init__(self, node: str, directory: Path | None, fd: int = -1) -> None:
@@ -109,15 +111,15 @@ class EventLog:
         self._sparse = Sparse()
 
     def follow(self, heard: Callable[[events.Record], object]) -> None:
-        """From now on `heard` gets each event as well, on the thread that writes it. It must not wait."""
+        """From now on call `heard` with each event, on the thread that writes it. It must not block."""
         self._listeners.append(heard)
 
     def rename(self, node: str) -> None:
-        """The node's name is known for good. Call it before the first event."""
+        """Set the final name of the node. Call it before the first event."""
         self._node = node
 
     def write(self, event: events.Event) -> None:
-        """Record that it happens now. One system call for each place that it goes to; nothing is synced."""
+        """Write `event` with the present time. One system call for each destination; nothing is synced."""
         at, now = time.monotonic(), datetime.now(timezone.utc)
         line = events.encode(event, self._node, at, now) + b"\n"
         with self._lock:
@@ -139,7 +141,7 @@ class EventLog:
             try:
                 heard(record)
             except Exception:
-                self._listeners.remove(heard)  # What is told of a run does not end it.
+                self._listeners.remove(heard)  # An error in a view does not end the run.
                 log.exception("the story of this run is not told any further, at %s", events.kind_of(record.event))
 
     def _open(self) -> None:
@@ -155,7 +157,7 @@ class EventLog:
 
     @staticmethod
     def _put(fd: int, line: bytes) -> int:
-        """Write to a descriptor; the descriptor to go on with, -1 after an error (a full disk ends the log, once)."""
+        """Write to a descriptor. Returns it, or -1 after an error: a full disk ends the log."""
         if fd < 0 or not line:
             return fd
         try:

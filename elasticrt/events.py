@@ -1,37 +1,39 @@
 """What happened, as values: one dataclass for each kind of event, which is the schema of `events-NODE.jsonl`. Pure.
 
-An event is one line: a JSON object with the schema's version ("v"), the kind ("event"), the node that says it ("node"),
-two times and the fields of its kind. "at" is CLOCK_MONOTONIC in seconds: exact, and comparable between processes of one
-machine until it boots. "time" is the wall clock in UTC: for people, and between machines. Each agent writes what
-happens on its own node; what a run is made of is put together by `elasticrt.story`.
+An event is one line: a JSON object with the schema's version ("v"), the kind ("event"), the node that writes it
+("node"), two times and the fields of its kind. "at" is CLOCK_MONOTONIC in seconds: exact, and comparable between
+processes of one machine until it boots. "time" is the wall clock in UTC: for people, and between machines. Each agent
+writes the events of its own node; `elasticrt.story` puts them together.
 
-A reader leaves out kinds and fields that it does not know. Whatever else changes makes another version.
+Readers leave out unknown kinds and fields. Any other change needs another version.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, get_args
+
+from elasticrt.ipc.typed import typed
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class AgentStarted:
-    """An agent is a member of the run, and begins to take part. The first event of its life.
+    """An agent joins the run. The first event of its life.
 
     Attributes:
         pid: process id of the agent.
         run_id: the run.
-        etcd: where the agents meet.
-        run_dir: where this node keeps its logs and events.
-        machine: the machine since it booted; "at" of the same machine can be compared. "" when it is not known.
-        min_nodes: nodes without which the run waits.
-        max_nodes: nodes that can train.
-        workers: workers of this node.
+        etcd: the address of etcd.
+        run_dir: the directory of this node's logs and events.
+        machine: the machine since it booted: times "at" of the same one can be compared. "" if it is not known.
+        min_nodes: the run waits with fewer nodes.
+        max_nodes: the most nodes that can train.
+        workers: the number of this node's workers.
     """
 
     pid: int
@@ -49,8 +51,8 @@ class Registered:
     """The agent has a member key.
 
     Attributes:
-        incarnation: the name of this life, 16 hex digits.
-        attempt: how many times the run has been begun, from 1.
+        incarnation: the identity of this life, 16 hex digits.
+        attempt: the number of times that the run was begun, from 1.
     """
 
     incarnation: str
@@ -59,10 +61,10 @@ class Registered:
 
 @dataclass(frozen=True)
 class Health:
-    """The agent answers questions about its health.
+    """The agent's health can be asked for.
 
     Attributes:
-        url: where.
+        url: the address.
     """
 
     url: str
@@ -70,12 +72,12 @@ class Health:
 
 @dataclass(frozen=True)
 class ParentWarm:
-    """The worker parent has imported torch: from now on workers can be started at once.
+    """The worker parent has imported torch: workers can now be started at once.
 
     Attributes:
         pid: process id of the parent.
         method: "fork" or "exec": how it starts workers.
-        reason: why it is not "fork"; "" where it is.
+        reason: why it is not "fork"; "" if it is.
         import_s: seconds that the imports took.
     """
 
@@ -94,11 +96,11 @@ class Generation:
         world_size: workers of all its nodes.
         cause: why it was made, in the leader's words.
         kind: "start", "failure", "lost", "join", "drain" or "resize".
-        restarts: failures that count against --max-restarts so far.
-        in_place: whether workers that live go on in it; else all are started anew.
+        restarts: failures so far that count against --max-restarts.
+        in_place: whether living workers go on in it; else all are started anew.
         nodes: its nodes, by rank.
         resume_step: the step that its workers start from, as far as it is known before they have agreed on it.
-        index: this node's place among them, from 0.
+        index: this node's place among the nodes, from 0.
     """
 
     number: int
@@ -129,11 +131,11 @@ class WorkersStarted:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The workers of a later generation run. What they do until their first step is told by `recovery`.
+    """The workers of a later generation run. `recovery` follows after their first step.
 
     Attributes:
         generation: theirs.
-        phases: ms of each phase up to here; see `recovery`.
+        phases: ms of each phase so far; see `recovery`.
     """
 
     generation: int
@@ -147,9 +149,9 @@ class FirstStep:
     Attributes:
         generation: the generation.
         step: the step, counted over the whole run.
-        resumed_from: the step that was done when the generation began.
-        pause_s: seconds between the last step before it and this one; null where the node has made none before.
-        redone: steps that this node had done already, and that are done again.
+        resumed_from: the last step before the generation.
+        pause_s: seconds between the last step before it and this one; null if the node has made none before.
+        redone: steps that this node had done already, and does again.
     """
 
     generation: int
@@ -161,15 +163,15 @@ class FirstStep:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The pause between two generations is over on this node: a step, or an optimizer's, is done.
+    """The pause between two generations is over on this node: a step of a `Loop` or of an optimizer is done.
 
     Attributes:
         generation: the new one.
         pause_s: seconds between the last step before it and the first one after it.
-        phases: ms of each phase of the pause, by the name of what ended it: "detect" (something is known to have
-            happened), "agree" (another generation is agreed), "stop" (the old workers are gone), "start" (the new ones
-            run), "script" (`elasticrt.init` is called, or a living worker has its new seat), "init" (there is a process
-            group), "restore" (the state is back), "first_step" (a step is done). They add up to the pause.
+        phases: ms of each phase of the pause, by its end: "detect" (the change is known), "agree" (another generation
+            is agreed), "stop" (the old workers are gone), "start" (the new ones run), "script" (`elasticrt.init` is
+            called, or a living worker has its new seat), "init" (there is a process group), "restore" (the state is
+            restored), "first_step" (a step is done). They add up to the pause.
     """
 
     generation: int
@@ -192,13 +194,13 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Step:
-    """A step is done, as rank 0 says: at most ten times a second, by the agent of its node.
+    """A step is done, by rank 0: at most ten times a second, from the agent of its node.
 
     Attributes:
         generation: the generation.
         step: the step, counted over the whole run.
         epoch: the epoch, from 0.
-        scalars: the numbers given to `loop.report`, by name: at most a second old.
+        scalars: the numbers given to `loop.report`, by name, at most a second old.
     """
 
     generation: int
@@ -209,19 +211,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far this node's workers are, and what took time besides the steps: about every 5 s, and at the end.
+    """The progress of this node's workers, and the time spent besides the steps: about every 5 s, and at the end.
 
-    The seconds are those of this generation since this node's first step in it, of the worker that spent most.
+    The seconds count from this node's first step in this generation, for the worker that spent most.
 
     Attributes:
         generation: the generation.
         step: the last step that all of them have finished, counted over the whole run; 0 without a `Loop`.
-        data_s: seconds in which the loader was waited for.
+        data_s: seconds of waiting for the loader.
         save_s: seconds in which the training stood still for a checkpoint or a copy of the state.
         pause_s: seconds in `loop.pause`.
-        samples: of the data set, that the run has trained on so far, over all epochs; 0 without a sampler.
-        own_s: seconds of a step that each worker does not wait for the others' gradients, lately, in the order of the
-            ranks in `workers_started`; 0 where DDP has measured nothing.
+        samples: trained on by the run so far, over all epochs; 0 without a sampler.
+        own_s: seconds of each worker's own work in a step, without its wait for the others' gradients, lately, in the
+            order of the ranks in `workers_started`; 0 if DDP has measured nothing.
     """
 
     generation: int
@@ -235,13 +237,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint is durable, and is where a run without living workers goes on.
+    """A checkpoint is committed. A run without living workers resumes from the newest one.
 
     Attributes:
         step: the step it holds.
-        generation: that saved it.
+        generation: the generation that saved it.
         bytes: its size.
-        took_s: seconds since it was begun: the copy of the state, the writing, the commit.
+        took_s: seconds since it was begun: copying the state, writing, committing.
     """
 
     step: int
@@ -267,12 +269,12 @@ class Copied:
 
 @dataclass(frozen=True)
 class CopyDamaged:
-    """A copy in memory is not what was promised. No node resumes from it.
+    """A copy in memory is damaged. No node resumes from it.
 
     Attributes:
-        generation: that was to resume from it.
+        generation: the generation that was to resume from it.
         step: the step it should hold.
-        problem: what was found instead.
+        problem: what was found.
     """
 
     generation: int
@@ -296,11 +298,11 @@ class WorkerEnded:
     """A worker's process has ended.
 
     Attributes:
-        generation: in which it was started or had its last seat; 0 for one that set up beside the training.
+        generation: the generation of its start or its last seat; 0 for one that set up beside the training.
         rank: its global rank.
         pid: its process id.
         code: exit code, or minus the signal's number.
-        failure: how it failed, in a line; "" where it has not, or was ended by its agent.
+        failure: how it failed, in a line; "" if it has not, or was ended by its agent.
         collateral: whether it failed only because another one had.
     """
 
@@ -314,11 +316,11 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class MemberLost:
-    """The leader has taken a node out that was gone.
+    """The leader has taken out a lost node.
 
     Attributes:
         lost: the node.
-        how: what was known of it.
+        how: the evidence.
     """
 
     lost: str
@@ -327,14 +329,14 @@ class MemberLost:
 
 @dataclass(frozen=True)
 class Stalled:
-    """No step comes. Without `final` it is a warning.
+    """There is no step for too long. Without `final` it is a warning.
 
     Attributes:
         generation: the generation.
         step: the last step, counted over the whole run.
         age_s: seconds since then.
-        final: whether it is a failure now.
-        stacks: what the workers were doing: lines by rank.
+        final: whether it is a failure.
+        stacks: the stacks of the workers: lines by rank.
     """
 
     generation: int
@@ -349,11 +351,8 @@ class Late(Stalled):
     """Workers have not taken their new seats. The fields are those of `stalled`.
 
     Attributes:
-        generation: the generation.
         step: 0.
-        age_s: seconds since they were given them.
-        final: whether it is a failure now.
-        stacks: what the workers were doing: lines by rank.
+        age_s: seconds since they got them.
     """
 
 
@@ -362,25 +361,22 @@ class Paused(Stalled):
     """No step has been expected for a long time: `loop.pause`, a save, or code between two epochs.
 
     Attributes:
-        generation: the generation.
-        step: the last step, counted over the whole run.
         age_s: seconds since one was expected.
         final: false.
-        stacks: what the workers were doing: lines by rank.
     """
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Steps stand still, and the others wait for these ranks. A warning: nothing is ended. The node of rank 0 says it.
+    """Steps stand still, and the others wait for these ranks. A warning, which ends nothing, by the node of rank 0.
 
     Attributes:
         generation: the generation.
         step: the last step, counted over the whole run.
         age_s: seconds since then.
-        ranks: global ranks; none where no rank is behind the others.
+        ranks: global ranks; none if no rank is behind the others.
         nodes: theirs, or nodes that do not answer.
-        reason: what they do, where in the script, and what the others wait for.
+        reason: what they do, where in the script, and where the others wait.
     """
 
     generation: int
@@ -393,14 +389,14 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A node is slow, and the others wait for it in every step. The node of rank 0 says it, once while it is so.
+    """A node is slow, and the others wait for it in every step. Written once for a slow node, by the node of rank 0.
 
     Attributes:
         generation: the generation.
         step: the last step, counted over the whole run.
         slow: the node.
-        own_s: seconds that its own work takes in a step.
-        others_s: that of the other nodes, their median.
+        own_s: seconds of its own work in a step.
+        others_s: the median of the other nodes.
     """
 
     generation: int
@@ -415,7 +411,7 @@ class Failure:
     """The report of a run that has failed.
 
     Attributes:
-        text: lines for people: where each worker failed, and the end of what it printed.
+        text: lines for people: where each worker failed, and the end of its output.
     """
 
     text: str
@@ -423,12 +419,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """The run has ended. Every node says the same.
+    """The run has ended. Every node writes the same.
 
     Attributes:
         status: "succeeded" or "failed".
         code: the exit code of all agents.
-        reason: why, in words.
+        reason: why.
     """
 
     status: str
@@ -438,7 +434,7 @@ class Result:
 
 @dataclass(frozen=True)
 class AgentStopped:
-    """The agent ends. The last event of a life, but for one that is killed.
+    """The agent ends. The last event of its life, unless it is killed.
 
     Attributes:
         code: its exit code.
@@ -449,10 +445,10 @@ class AgentStopped:
 
 @dataclass(frozen=True)
 class Unheard:
-    """Nothing more is said on this agent's stderr.
+    """The agent can no longer write to its stderr.
 
     Attributes:
-        problem: why it cannot be written to.
+        problem: why.
     """
 
     problem: str
@@ -490,7 +486,7 @@ Event = (
 
 
 def kind_of(event: Event | type[Event]) -> str:
-    """The word for its kind on a line: `first_step` for a FirstStep."""
+    """The name of its kind on a line: `first_step` for FirstStep."""
     name = event.__name__ if isinstance(event, type) else type(event).__name__
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
@@ -498,27 +494,16 @@ def kind_of(event: Event | type[Event]) -> str:
 KINDS: dict[str, type[Any]] = {kind_of(kind): kind for kind in get_args(Event)}
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "float | None": (float, int, type(None)),
-    "bool": (bool,),
-    "str": (str,),
-    "tuple": (list,),
-    "dict": (dict,),
-}
-"""What JSON makes of each type of field."""
-
 
 @dataclass(frozen=True)
 class Record:
-    """An event with who said it and when.
+    """An event with its node and times.
 
     Attributes:
         event: what happened.
-        node: whose agent says so.
-        at: when, in seconds of its machine's monotonic clock.
-        time: when, in seconds since 1970 of its machine's wall clock.
+        node: the node whose agent has written it.
+        at: seconds of its machine's monotonic clock.
+        time: seconds since 1970, by its machine's wall clock.
     """
 
     event: Event
@@ -534,13 +519,14 @@ def encode(event: Event, node: str, at: float, time: datetime) -> bytes:
 
 
 def decode(line: bytes | str) -> Record | None:
-    """What a line says; None for one that says nothing to this version: half a line, another version or kind."""
+    """The record in a line; None for half a line, another version, or an unknown kind."""
     try:
         found = json.loads(line)
         if found["v"] != VERSION:
             return None
         kind = KINDS[found["event"]]
-        record = Record(_event(kind, found), str(found["node"]), float(found["at"]), _seconds(found["time"]))
+        event = typed(kind, {name: found[name] for name in kind.__dataclass_fields__ if name in found})
+        record = Record(event, str(found["node"]), float(found["at"]), _seconds(found["time"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return record
@@ -548,27 +534,3 @@ def decode(line: bytes | str) -> Record | None:
 
 def _seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
-
-
-def _event(kind: type[Any], found: dict[str, Any]) -> Event:
-    """Raises KeyError, TypeError for fields that are missing or of another type."""
-    values = {}
-    for name, types, optional in _FIELDS[kind]:
-        if optional and name not in found:
-            continue
-        value = found[name]
-        if type(value) not in types:
-            raise TypeError(name)
-        values[name] = tuple(value) if types is _TYPES["tuple"] else value
-    event: Event = kind(**values)
-    return event
-
-
-_FIELDS = {
-    kind: tuple(
-        (each.name, _TYPES[str(each.type).partition("[")[0]], {each.default, each.default_factory} != {MISSING})
-        for each in fields(kind)
-    )
-    for kind in _NAMES
-}
-"""Of each kind the names of its fields, what JSON makes of them, and whether one may be missing."""

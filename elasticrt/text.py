@@ -1,15 +1,14 @@
-"""Free text that travels: what an exception says, the end of a worker's output, script arguments, paths. Pure.
+"""Free text that travels: messages of exceptions, the end of a worker's output, script arguments, paths. Pure.
 
-Such a text may hold anything: control characters that a terminal obeys, bytes that are not UTF-8 (Python keeps them as
-lone surrogates, which no encoder takes), far more than a record may hold. Each kind of text has one function here, and
-the records apply it when they are made, so that none can be made that others refuse:
+It may have control characters that a terminal obeys, bytes that are not UTF-8 (lone surrogates in Python, which no
+encoder takes), and any length. Records apply these functions when they are made, so every record can be encoded:
 
-* `cut`: for people. Made plain, and shortened where it is too long.
-* `known`: to be compared with another one. As it is where that is short and plain, else told by its digest.
-* `packed`, `unpacked`: a path, which has to arrive as it is.
-* `shell`: a command, to be pasted.
+* `cut`: text for people, made plain and shortened.
+* `known`: text to be compared: itself if it is short and plain, else with its digest.
+* `packed`, `unpacked`: a path, which has to arrive unchanged.
+* `shell`: a command to be pasted.
 
-A limit counts bytes as JSON encodes them, because that is what travels.
+Limits count bytes in JSON, because that travels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 MARK = "..."
-"""Stands where something has been cut off."""
+"""The end of a text that was cut."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _NOT_PLAIN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -34,18 +33,18 @@ _PACKED = re.compile(r"\0([89a-f][0-9a-f])")
 
 
 def plain(text: str) -> str:
-    """The text without colours, and with visible escapes for all that a terminal obeys or an encoder refuses."""
+    """The text without colours, and with escapes for characters that a terminal obeys or an encoder refuses."""
     text = _COLOUR.sub("", text).replace("\r\n", "\n")
     return _NOT_PLAIN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def size(text: str) -> int:
-    """Bytes of a text that has no surrogates, as JSON encodes it, without its quotes."""
+    """Bytes of a text without surrogates in JSON, without the quotes."""
     return len(json.dumps(text, ensure_ascii=False).encode()) - 2
 
 
 def cut(text: str, bytes_max: int) -> str:
-    """The text made plain; if it is larger than `bytes_max`, its beginning, to a character's end, and a mark."""
+    """The plain text, or its beginning and a mark, of at most `bytes_max` bytes."""
     text = plain(text)
     if size(text) <= bytes_max:
         return text
@@ -55,7 +54,7 @@ def cut(text: str, bytes_max: int) -> str:
 
 
 def known(text: str, bytes_max: int) -> str:
-    """A text that is equal to another's exactly where the two texts are: the text itself, or a digest behind it."""
+    """A form of `text` that is equal for equal texts only: itself, or an excerpt with a digest."""
     shown = plain(text)
     if shown == text and size(text) <= bytes_max:
         return text
@@ -64,12 +63,12 @@ def known(text: str, bytes_max: int) -> str:
 
 
 def packed(path: str) -> str:
-    """A path, or another text of the system's, without surrogates: none of them holds a NUL, which marks a byte."""
+    """A path, or another text of the system, without surrogates. A NUL, which no path has, marks each such byte."""
     return _NOT_UTF8.sub(lambda found: f"\0{ord(found[0]) - 0xDC00:02x}", path)
 
 
 def unpacked(text: str) -> str:
-    """The reverse of `packed`. ValueError where it is no text of the system's."""
+    """The reverse of `packed`. Raises ValueError for any other text."""
     path = _PACKED.sub(lambda found: chr(0xDC00 + int(found[1], 16)), text)
     if "\0" in path:
         raise ValueError("a NUL in a path")
@@ -78,12 +77,12 @@ def unpacked(text: str) -> str:
 
 
 def shell(words: Iterable[str]) -> str:
-    """A command in one line that a shell takes for the same words, in any bytes."""
+    """A line that a shell splits into `words` again, whatever bytes they have."""
     return " ".join(map(_quoted, words))
 
 
 def log_line(time: str, level: str, kind: str, text: str, **fields: object) -> str:
-    """A line of ours for programs (`--log-format json`): one object of JSON, without the line's end."""
+    """A log line for programs (`--log-format json`): one object of JSON, without the line's end."""
     head = {"time": time, "level": level, "kind": kind, "text": plain(text)}
     return json.dumps({**head, **{name: value for name, value in fields.items() if name not in head}}, default=str)
 

@@ -23,7 +23,8 @@ def kinds() -> str:
 
 def section(name: str, kind: type[Any]) -> str:
     """One kind: what it says, and a table of its fields."""
-    said, _, attributes = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
+    parts = [(inspect.getdoc(each) or "").partition("\nAttributes:\n") for each in kind.__mro__[:-1]]
+    said, attributes = parts[0][0], "\n".join(part[2] for part in reversed(parts))  # Its own words override a base's.
     lines = [f"### {name}", "", " ".join(said.split()), "", "| field | type | meaning |", "|---|---|---|"]
     meanings = {found[1]: " ".join(found[2].split()).removesuffix(".") for found in ENTRY.finditer(attributes)}
     for field, each in kind.__dataclass_fields__.items():

@@ -18,7 +18,7 @@ from typing import Any
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
-from elasticrt.liveness.prober import nobody
+from elasticrt.liveness.prober import no_witnesses
 from elasticrt.rendezvous.decision import (
     Decision,
     Drain,
@@ -211,7 +211,7 @@ class EventLoop:
                 side.drain(decision.reason)
             case Probe():
                 # A wrong word about a node costs little where workers go on in place: there, two agree sooner.
-                self.prober.ask(decision.seats, member.view.witnesses if member.me.record.has_state else nobody)
+                self.prober.ask(decision.seats, member.view.witnesses if member.me.record.has_state else no_witnesses)
                 return self._clock.monotonic() + PROBE_S
             case Rejoin():
                 if not side.left_out(decision.reason):

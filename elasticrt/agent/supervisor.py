@@ -542,7 +542,7 @@ class Supervisor:
             return
         if event.why != "late" and (not self._is_current(event) or state.seat is None or state.failed_at is not None):
             return
-        failure = self.hangs.told(event, state.ranks)
+        failure = self.hangs.report(event, state.ranks)
         if failure is not None:
             self._state = replace(state, failures=(failure,), failed_at=self._clock.monotonic())
             self.progress.disturbed()

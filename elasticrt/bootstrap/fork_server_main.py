@@ -25,7 +25,6 @@ from elasticrt.bootstrap.child_process import Job
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.messages import Exited, Message, Signal, Start, Started, Warm
 from elasticrt.ipc.std_streams import occupy
-from elasticrt.ipc.wakeup import Wakeup
 
 SWEEP_AGAIN_S = 0.02
 SWEEP_MAX_S = 2.0
@@ -58,8 +57,8 @@ class ForkServer:
         self._executes = True
         self._workers: dict[int, _Worker] = {}
         self.signals: dict[int, Any] = {number: signal.getsignal(number) for number in _IGNORED}
-        self._bell = Wakeup()
-        self._bell.ring_on_signals()
+        self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # Gets a byte for each signal that has a handler.
+        signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         # A handler has to be there for the wake-up to happen; the work is done in the loop.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         for number in _IGNORED:
@@ -68,7 +67,8 @@ class ForkServer:
     def forget(self) -> None:
         """In a fork: close what only the parent may hold."""
         self._channel.close()
-        self._bell.close()
+        for fd in self._wakeup:
+            os.close(fd)
         for worker in self._workers.values():
             if worker.errors_fd >= 0:
                 os.close(worker.errors_fd)
@@ -91,7 +91,7 @@ class ForkServer:
     def _turn(self) -> Job | None:
         sweeps = any(worker.code is not None for worker in self._workers.values())
         channel = self._channel.fileno()
-        ready = select.select([channel, self._bell.fileno()], [], [], SWEEP_AGAIN_S if sweeps else None)[0]
+        ready = select.select([channel, self._wakeup[0]], [], [], SWEEP_AGAIN_S if sweeps else None)[0]
         self._reap()
         if channel not in ready:
             return None
@@ -167,8 +167,10 @@ class ForkServer:
         return None
 
     def _reap(self) -> None:
-        """Reap ended children, sweep up what workers left behind, and report workers of which nothing is left."""
-        self._bell.heard()
+        """Learn which children ended, sweep what workers left behind, and report those of which nothing is left."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wakeup[0], 4096):
+                pass
         with contextlib.suppress(ChildProcessError):
             # Its session is killed before a worker is reaped: until then no other process can get its number.
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -218,7 +220,7 @@ class ForkServer:
                     # The agent may have closed only its sending side, and still read how they ended.
                     self._reap()
                 if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    select.select([self._bell], [], [], SWEEP_AGAIN_S)
+                    select.select([self._wakeup[0]], [], [], SWEEP_AGAIN_S)
             except ChildProcessError:
                 return
 

@@ -18,7 +18,6 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
-from elasticrt.story.page import page
 from elasticrt.text import plain
 
 LOOK_EVERY_S = 0.2
@@ -27,7 +26,7 @@ RUNS_SHOWN = 20
 REPORT = """\
 examples:
   elasticrt report calm-fox-k7m2p
-  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html      needs matplotlib
+  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html
 
 Nodes without a shared directory each have the events of their own: copy them into one to see them together.
 """
@@ -59,7 +58,7 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     made = _command(subparsers, "report", show, "show how a run went: where its time went, what changes cost", REPORT)
-    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
+    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page")
     runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS, run=False)
     runs.set_defaults(run=None)
     text = "show the runs of this machine on a page of a browser, until interrupted"
@@ -117,7 +116,9 @@ def show(arguments: argparse.Namespace) -> int:
     if not arguments.html:
         write(sys.stdout, plain("\n".join(report.report(story))) + "\n")
         return EXIT_OK
-    text = page(story)
+    from elasticrt.cli.dashboard import still
+
+    text = still(story)
     try:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)

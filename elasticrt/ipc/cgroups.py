@@ -1,7 +1,7 @@
-"""How much memory a process may use: what the machine has, and what each control group around the process allows.
+"""How much memory a process may use: the rest of the machine's, and of each control group around the process.
 
-A container, a scheduler's job and a slice of systemd are control groups inside others, and each may have a limit of its
-own: the one with the least room decides. Both versions are found, also side by side, wherever they are mounted.
+A container, a scheduler's job and a slice of systemd are nested control groups, each with its own limit. The one with
+the least room decides. Versions 1 and 2 are found, also side by side, wherever they are mounted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ STAT = "memory.stat"
 
 @dataclass(frozen=True)
 class Names:
-    """How a version of control groups calls what it says of memory.
+    """The names of files and fields in one version of control groups.
 
     Attributes:
         limits, usage: files with a number of bytes.
-        cache: in the file `STAT`: the bytes that the kernel can drop.
+        cache: the field of the file `STAT` with the bytes that the kernel can drop.
         events: the file that has a field `oom_kill`.
     """
 
@@ -38,7 +38,7 @@ VERSIONS = {
 
 
 def groups(memberships: str, mounts: str) -> list[tuple[str, Names]]:
-    """The directories of the memory control groups that a process is in, from its own up to each mount's top. Pure.
+    """The directories of a process's memory control groups, from its own up to each mount's top. Pure.
 
     Args:
         memberships: /proc/self/cgroup.
@@ -62,14 +62,14 @@ def groups(memberships: str, mounts: str) -> list[tuple[str, Names]]:
 
 
 def _lines(text: str) -> list[str]:
-    """Those of the kernel. Names may hold what `splitlines` takes for an end as well."""
+    """The lines of `text`. Names may have characters at which `splitlines` would split."""
     return [line for line in text.split("\n") if line]
 
 
 def _upwards(path: str, root: str, top: str) -> list[str]:
-    """From the group `path` up to the group `root`, which is mounted at `top`.
+    """The directories from the group `path` up to the group `root`, which is mounted at `top`.
 
-    Where the mount shows another part of the tree, as a container's may, its top is all that can be seen of us.
+    If the mount shows another part of the tree, as in some containers, only its top is known.
     """
     group = PurePosixPath(path)
     visible = group.is_relative_to(root) and ".." not in group.parts
@@ -78,18 +78,18 @@ def _upwards(path: str, root: str, top: str) -> list[str]:
 
 
 def _unescaped(field: str) -> str:
-    """Blanks and the like are octal numbers in mountinfo."""
+    """A field of mountinfo, where blanks and the like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def memory_groups(root: Path = Path("/")) -> list[tuple[Path, Names]]:
-    """Those that this process is in, as `groups` finds them. `root`: where /proc and /sys are."""
+    """The memory control groups of this process, as in `groups`. `root`: the parent of /proc and /sys."""
     found = groups(text_of(root / "proc/self/cgroup"), text_of(root / "proc/self/mountinfo"))
     return [(root / directory.lstrip("/"), names) for directory, names in found]
 
 
 def text_of(path: Path) -> str:
-    """A file's content; "" where there is none to read: then the kernel has nothing to say."""
+    """The content of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -97,9 +97,9 @@ def text_of(path: Path) -> str:
 
 
 def room(files: Mapping[str, str], names: Names) -> int | None:
-    """Bytes that may still be used in one control group, from its files' texts; None for no limit. Pure.
+    """Bytes that may still be used in one control group, from the texts of its `files`; None for no limit. Pure.
 
-    The kernel drops cached files that nobody has used lately before it runs out: they count as free.
+    Cached files that were not used lately count as free: the kernel drops them first.
     """
     limits = [int(text) for name in names.limits if (text := files.get(name, "").strip()).isdigit()]
     usage = files.get(names.usage, "").strip()
@@ -111,7 +111,7 @@ def room(files: Mapping[str, str], names: Names) -> int | None:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still use. `root`: where /proc and /sys are."""
+    """The bytes of memory that this process may still use. `root`: the parent of /proc and /sys."""
     fields = dict(line.split(":", 1) for line in text_of(root / "proc/meminfo").splitlines())
     free = [int(fields["MemAvailable"].split()[0]) * 1024]
     for group, names in memory_groups(root):

@@ -1,7 +1,7 @@
-"""A channel: messages in frames over a unix stream socket, with file descriptors attached where needed.
+"""A channel: messages in frames over a unix stream socket, with file descriptors.
 
-A frame is a four-byte length and the encoded message. Descriptors travel with the first byte of the frame they belong
-to. The reading side takes ownership of them: whoever receives closes.
+A frame is a four-byte length and the encoded message. Descriptors travel with the first byte of their frame. The
+receiver owns them, and closes them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LENGTH = struct.Struct("!I")
 _FDS_MAX = 16
 
 
-class ChannelClosed(Exception):  # noqa: N818  It is the ordinary way in which the other side says goodbye.
-    """The other side is gone (its process ended, or it closed the channel)."""
+class ChannelClosed(Exception):  # noqa: N818  It is the ordinary end of a channel.
+    """The other side has ended, or has closed the channel."""
 
 
 class Channel:
-    """One end, on `sock`. `send` may be called from several threads if the caller locks; `receive` from one."""
+    """One end, on `sock`. One thread at a time may call `send`, and one `receive`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -34,13 +34,13 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """A channel and the raw socket for the other side (to be passed on as a descriptor, then closed here)."""
+        """A channel, and the socket of the other side, which is passed on as a descriptor and then closed here."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(mine), theirs
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
-        """The channel behind an inherited descriptor `fd`, which becomes close-on-exec. OSError when it is none."""
+        """The channel behind an inherited descriptor `fd`, which becomes close-on-exec. Raises OSError for others."""
         os.set_inheritable(fd, False)
         return cls(socket.socket(fileno=fd))
 
@@ -49,7 +49,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send one message whole, with `fds`. Raises ChannelClosed when nobody is there to read it."""
+        """Send a whole message, with `fds`. Raises ChannelClosed if the other side has ended."""
         body = encode(message)
         frame = _LENGTH.pack(len(body)) + body
         try:
@@ -59,10 +59,10 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, list[int]] | None:
-        """The next message and the descriptors that came with it; None when `timeout_s` passes first.
+        """The next message and its descriptors; None after `timeout_s` seconds without one.
 
-        None as timeout waits for ever: only for a process that has nothing else to do and ends when the other side
-        does. Raises ChannelClosed at the end of the stream, ValueError on a frame that is none.
+        Without a timeout it waits for ever, which is right only for a process that ends with the other side. Raises
+        ChannelClosed at the end of the stream, ValueError for a malformed frame.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -76,14 +76,14 @@ class Channel:
             self._read_some()
 
     def pending(self) -> bool:
-        """Whether a whole message is buffered already, so that `select` on the socket would miss it."""
+        """Whether a whole message is buffered, which `select` on the socket would miss."""
         if len(self._buffer) < _LENGTH.size:
             return False
         (length,) = _LENGTH.unpack_from(self._buffer)
         return len(self._buffer) >= _LENGTH.size + int(length)
 
     def close(self) -> None:
-        """Close this end and any descriptors that were received but never taken."""
+        """Close this end, and descriptors that were received with an incomplete frame."""
         for fd in self._fds:
             os.close(fd)
         self._fds = []
@@ -98,8 +98,8 @@ class Channel:
         return decode(body)
 
     def _read_some(self) -> None:
-        # Never more than the frame at hand: a frame without descriptors that is read together with the next one would
-        # be handed that one's descriptors. (The kernel ends a recvmsg after descriptors, not before them.)
+        # Read no further than this frame. Otherwise a frame without descriptors would get those of the next one: the
+        # kernel ends a recvmsg after descriptors, not before them.
         wanted = _LENGTH.size - len(self._buffer)
         if wanted <= 0:
             wanted = _LENGTH.size + int(_LENGTH.unpack_from(self._buffer)[0]) - len(self._buffer)

@@ -1,7 +1,7 @@
-"""Telling a failure that is only the consequence of another worker's from a cause. Pure.
+"""Tells collateral errors from causes. Pure.
 
-When one worker dies, all others fail in their next collective. Those errors are *collateral*: true, and of no use. The
-agent leaves them out of blame, and a worker prints one line for them instead of a traceback.
+When one worker dies, all others fail in their next collective. These errors are *collateral*: true, but of no use. The
+agent does not blame them, and a worker prints one line for them instead of a traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PEER_IS_GONE = re.compile(
 NEVER_MET = re.compile(
     r"connectfullmesh failed|socketstartconnect|failed to connect to any network address", re.IGNORECASE
 )
-"""What gloo, NCCL and torch's store say when workers cannot reach each other at the addresses that they announce."""
+"""Errors of gloo, NCCL and torch's store when workers cannot reach each other at their announced addresses."""
 
 _ANNOUNCED = re.compile(r"remote=\[([^\]]+)\]|connect to ([0-9a-f.:]+)<|address of \(([^,)]+),", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
@@ -31,21 +31,24 @@ _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch
 def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
     """Whether an exception says that a peer is gone, and nothing about this worker.
 
-    Judged by type and message (also of those in its `callstack`), never by what else is in the log. A user's
-    own network error has the same words, so torch's communication has to be in the message or the traceback.
+    Args:
+        exception: its type, possibly with a module.
+        message: its text.
+        callstack: its traceback. The exceptions of a chain are judged as well. A user's own network error has the same
+            words, so torch's communication has to be in the message or the traceback.
     """
     chain = [(exception, message), *exceptions_in(callstack)]
     return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
 
 
 def announced_address(message: str) -> str:
-    """The address at which another worker was not reached; "" when the message does not say."""
+    """The address at which another worker was not reached; "" if it is not in the message."""
     found = _ANNOUNCED.search(message)
     return next(filter(None, found.groups()), "") if found else ""
 
 
 def is_of_a_collective(exception: str, message: str, callstack: str = "") -> bool:
-    """Whether an exception comes from torch's communication, whatever it says: a group that was cut off says much."""
+    """Whether an exception comes from torch's communication. Its text does not matter: a cut group has many."""
     name = exception.rpartition(".")[2]
     return name in _NETWORK_TYPES | _COLLECTIVE_TYPES and bool(
         name.startswith("Dist") or _COMMUNICATION.search(message) or _COMMUNICATION.search(callstack)
@@ -65,7 +68,7 @@ TRACEBACK = "Traceback (most recent call last):"
 
 
 def exceptions_in(callstack: str) -> list[tuple[str, str]]:
-    """Type and message of the exceptions that a printed traceback ends with: one for each block of a chain."""
+    """Type and message of the exceptions in a printed traceback: one for each block of a chain."""
     found, inside = [], False
     for line in callstack.splitlines():
         if line.endswith(TRACEBACK):

@@ -1,9 +1,9 @@
-"""Which process saves to a checkpoint directory: its record there, and whether it lives.
+"""The owner of a checkpoint directory: one run saves to it at a time.
 
-One run saves to a directory at a time. The owner, an agent or a process without one, writes a record into the directory
-and touches it every other second. A process that wants the directory asks whether the owner's process lives, if that is
-on its machine; otherwise it waits until the record is touched or stale. Ages are read from the directory's own clock:
-no clock crosses a host. File locks do not serve here: NFS may give one to two processes.
+The owner, an agent or a process without one, writes a record into the directory and touches it every two seconds.
+Another process on the same machine checks whether the owner's process lives. One on another machine waits until the
+record is touched or too old; its age is measured by the directory's own clock. A file lock is no alternative: NFS may
+grant it twice.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Literal
 
 from elasticrt.ipc.file_modes import FILE_MODE
 from elasticrt.ipc.proc import machine, start_of
+from elasticrt.ipc.typed import typed
 
 NAME = ".owner"
 BEAT_S = 2.0
 STALE_S = 10.0
-"""A record that has not been touched for this long is stale. Five beats: a disk or a process may stall."""
+"""An older record has no owner. It is five beats, because a disk or a process may stand still for a while."""
 
 LOOK_AGAIN_S = 0.5
 _BYTES_MAX = 4096
@@ -32,16 +33,16 @@ _BYTES_MAX = 4096
 
 @dataclass(frozen=True)
 class Owner:
-    """The record of an owner.
+    """A record.
 
     Attributes:
         run: its run id, "" without an agent.
-        store: the identity of its store, "" without an agent.
+        store: the identity of its store, "" without one.
         node: its node's name, or its host's without an agent.
         machine: the boot and the process namespace in which `pid` counts.
         pid: of the agent, or of the process without one.
-        started: when that process started, in the kernel's ticks since boot.
-        token: new for each time that the directory is taken.
+        started: when that process started, in ticks since boot.
+        token: new each time that the directory is taken.
     """
 
     run: str
@@ -54,19 +55,16 @@ class Owner:
 
     @classmethod
     def here(cls, run: str, store: str, node: str) -> Owner:
-        """This process."""
+        """The record of this process."""
         return cls(run, store, node, machine(), os.getpid(), start_of(os.getpid()), secrets.token_hex(8))
 
     @classmethod
     def from_json(cls, text: bytes) -> Owner | None:
-        """None for what is no record."""
+        """The record in `text`; None if it is none."""
         try:
-            fields = json.loads(text)
-            owner = cls(**fields)
-        except (ValueError, TypeError, RecursionError):
+            return typed(cls, json.loads(text))
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        kinds = {name: int if name in ("pid", "started") else str for name in cls.__dataclass_fields__}
-        return owner if all(type(fields[name]) is kind for name, kind in kinds.items()) else None
 
     def __str__(self) -> str:
         who = f"run {self.run}, " if self.run else ""
@@ -77,12 +75,12 @@ Verdict = Literal["free", "ours", "taken", "unsure"]
 
 
 def judge(found: Owner | None, me: Owner, *, runs: bool, age_s: float) -> Verdict:
-    """Whether `me` may save to a directory whose record is `found`. Pure.
+    """Whether `me` may save to a directory with the record `found`. Pure.
 
     Args:
-        found: the record, None where there is none that can be read.
+        found: the record; None if there is none, or it cannot be read.
         me: the process that wants to save.
-        runs: whether this machine runs the process of the record.
+        runs: whether this machine has the process of the record.
         age_s: seconds since the record was touched, by the directory's clock.
     """
     if found is None:
@@ -91,7 +89,7 @@ def judge(found: Owner | None, me: Owner, *, runs: bool, age_s: float) -> Verdic
     if same_machine and (found.pid, found.started) == (me.pid, me.started):
         return "ours"
     if found.run and found.run == me.run and (found.store == me.store or same_machine):
-        return "ours"  # Another node of the same run, whose generations are fenced by its store.
+        return "ours"  # Another node of the same run: its commits are fenced by the store.
     if same_machine:
         return "taken" if runs else "free"
     return "free" if age_s > STALE_S else "unsure"
@@ -102,7 +100,7 @@ class Holding:
 
     Args:
         directory: the checkpoint directory; it exists.
-        owner: the process that holds it.
+        owner: its record.
     """
 
     def __init__(self, directory: Path, owner: Owner) -> None:
@@ -114,9 +112,9 @@ class Holding:
         self._thread: threading.Thread | None = None
 
     def take(self) -> Owner | None:
-        """Become the owner. Returns the present owner instead if it lives. Raises OSError.
+        """Become the owner. Returns the record of another live owner, if there is one. Raises OSError.
 
-        Takes up to `STALE_S` when the record is of another machine.
+        If that owner is on another machine, this takes up to STALE_S.
         """
         before: tuple[Owner | None, int] | None = None
         while True:
@@ -135,18 +133,18 @@ class Holding:
             time.sleep(LOOK_AGAIN_S)
 
     def lost(self) -> Owner | None:
-        """The owner of another run that has taken the directory since. Writes a record that is missing anew."""
+        """The owner that has taken the directory since; None without one. A deleted record is written again."""
         try:
             found, _ = self._read()
             if found is None:
                 self._write_draft()
                 self._publish()
         except OSError:
-            return None  # Then a checkpoint cannot be written either, and that error is shown.
+            return None  # The next checkpoint cannot be written either, and that is reported.
         return None if judge(found, self._owner, runs=True, age_s=0.0) in ("free", "ours") else found
 
     def release(self) -> None:
-        """Remove the record if it is still ours. Does nothing in a fork of the process that holds it."""
+        """Remove the record, if it is still ours. A fork of the owner does nothing."""
         if self._pid != os.getpid():
             return
         self._ended.set()
@@ -155,13 +153,13 @@ class Holding:
                 self._path.unlink()
 
     def _write_draft(self) -> int:
-        """Write the record under a temporary name. Returns the time by the directory's clock, in nanoseconds."""
+        """Write the record to a file of its own. Returns the time by the directory's clock, in nanoseconds."""
         fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             os.write(fd, json.dumps(asdict(self._owner)).encode())
             os.utime(fd)
             return os.fstat(fd).st_mtime_ns
-        except OSError:  # No room: an empty file would be left.
+        except OSError:  # The disk is full: leave no empty file.
             self._draft.unlink()
             raise
         finally:
@@ -184,7 +182,7 @@ class Holding:
         return found is not None and found.token == self._owner.token
 
     def _read(self) -> tuple[Owner | None, int]:
-        """The record, and when it was touched, by the directory's clock, in nanoseconds. Raises OSError."""
+        """The record, and when it was touched by the directory's clock, in nanoseconds. Raises OSError."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:

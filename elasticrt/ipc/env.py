@@ -1,7 +1,7 @@
-"""The environment of a worker, as values: what the agent writes is what the training process reads. Pure.
+"""The environment of a worker, as a value that the agent writes and the training process reads. Pure.
 
-`WorkerEnv.to_env` sets every variable that torchrun sets, with its meaning, plus a few `ELASTICRT_*`. Restart count
-and generation are the run's, not this node's, so they are equal on all ranks.
+`WorkerEnv.to_env` sets every variable that torchrun sets, with its meaning, and some `ELASTICRT_*`. Restart count and
+generation are those of the run, so all ranks have the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ HIDDEN = (
     "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_TASKS_PER_NODE",
 )
-"""What SLURM says of its own task, which is the agent. Libraries that find it take it for the worker's rank and world
-size, and meet at an address of their own. Nothing else of the user's environment is touched."""
-
+"""Variables of SLURM's own task, which is the agent. Libraries would take them for the worker's rank and world size,
+and meet at an address of their own. The rest of the user's environment is not touched."""
 
 STRICT = {"extra": "forbid", "strict": True}
-"""What pydantic, which the agent has, is to make of these dataclasses in a record. Workers do without it."""
+"""How pydantic, which only the agent has, validates these dataclasses in a record."""
 
 COUNT_MAX = 2**53
 PATH_BYTES_MAX = 4096
@@ -43,7 +42,10 @@ _HEX16, _HEX64 = "[0-9a-f]{16}", "[0-9a-f]{64}"
 
 
 class _Record:
-    """A dataclass of whole numbers and of texts with a form, as JSON. Raises ValueError that names a wrong field."""
+    """A dataclass of whole numbers and texts, as JSON. `FORMS` has a pattern for each text.
+
+    Raises ValueError that names a wrong field.
+    """
 
     __pydantic_config__ = STRICT
     FORMS: ClassVar[Mapping[str, str]] = {}
@@ -72,16 +74,16 @@ class _Record:
     def from_fields(cls: type[Made], found: object) -> Made:
         """Build it from `found`, a parsed JSON object. Raises ValueError that says what is wrong."""
         try:
-            return cls(**found)  # type: ignore[arg-type]  # The TypeError is what is wanted.
+            return cls(**found)  # type: ignore[arg-type]  # A wrong type raises TypeError.
         except TypeError as error:  # A field is missing or unknown, or it is no object.
             raise ValueError(f"not the fields of a {cls.__name__.lower()}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Commit(_Record):
-    """A committed checkpoint, or one that is to be committed: the one shape of a checkpoint's head.
+    """A checkpoint that is committed or to be committed.
 
-    It is the value in etcd, a part of the manifest, and what a worker resumes from.
+    It is the head in etcd, a part of the manifest, and what a worker resumes from.
 
     Attributes:
         step: steps trained in the state that the file holds.
@@ -95,8 +97,8 @@ class Commit(_Record):
         size: bytes of the payload.
         serial: larger than that of every checkpoint that its writer knew of.
         node: the node whose rank 0 wrote it, which has the file if the directory is not shared; "" without an agent.
-        place: 16 hex digits that tell the run's directories apart, the same on all nodes; "" where it has only one.
-        total: steps that the run had trained by then, in all of its directories; 0 where that is `step`.
+        place: 16 hex digits that identify the directory in the run, the same on all nodes; "" if the run has only one.
+        total: steps that the run had trained by then, with all its directories; 0 if that is `step`.
 
     Raises ValueError when a field does not have its form.
     """
@@ -132,7 +134,7 @@ class Commit(_Record):
 
     @property
     def reached(self) -> int:
-        """How far the run had come: the steps of all its loops."""
+        """The steps of the run, in all its loops."""
         return self.total or self.step
 
 
@@ -141,7 +143,7 @@ class Copy(_Record):
     """A copy of the training state in a node's memory, which a generation can resume from.
 
     Attributes:
-        step: steps of the run, as `Commit.reached`.
+        step: steps of the run, as in `Commit.reached`.
         epoch: as in Commit.
         size: bytes of the copy.
         digest: SHA-256 of the copy, 64 hex digits.
@@ -161,13 +163,13 @@ class Copy(_Record):
     FORMS = {"digest": _HEX64, "place": f"({_HEX16})?"}  # noqa: RUF012  It is one of the base class.
 
 
-def _told(variable: str, default: Any = MISSING) -> Any:
-    """A field of `WorkerEnv`, and the variable that says it."""
+def _variable(variable: str, default: Any = MISSING) -> Any:
+    """A field of `WorkerEnv` with its variable."""
     return field(default=default, metadata={"variable": variable})
 
 
 def _text(value: object) -> str:
-    """What a variable says of a value; the reverse of `_value`."""
+    """The text of a variable; the reverse of `_value`."""
     if value is None:
         return ""
     if isinstance(value, Commit | Copy):
@@ -176,7 +178,7 @@ def _text(value: object) -> str:
 
 
 def _value(variable: str, kind: str, text: str) -> Any:
-    """The value of a field of type `kind`. Raises ValueError that names the variable."""
+    """The value of type `kind` in the `text` of a variable. Raises ValueError that names the variable."""
     try:
         return _PARSERS[kind](text)
     except ValueError as error:
@@ -194,55 +196,55 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """Everything a worker is told by its agent, each field with the variable that says it.
+    """The settings of a worker, from its agent. Each field has its variable.
 
-    `resume` is the head that the generation resumes from; with `copy` it resumes from that copy in memory instead,
+    `resume` is the head from which the generation resumes. With `copy` it resumes from that copy in memory instead,
     which descends from `resume`.
 
-    Descriptors are numbers of inherited file descriptors, -1 where there is none: `channel_fd` (unix stream socket to
-    the agent), `page_fd` (status page, a memfd), `listen_fd` (global rank 0 only: a bound, listening TCP socket for
-    the generation's store), `state_fd` (global rank 0 with `copy`: the memfd that holds it).
+    File descriptors are inherited; -1 is none: `channel_fd` (unix stream socket to the agent), `page_fd` (status page,
+    a memfd), `listen_fd` (global rank 0: a bound, listening TCP socket for the generation's store), `state_fd` (global
+    rank 0 with `copy`: its memfd).
 
     `cause`: why the generation was made, in its leader's words.
 
-    `as_srun`: say the same as `srun` would of its tasks, for scripts that read SLURM_PROCID and so on.
+    `as_srun`: set `srun`'s variables as well, for scripts that read SLURM_PROCID and so on.
 
-    `gpu`: the only one that it sees, in the words of CUDA_VISIBLE_DEVICES; the script is then told that its local rank
-    is 0. "": it sees what its agent sees. `signals`: names of those that make its agent leave, with commas.
+    `gpu`: the only GPU that the worker sees, as in CUDA_VISIBLE_DEVICES; LOCAL_RANK is then 0. "": it sees the GPUs of
+    its agent. `signals`: the names of those that make its agent leave, with commas.
 
     `beside`: it sets up while others train, in a world of its own, and waits to be let in; rank and world size are then
     what they would be, and `generation` is 0 until it has a seat.
     """
 
-    rank: int = _told("RANK")
-    local_rank: int = _told("ELASTICRT_LOCAL_RANK")
-    world_size: int = _told("WORLD_SIZE")
-    local_world_size: int = _told("LOCAL_WORLD_SIZE")
-    group_rank: int = _told("GROUP_RANK")
-    group_world_size: int = _told("GROUP_WORLD_SIZE")
-    master_addr: str = _told("MASTER_ADDR")
-    master_port: int = _told("MASTER_PORT")
-    restart_count: int = _told("TORCHELASTIC_RESTART_COUNT")
-    max_restarts: int = _told("TORCHELASTIC_MAX_RESTARTS")
-    run_id: str = _told("TORCHELASTIC_RUN_ID")
-    attempt: int = _told("ELASTICRT_ATTEMPT")
-    generation: int = _told("ELASTICRT_GENERATION")
-    nonce: str = _told("ELASTICRT_NONCE")
-    node: str = _told("ELASTICRT_NODE")
-    run_dir: str = _told("ELASTICRT_RUN_DIR")
-    role: str = _told("ROLE_NAME", "default")
-    cause: str = _told("ELASTICRT_CAUSE", "")
+    rank: int = _variable("RANK")
+    local_rank: int = _variable("ELASTICRT_LOCAL_RANK")
+    world_size: int = _variable("WORLD_SIZE")
+    local_world_size: int = _variable("LOCAL_WORLD_SIZE")
+    group_rank: int = _variable("GROUP_RANK")
+    group_world_size: int = _variable("GROUP_WORLD_SIZE")
+    master_addr: str = _variable("MASTER_ADDR")
+    master_port: int = _variable("MASTER_PORT")
+    restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT")
+    max_restarts: int = _variable("TORCHELASTIC_MAX_RESTARTS")
+    run_id: str = _variable("TORCHELASTIC_RUN_ID")
+    attempt: int = _variable("ELASTICRT_ATTEMPT")
+    generation: int = _variable("ELASTICRT_GENERATION")
+    nonce: str = _variable("ELASTICRT_NONCE")
+    node: str = _variable("ELASTICRT_NODE")
+    run_dir: str = _variable("ELASTICRT_RUN_DIR")
+    role: str = _variable("ROLE_NAME", "default")
+    cause: str = _variable("ELASTICRT_CAUSE", "")
     as_srun: bool = False
-    gpu: str = _told("ELASTICRT_GPU", "")
-    signals: str = _told("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
-    beside: bool = _told("ELASTICRT_BESIDE", default=False)
-    error_file: str = _told("TORCHELASTIC_ERROR_FILE", "")
-    resume: Commit | None = _told("ELASTICRT_RESUME", None)  # noqa: RUF009  It makes a field.
-    copy: Copy | None = _told("ELASTICRT_COPY", None)  # noqa: RUF009  It makes a field.
-    state_fd: int = _told("ELASTICRT_STATE_FD", -1)
-    channel_fd: int = _told("ELASTICRT_CHANNEL_FD", -1)
-    page_fd: int = _told("ELASTICRT_PAGE_FD", -1)
-    listen_fd: int = _told("ELASTICRT_LISTEN_FD", -1)
+    gpu: str = _variable("ELASTICRT_GPU", "")
+    signals: str = _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    beside: bool = _variable("ELASTICRT_BESIDE", default=False)
+    error_file: str = _variable("TORCHELASTIC_ERROR_FILE", "")
+    resume: Commit | None = _variable("ELASTICRT_RESUME", None)  # noqa: RUF009  It makes a field.
+    copy: Copy | None = _variable("ELASTICRT_COPY", None)  # noqa: RUF009  It makes a field.
+    state_fd: int = _variable("ELASTICRT_STATE_FD", -1)
+    channel_fd: int = _variable("ELASTICRT_CHANNEL_FD", -1)
+    page_fd: int = _variable("ELASTICRT_PAGE_FD", -1)
+    listen_fd: int = _variable("ELASTICRT_LISTEN_FD", -1)
 
     @property
     def resume_step(self) -> int:
@@ -251,17 +253,17 @@ class WorkerEnv:
 
     def to_env(self) -> dict[str, str]:
         """The variables to set, on top of the user's own environment."""
-        told = {each.metadata["variable"]: getattr(self, each.name) for each in fields(self) if each.metadata}
-        told |= {
+        variables = {each.metadata["variable"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+        variables |= {
             "LOCAL_RANK": 0 if self.gpu else self.local_rank,
             "ROLE_RANK": self.rank,
             "ROLE_WORLD_SIZE": self.world_size,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         if self.gpu:
-            told["CUDA_VISIBLE_DEVICES"] = self.gpu
+            variables["CUDA_VISIBLE_DEVICES"] = self.gpu
         if self.as_srun:
-            told |= {
+            variables |= {
                 "SLURM_PROCID": self.rank,
                 "SLURM_LOCALID": self.local_rank,
                 "SLURM_NODEID": self.group_rank,
@@ -271,25 +273,25 @@ class WorkerEnv:
                 "SLURM_JOB_NUM_NODES": self.group_world_size,
                 "SLURM_NTASKS_PER_NODE": self.local_world_size,
             }
-        return {variable: _text(value) for variable, value in told.items()}
+        return {variable: _text(value) for variable, value in variables.items()}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> WorkerEnv | None:
-        """Read back from `env` what an elasticrt agent set; None when no such agent started this process.
+        """Read the variables of `to_env` in `env`; None if no agent started this process.
 
-        Raises ValueError naming the variable when one is missing or malformed.
+        Raises ValueError that names a missing or malformed variable.
         """
         if "ELASTICRT_GENERATION" not in env:
             return None
-        told = {}
+        values = {}
         for each in fields(cls):
             variable = each.metadata.get("variable", "")
             if variable in env or (variable and each.default is MISSING):
-                told[each.name] = _value(variable, str(each.type), env.get(variable, ""))
-        return cls(**told)
+                values[each.name] = _value(variable, str(each.type), env.get(variable, ""))
+        return cls(**values)
 
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment as workers get it: all of it, less our own credentials, etcd's settings and `HIDDEN`."""
+    """The user's environment for workers: all of it, without our credentials, etcd's settings and `HIDDEN`."""
     kept = (name for name in env if name not in HIDDEN and not name.startswith(REMOVED_PREFIXES))
     return {name: env[name] for name in kept}

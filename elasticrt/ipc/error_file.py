@@ -1,4 +1,4 @@
-"""The error file of a worker, in torchelastic's form: what `@record` writes, with a hint of ours."""
+"""The error file of a worker, in torchelastic's form, which `@record` writes as well, with an additional hint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from elasticrt.text import cut
 
 MESSAGE_BYTES_MAX = 16 * 1024
 CALLSTACK_BYTES_MAX = 48 * 1024
-"""An agent reads a quarter of a MiB; what is cut in the middle of its JSON says nothing. The end is in the log."""
+"""An agent reads at most 256 KiB, and cannot parse JSON that is cut in the middle. The log has the rest."""
 
 _CUT = "\n[... a long text is cut here ...]\n"
 
 
 class Described(NamedTuple):
-    """An exception of the script's in words, in excerpts: peers wait while a worker looks at what it has raised.
+    """Excerpts of an exception of the script. They are short because peers wait meanwhile.
 
-    `message` is the beginning, `callstack` beginning and end of the whole traceback; `whole`: nothing of that is left
-    out.
+    `message` is the beginning of the text; `callstack` the beginning and the end of the traceback, all of it if
+    `whole`.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Described(NamedTuple):
 
 
 def described(error: BaseException) -> Described:
-    """What `error` says, at most some ten thousand characters, whatever its own methods do."""
+    """Excerpts of `error`, even if its own methods raise."""
     callstack, part = "".join(traceback.format_exception(error)), CALLSTACK_BYTES_MAX // 2
     whole = len(callstack) <= CALLSTACK_BYTES_MAX
     shown = callstack if whole else f"{callstack[: part - len(_CUT)]}{_CUT}{callstack[-part:]}"
@@ -42,9 +42,9 @@ def described(error: BaseException) -> Described:
 
 
 def write_error_file(error: BaseException, hint: int = 0) -> None:
-    """Describe `error` in $TORCHELASTIC_ERROR_FILE, unless the script has done so itself.
+    """Write `error` to $TORCHELASTIC_ERROR_FILE, unless the script has done so itself.
 
-    `hint` is the exit code that the run ends with, for errors that a restart cannot cure; 0 for all others.
+    `hint` is the exit code of the run, for errors that a restart cannot cure; 0 for all others.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -61,16 +61,16 @@ def write_error_file(error: BaseException, hint: int = 0) -> None:
     if hint:
         content["exit_code_hint"] = hint
     try:
-        # `@record` has written it where the script uses that; only the hint is worth writing it anew.
+        # The script may use `@record`, which has written it already. Only a hint is worth replacing that.
         if hint or not os.path.exists(path) or not os.path.getsize(path):  # noqa: PTH110, PTH202  One call each.
             make_directory(Path(path).parent)
             write_text(Path(path), json.dumps(content))
     except OSError as problem:
-        print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is nobody else to tell.
+        print(f"elasticrt: cannot write {path}: {problem}", file=sys.stderr)  # noqa: T201  There is no other way.
 
 
 def text_of(value: object) -> str:
-    """`str(value)`, of a value of the script's, whose own method may raise."""
+    """`str(value)` of a value of the script, whose own method may raise."""
     try:
         return str(value)
     except BaseException as error:  # noqa: BLE001  As an interpreter does in a traceback.

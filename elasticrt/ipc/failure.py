@@ -1,4 +1,4 @@
-"""How workers failed: the one shape in which agents, reports in etcd and people know it. Pure."""
+"""The failure of a worker, as agents, reports in etcd and the run's result have it. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FinalCode = Literal[0, 1, 5, 6, 7]
 
 SUMMARY_MAX_BYTES = 400
 TEXT_MAX_BYTES = 6000
-"""A report in etcd, and the result of a run, hold so much text."""
+"""The limits of texts in a report in etcd, and in the result of a run."""
 
 COUNT_MAX = 2**53
 ENDED_EARLY = "ended with exit code 0, while others were in a collective"
@@ -22,18 +22,18 @@ _EARLY = re.compile(r"([0-9a-f]{16})?")
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker failed, or all workers of a node. Too long texts are cut; other wrong values raise ValueError.
+    """The failure of one worker, or of all workers of a node. Long texts are cut; other wrong values raise ValueError.
 
     Attributes:
         rank: global rank of the worker.
         code: exit code, or minus the signal number.
         collateral: it failed only because another worker had.
         summary: where and how, in one line.
-        text: the same in full: the end of the worker's output, or what its threads were doing.
-        final_code: the exit code that the run ends with, because no restart can cure this; 0 otherwise.
+        text: the same in full: the end of the worker's output, or the stacks of its threads.
+        final_code: the exit code of the run, if no restart can cure this; else 0.
         stalled: no process ended, but no step was made for too long.
         unmet: the worker could not reach another one. In a node's report: not for several generations in a row.
-        early: a digest of what was raised before the first step, and where: the same twice is certain to come again.
+        early: a digest of the error before the first step, and its place. If it comes twice, it will come again.
         beats: optimizer steps that the worker made, in a script without a Loop.
         loaded: when the newest snapshot was written from which it made them, in microseconds since the epoch, or 0.
     """
@@ -53,7 +53,7 @@ class Failure:
     __pydantic_config__ = {"extra": "forbid", "strict": True}  # noqa: RUF012  How records read it; pydantic's own word.
 
     def __post_init__(self) -> None:
-        """Cut texts, refuse numbers and digests that no worker has."""
+        """Cut the texts, and check the numbers and the digest."""
         object.__setattr__(self, "summary", cut(self.summary, SUMMARY_MAX_BYTES))
         object.__setattr__(self, "text", cut(self.text, TEXT_MAX_BYTES))
         if not all(0 <= number <= COUNT_MAX for number in (self.rank, self.beats, self.loaded)):
@@ -63,10 +63,10 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure], ended: Sequence[str] = ()) -> Failure | None:
-    """The failure to blame; None for no failures.
+    """The first cause among `failures`, in the order in which they came; None without failures.
 
-    It is the first that is not collateral. Without one, the others waited for a worker that had ended with code 0:
-    a failure that says so, or one of `ended` (where each such worker is, in words). Without one of these, the first.
+    It is the first failure that is not collateral. If there is none, the others waited for a worker that had ended with
+    code 0: a failure that says so, or the first of `ended`, descriptions of such workers. Else it is the first failure.
     """
     causes = [each for each in failures if not each.collateral] or [each for each in failures if each.code == 0]
     if not causes and failures and ended:

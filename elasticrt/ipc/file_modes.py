@@ -1,7 +1,7 @@
-"""Modes of what we make: never writable by everybody, whatever the umask is; a stricter umask makes them stricter.
+"""The modes of new files and directories: never writable by all users, whatever the umask is.
 
-A umask of 000 is common in containers. A checkpoint directory made with it would let strangers plant files, and is
-refused when it is opened.
+A umask of 000 is common in containers. In a checkpoint directory with mode 0777 any user could plant files, so such a
+directory is refused when it is opened. A stricter umask makes the modes stricter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FILE_MODE = 0o664
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory `path` and those above it that are missing. Raises OSError."""
+    """Make the directory `path`, with missing parents. Raises OSError."""
     for each in reversed((path, *path.parents)):
         if not os.path.lexists(each):
             with contextlib.suppress(FileExistsError):  # Another process was faster.
@@ -25,11 +25,11 @@ def make_directory(path: Path) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """Open `path` with `flags`: for `open(..., opener=opener)`."""
+    """Open `path` with `flags`, for `open(..., opener=opener)`."""
     return os.open(path, flags, FILE_MODE)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to the file `path` anew. Raises OSError."""
+    """Write `text` to the file `path`, which it replaces. Raises OSError."""
     with open(path, "w", encoding="utf-8", opener=opener) as file:
         file.write(text)

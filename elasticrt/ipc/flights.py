@@ -1,8 +1,8 @@
-"""What torch's flight recorder says of a rank's collectives, in short: for the status page, and between agents. Pure.
+"""A short form of torch's flight recorder, for the status page and for other agents. Pure.
 
-Torch keeps the newest collectives of each process, of nccl and of gloo alike; TORCH_FR_BUFFER_SIZE says how many, 2,000
-without it, and 0 turns it off. Its JSON (version 2.10 in torch 2.13) has an entry for each: group, number in it,
-operation and sizes, and whether it is over.
+Torch records the newest collectives of each process, with nccl and gloo: TORCH_FR_BUFFER_SIZE of them, by default
+2,000; 0 turns it off. Its JSON (version 2.10 in torch 2.13) has for each its group, its number in it, operation, sizes,
+and whether it is over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elasticrt.text import cut
 GROUPS_MAX = 4
 WHAT_MAX_BYTES = 60
 FLIGHTS_BYTES = 512
-"""The room for all of one rank."""
+"""The limit of one rank's text."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Flight:
     Attributes:
         group: "default_pg", or what torch calls it.
         begun: the number of the newest collective that it has begun there.
-        awaits: the number of the oldest one that is not over; 0 when all are.
-        what: that one, in words: "all_reduce of [12]"; of the newest where all are over.
+        awaits: the number of the oldest one that is not over; 0 if all are.
+        what: that one, or the newest one if all are over: "all_reduce of [12]".
     """
 
     group: str
@@ -37,14 +37,14 @@ class Flight:
 
 
 def shortened(trace: str | bytes) -> str:
-    """Torch's `trace` as the flights of this rank, in JSON of at most FLIGHTS_BYTES; "" where it has none."""
+    """The flights in torch's `trace`, as JSON of at most FLIGHTS_BYTES; "" if there are none."""
     try:
         entries = [each for each in json.loads(trace)["entries"] if not each["is_p2p"]]
         newest = sorted(entries, key=lambda each: each["record_id"], reverse=True)
         groups: dict[str, list[dict[str, Any]]] = {}
         for each in newest:
             mine = groups.setdefault(_group(each), [])
-            if not mine or mine[0]["pg_id"] == each["pg_id"]:  # Of the same name: a group that was made anew.
+            if not mine or mine[0]["pg_id"] == each["pg_id"]:  # Else it is an older group of the same name.
                 mine.append(each)
         rows = [_row(name, mine) for name, mine in list(groups.items())[:GROUPS_MAX]]
     except (ValueError, KeyError, TypeError, IndexError):  # Another version's.
@@ -55,7 +55,7 @@ def shortened(trace: str | bytes) -> str:
 
 
 def read(text: str) -> tuple[Flight, ...]:
-    """The flights in the text of `shortened`; none in any other."""
+    """The flights in a text by `shortened`; none in any other text."""
     try:
         rows = [(str(group), int(begun), int(awaits), str(what)) for group, begun, awaits, what in json.loads(text)]
     except (ValueError, TypeError):

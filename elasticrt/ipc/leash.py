@@ -1,8 +1,8 @@
-"""Become a command that the kernel signals when its parent ends: `python leash.py PARENT_PID SIGNAL COMMAND [ARGS]`.
+"""Runs a command that gets a signal when its parent ends: `python leash.py PARENT_PID SIGNAL COMMAND [ARGS]`.
 
-`prctl(PR_SET_PDEATHSIG)` survives exec, so this process becomes the command itself: same pid, no process between. It is
-a program of its own, because code between fork and exec of a process with threads may deadlock. It needs the standard
-library alone, so it starts in a few milliseconds (`python -I -S`).
+`prctl(PR_SET_PDEATHSIG)` survives exec, so this process becomes the command, with the same pid. It is a program of its
+own because code between fork and exec of a process with threads may deadlock. It imports the standard library only, so
+it starts in a few milliseconds (`python -I -S`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def command_of(command: list[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The argument list that runs `command` on a leash of this process, which must be the one that starts it.
+    """The argument list with which this process runs `command` on a leash.
 
-    The command gets signal `number` when the thread that started it ends.
+    The command gets the signal `number` when the thread that started it ends.
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
 
 
 def die_with_parent(parent_pid: int, number: int) -> None:
-    """Have this process get signal `number` when its parent `parent_pid` ends. OSError when that is so already."""
+    """Let this process get the signal `number` when its parent ends. Raises OSError if `parent_pid` has ended."""
     if LIBC.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # The parent may have ended before the call above: then the signal would never come.
+    # If the parent ended before the call above, the signal never comes.
     if os.getppid() != parent_pid:
         raise ProcessLookupError(f"the parent process {parent_pid} is gone")
 
 
 def main(parent: str, number: str, *command: str) -> int:
-    """Exec the command, to get signal `number` at the end of `parent`; returns only when that is impossible."""
-    # An ignored signal stays ignored across exec, as those of a shell's background jobs do.
+    """Exec `command`, with the signal `number` at the end of `parent`. Returns an exit code if that is impossible."""
+    # An ignored signal stays ignored across exec, and a shell ignores some for its background jobs.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     try:

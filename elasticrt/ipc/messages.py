@@ -3,9 +3,9 @@
 A message is one frozen dataclass, sent as one frame (`ipc.channel`): JSON, the class name under "kind". Unknown
 kinds, missing or extra fields are refused: both ends come from the same installation.
 
-Who says what:
+Directions:
 
-* agent -> parent: Start (one per worker, with its file descriptors), Signal, and closing the channel means "end".
+* agent -> parent: Start (one for each worker, with its file descriptors), Signal. A closed channel means "end".
 * parent -> agent: Warm, Started, Exited.
 * worker -> agent: Step, Copied, Damaged, Left, Done; requests, each answered by Reply: Save, Own, Claim, Built.
 * agent -> worker: Reply, Reseat, Release, Look.
@@ -17,8 +17,10 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
+from elasticrt.ipc.typed import typed
+
 HANDED_OVER_CODE = 79
-"""Exit code of a forked worker that has left its loop to hand over. The message says it; the code only agrees."""
+"""Exit code of a forked worker that has left its loop to hand over, after its message `Left`."""
 
 FRAME_MAX_BYTES = 40 * 1024 * 1024
 """A frame holds at most an environment and a command line. The kernel limits both together to 6 MiB, and JSON makes six
@@ -26,19 +28,17 @@ bytes of a control character."""
 
 
 UNSURE = "unsure: "
-"""How the reason of a Reply begins when etcd did not answer: what was asked for may have been done or not. It may be
-asked for again."""
+"""How a Reply's reason begins when etcd did not answer. The request may have taken effect, and may be repeated."""
 
 
 @dataclass(frozen=True)
 class Start:
     """Start one worker.
 
-    With it travel, in this order, the descriptors named in `fd_names`: "stdout", "stderr" (write ends), "channel",
-    "page", "state" (global rank 0: the copy to resume from, if the generation resumes from one), "listen" (only for
-    global rank 0). The worker finds each under the number that its environment states (ELASTICRT_CHANNEL_FD ...), which
-    the parent fills in. `env` is complete: nothing of the parent's own is added. `generation` numbers starts, larger
-    each time: a worker may go on in other generations later. `keep_stdin` is true for local rank 0 only.
+    The descriptors named in `fd_names` travel with it, in this order: "stdout", "stderr" (write ends), "channel",
+    "page", "state" (global rank 0, if the generation resumes from a copy in memory), "listen" (global rank 0). The
+    parent writes their numbers into the worker's environment (ELASTICRT_CHANNEL_FD and so on). `env` is otherwise
+    complete. `generation` is that of the start; the worker may go on in later ones. `keep_stdin`: local rank 0 only.
     """
 
     generation: int
@@ -53,9 +53,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send `number` to workers that were started as `generation` (0: all): their main processes, or all of `sessions`.
+    """Send the signal `number` to workers that were started in `generation` (0: in any).
 
-    `local_ranks`: only to these of them; empty: to all.
+    `sessions`: to all processes of their sessions, not only the main ones. `local_ranks`: to these only; empty: to all.
     """
 
     generation: int
@@ -66,7 +66,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Warm:
-    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason` says why not "fork"."""
+    """The parent is ready to start workers. `method` is "fork" or "exec"; `reason`: why it is not "fork"."""
 
     pid: int
     method: str
@@ -86,9 +86,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Exited:
-    """The worker ended and its whole session is gone.
+    """The worker and all processes of its session have ended.
 
-    `code` is the exit code, or minus the signal number; `error` is set when it could not be started at all.
+    `code` is the exit code, or minus the signal number. `error` is set if the worker could not be started.
     """
 
     generation: int
@@ -103,7 +103,7 @@ class Step:
     """A worker with a Loop has finished global step `step`. The first of a generation is sent at once, then <= 10/s.
 
     `at_ns` is CLOCK_MONOTONIC at the end of the step; `resumed_from` is the step the generation started from.
-    `scalars` are the user's, as of this step (or None values where not yet read).
+    `scalars` are the user's, as of this step.
     """
 
     step: int
@@ -118,8 +118,8 @@ class Step:
 class Save:
     """Rank 0 asks for a fenced commit of a file that is already durable. Answered by Reply.
 
-    `replaces` is the nonce of the head that this worker knows ("" for none): the commit is refused when another head is
-    recorded. `commit.parent` differs from it only when a damaged head is replaced by going back to an ancestor.
+    `replaces` is the nonce of the head that this worker knows ("" for none). If another head is recorded, the commit is
+    refused. `commit.parent` differs from it only when the run went back to an ancestor of a damaged head.
     """
 
     request: int
@@ -131,8 +131,8 @@ class Save:
 class Own:
     """Ask for the newest commit of a checkpoint directory, and with `take` for the right to save there.
 
-    Answered by Reply: `data["head"]` holds the commit, if there is one. A refusal says "taken: <by whom>" where a live
-    run saves there; any other reason may go away. `place` is the directory's, as in Commit.
+    Answered by Reply: `data["head"]` has the commit, if there is one. A refusal says "taken: <owner>" if a live run
+    saves there; after another reason the request may be repeated. `place` is the directory's, as in Commit.
     """
 
     request: int
@@ -145,8 +145,8 @@ class Own:
 class Claim:
     """Ask to build `name` for all nodes that share the directory. Answered by Reply.
 
-    Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>", "wait: <who builds>" or
-    "unsure: <why>", and another Claim follows later.
+    Reply.ok means: build. Otherwise `reason` is "done", "failed: <the builder's error>", "wait: <the builder>" or
+    "unsure: <problem>". After the last two, another Claim follows.
     """
 
     request: int
@@ -158,7 +158,7 @@ class Claim:
 class Built:
     """The claimed preparation is in place (renamed, synced). Answered by Reply.
 
-    With `error`: the user's build function raised that, and all who wait for `name` fail with it.
+    With `error`, the user's build function has raised it, and all workers that wait for `name` fail with it.
     """
 
     request: int
@@ -176,11 +176,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Left:
-    """The worker takes part in `generation` no more. It lives, and waits for another seat, or leaves its loop.
+    """The worker has left `generation`. It waits for another seat, or leaves its loop.
 
-    Without `error` it has stopped after `step` of the run, as agreed. Where it leaves its loop, local rank 0 has sent
-    its state as of `step` first, by Copied. With `error` it has lost its group, in the step after `step`. `generation`
-    0: it has set up beside the training.
+    Without `error` it has stopped after `step` of the run, as agreed; if it leaves its loop, local rank 0 has sent
+    Copied first. With `error` it has lost its group, in the step after `step`. `generation` 0: it has set up beside the
+    training.
     """
 
     generation: int
@@ -190,9 +190,9 @@ class Left:
 
 @dataclass(frozen=True)
 class Copied:
-    """Local rank 0 has a copy of its state as of `step` of the run. With it travels the memory file that holds it.
+    """Local rank 0 has a copy of its state as of `step` of the run. The memory file that holds it travels with this.
 
-    `size` bytes with SHA-256 `digest`; `place` is the loop's directory, as in Commit.
+    The file has `size` bytes with SHA-256 `digest`. `place` is the loop's directory, as in Commit.
     """
 
     step: int
@@ -204,9 +204,9 @@ class Copied:
 
 @dataclass(frozen=True)
 class Damaged:
-    """The copy of `step` in this node's memory is not what was promised: this worker fails, and no other may use it.
+    """The copy of `step` in this node's memory is damaged: this worker fails, and no other may use the copy.
 
-    `problem` says what was found instead.
+    `problem` is what was found.
     """
 
     step: int
@@ -225,10 +225,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Reseat:
-    """The worker goes on in another generation: it leaves its group at once, wherever it is, and meets in the new one.
+    """The worker goes on in another generation: it leaves its group at once, and joins the new one.
 
-    `env`: the variables that say who it is there (`WorkerEnv.to_env`); its descriptors stay. With it travels, for
-    global rank 0, the listening socket of the generation's store.
+    `env`: the variables of its new seat (`WorkerEnv.to_env`); its descriptors stay. For global rank 0, the listening
+    socket of the new generation's store travels with this.
     """
 
     env: dict[str, str]
@@ -236,12 +236,12 @@ class Reseat:
 
 @dataclass(frozen=True)
 class Release:
-    """The worker may end: there is no other seat for it, or the group whose store it holds has ended."""
+    """The worker may end: it gets no other seat, or the group whose store it holds has ended."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Steps stand still: the worker is to write on its status page how many collectives it has begun."""
+    """Steps stand still: the worker writes the number of collectives that it has begun on its status page."""
 
 
 Request = Save | Own | Claim | Built
@@ -252,26 +252,10 @@ Message = Start | Signal | FromParent | FromWorker | Reply | Reseat | Release | 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "bool": (bool,),
-    "str": (str,),
-    "list": (list,),
-    "dict": (dict,),
-}
-"""What JSON makes of each type of field."""
-
-_FIELDS = {
-    kind: {name: _TYPES[str(each.type).partition("[")[0]] for name, each in kind.__dataclass_fields__.items()}
-    for kind in _KINDS.values()
-}
-
-
 def encode(message: Message) -> bytes:
     """The message as JSON. Raises ValueError when it is larger than a frame may be."""
     fields = {"kind": type(message).__name__, **asdict(message)}
-    # Texts of the system's may hold bytes that are not UTF-8, as surrogates; they arrive as they are.
+    # Paths and arguments may have bytes that are not UTF-8, as surrogates. They arrive unchanged.
     data = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     if len(data) > FRAME_MAX_BYTES:
         raise ValueError(f"a {type(message).__name__} message of {len(data)} bytes; expected <= {FRAME_MAX_BYTES}")
@@ -282,12 +266,7 @@ def decode(data: bytes) -> Message:
     """The message in `data`: the reverse of `encode`. Raises ValueError on anything else."""
     try:
         fields = json.loads(data)
-        kind = _KINDS[fields.pop("kind")]
-        message: Message = kind(**fields)
-        wanted = _FIELDS[kind]
-        problem = next((name for name, value in fields.items() if type(value) not in wanted[name]), "")
+        message: Message = typed(_KINDS[fields.pop("kind")], fields)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of this version: {data[:80]!r} ({error})") from error
-    if problem:
-        raise ValueError(f"not a message of this version: {data[:80]!r} ({problem!r} is of another type)")
     return message

@@ -1,4 +1,4 @@
-"""The sockets that this process holds, also those that a library has opened and does not show."""
+"""The sockets of this process, with those that a library has opened."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import socket
 
 
 def own() -> dict[int, str]:
-    """Descriptor and name of each. The name has the inode in it, as numbers of descriptors are used again."""
+    """The name of each socket, by descriptor. The name has the inode, because descriptors are used again."""
     found = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  Names are all we need.
-        with contextlib.suppress(OSError):  # It was closed meanwhile, as the listing's own is by now.
+        with contextlib.suppress(OSError):  # It is closed by now, as the listing's own is.
             target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115  As above.
             if target.startswith("socket:"):
                 found[int(name)] = target

@@ -1,4 +1,4 @@
-"""What Linux shows of processes in /proc."""
+"""Processes, as Linux shows them in /proc."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stat:
         state: the kernel's letter: R, S, D, T, Z and so on.
         parent: its parent's pid.
         ticks: processor time, with that of its children that were reaped, in units of SC_CLK_TCK.
-        start: when it started, in ticks since boot: with the pid that names a process for ever.
+        start: when it started, in ticks since boot. Pid and start together are never used again.
     """
 
     state: str
@@ -30,12 +30,12 @@ class Stat:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, and waits to be reaped."""
+        """Whether it has ended, and has not been reaped."""
         return self.state in ("Z", "X")
 
 
 def machine() -> str:
-    """What is the same for processes that see each other in /proc; like no other where that is not known."""
+    """An identity that processes share if they see each other in /proc; a random one if it is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -44,24 +44,24 @@ def machine() -> str:
 
 
 def stat(pid: int | str) -> Stat | None:
-    """What the kernel says of process `pid`; None when there is none."""
+    """The state of process `pid`; None if there is none."""
     try:
         data = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The name in parentheses may hold spaces and parentheses itself: the fields start after the last one.
+    # The name in parentheses may have spaces and parentheses. The fields start after the last one.
     fields = data[data.rindex(b")") + 2 :].split()
     return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]))
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what process `pid` is doing, as in `Stat`; "" when there is none."""
+    """The kernel's letter for process `pid`, as in `Stat`; "" if there is none."""
     found = stat(pid)
     return "" if found is None else found.state
 
 
 def start_of(pid: int) -> int:
-    """When the process `pid` that runs started, as in `Stat`; 0 when it has ended."""
+    """When process `pid` started, as in `Stat`; 0 if it has ended."""
     found = stat(pid)
     return 0 if found is None or found.ended else found.start
 
@@ -72,16 +72,16 @@ def all_pids() -> list[int]:
 
 
 RETRANSMISSIONS_MIN = 3
-"""The kernel sends data again after 0.2 s, and then after twice as long each time: three times are 1.4 s of silence."""
+"""The kernel retransmits after 0.2 s, 0.4 s, 0.8 s and so on: three times are 1.4 s of silence."""
 
 
 def unacknowledged(pid: int) -> list[str]:
-    """The addresses to which process `pid` has sent data, over TCP, that nothing acknowledges; none where unknown.
+    """The addresses that do not acknowledge the TCP data of process `pid`; none if that is not known.
 
-    A process that is stopped, or dead with its machine alive, does not count: its kernel acknowledges, or refuses.
+    A stopped or dead process on a live machine is not among them: its kernel acknowledges, or refuses.
     """
     own, lines = set(), []
-    with contextlib.suppress(OSError):  # It has ended, or there is no IPv6.
+    with contextlib.suppress(OSError):  # The process has ended, or there is no IPv6.
         for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
             with contextlib.suppress(OSError):  # It was closed while we looked.
                 own.add(os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1])  # noqa: PTH115  "socket:[1234]"
@@ -96,14 +96,14 @@ def unacknowledged(pid: int) -> list[str]:
 
 
 def _address(digits: str) -> str:
-    """An IP address as /proc/net has it: words of four bytes in the machine's order."""
+    """The IP address in /proc/net's `digits`: words of four bytes in the machine's order."""
     raw = b"".join(int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8))
     address = ipaddress.ip_address(raw)
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def in_sessions(session_ids: Collection[int]) -> list[int]:
-    """The processes in sessions `session_ids`, also those that have ended and wait to be reaped."""
+    """The processes in the sessions `session_ids`, with those that have ended and were not reaped."""
     found = []
     for pid in all_pids() if session_ids else ():
         with contextlib.suppress(OSError):  # It ended while we looked.

@@ -1,6 +1,6 @@
-"""A server for short requests: each connection says one, gets one answer, and is hung up on.
+"""A server for short requests: one request and one answer for each connection.
 
-What one of them sends, or does not send, delays no other: each has a deadline, and of too many the oldest goes.
+A slow client delays no other one: each has a deadline, and if there are too many, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from elasticrt.ipc.selector_thread import READ, SelectorThread
 log = logging.getLogger(__name__)
 
 SHORT_S = 0.05
-"""The pause of a process that has no descriptor left for another connection."""
+"""The pause before the next accept when the process has no free descriptor."""
 
 CLOSE_S = 2.0
 
 
 @dataclass(eq=False)
 class Client:
-    """One connection, and what it has said so far; `asked`: that was a whole request."""
+    """One connection, with the `text` received so far; `asked`: that is a whole request."""
 
     connection: socket.socket
     text: bytes = b""
@@ -32,16 +32,16 @@ class Client:
 
 
 class RequestServer:
-    """Answers on a listening socket, which is its own, from `start` until `close`.
+    """Answers requests from `start` until `close`.
 
     Args:
         thread: where it works.
-        listener: where connections come.
-        asked: called on the thread with each client and its request; `answer` follows, at once or later, or `hang_up`.
-        ends: what a request ends with.
-        bytes_max: who says so much without an end gets no answer.
-        request_s: the seconds from the connection to the end of the answer.
-        clients_max: open at a time.
+        listener: the listening socket. The server closes it.
+        asked: called on the thread with each client and its request. `answer` or `hang_up` follows, at once or later.
+        ends: the end of a request.
+        bytes_max: a longer request gets no answer.
+        request_s: seconds from the connection to the end of the answer.
+        clients_max: open connections at most.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class RequestServer:
         listener.setblocking(False)
 
     def start(self) -> None:
-        """Answer from now on; what has come before was waiting."""
+        """Begin to answer. Connections that came before have waited."""
         self._thread.call(self._listen)
 
     def close(self) -> None:
-        """Hang up on all, and let the port refuse: both is so when this returns."""
+        """Close all connections and the port, before this returns."""
         self._thread.wait_for(self._stop, CLOSE_S)
 
     def answer(self, client: Client, data: bytes) -> None:
-        """Answer a client, if it is still there, and hang up. `data` has to be short: a fresh connection has room."""
+        """Send `data` to a client, if it is still there, and hang up. A fresh connection has room for short data."""
         if client in self._clients:
-            with contextlib.suppress(OSError):  # It has broken off.
+            with contextlib.suppress(OSError):  # The client is gone.
                 client.connection.send(data)
             self.hang_up(client)
 
     def hang_up(self, client: Client) -> None:
-        """Hang up on a client, if that has not been done."""
+        """Close the connection of a client, if it is open."""
         if client in self._clients:
             del self._clients[client]
             self._thread.forget(client.connection)
@@ -104,7 +104,7 @@ class RequestServer:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # It has hung up again.
+            return  # The client is gone again.
         except OSError as error:
             self._run_short(error)
             return
@@ -116,7 +116,7 @@ class RequestServer:
         self._thread.after(self._request_s, partial(self.hang_up, client))
 
     def _run_short(self, error: OSError) -> None:
-        """No descriptor is left for another connection: the oldest one's is taken, or a pause."""
+        """Without a free descriptor, close the oldest connection; if there is none, try again after a pause."""
         if self._clients:
             self.hang_up(next(iter(self._clients)))
             return
@@ -134,7 +134,7 @@ class RequestServer:
             piece = b""
         client.text += piece
         request, end, _ = client.text.partition(self._ends)
-        if not piece or client.asked:  # It has broken off, or asks, and does not wait for its answer.
+        if not piece or client.asked:  # The client is gone, or sends more than its request.
             self.hang_up(client)
         elif end:
             client.asked = True

@@ -1,9 +1,10 @@
-"""A thread that waits for files and for times, and calls what is to be done then."""
+"""A thread that waits for files and times, and then calls the action that belongs to each."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import selectors
 import threading
 import time
@@ -11,21 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from elasticrt.ipc.wakeup import Wakeup
-
 Action = Callable[[], object]
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class SelectorThread:
-    """One thread with a selector, from when it is made until `close`.
+    """One thread with a selector. It runs from its construction until `close`.
 
-    `call`, `wait_for` and `close` are for other threads; all else is for the thread itself, where every action runs.
-    An action that raises ends the thread with that error.
+    Other threads use `call`, `wait_for` and `close`. All other methods belong to the thread itself, which runs every
+    action. An action that raises ends the thread with that error.
 
     Args:
         name: the thread's name.
-        ending: called on the thread as its last, after `close` and after an error.
+        ending: the thread's last call, after `close` and after an error.
 
     Raises OSError when there are no descriptors left.
     """
@@ -37,19 +36,21 @@ class SelectorThread:
         self._serial = itertools.count()  # Orders timers of the same time.
         self._watched: dict[Any, Action] = {}
         self._closing = False
-        self._wakeup = Wakeup()
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ended = False
+        self._lock = threading.Lock()  # Guards `_wakeup`: once it is closed, its number may be another file's.
         self._selector = selectors.DefaultSelector()
-        self.watch(self._wakeup, READ, self._wakeup.heard)
+        self.watch(self._wakeup, READ, lambda: os.eventfd_read(self._wakeup))
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def call(self, action: Action) -> None:
-        """Have `action` called soon. After `close` nothing is called any more."""
+        """Call `action` soon, on the thread. Calls after `close` are dropped."""
         self._calls.append(action)
-        self._wakeup.ring()
+        self._wake()
 
     def wait_for(self, action: Action, timeout_s: float) -> None:
-        """Have `action` called, and wait for that, at most `timeout_s`. Where the thread has ended, call it here."""
+        """Call `action` on the thread and wait for it, at most `timeout_s`. If the thread has ended, call it here."""
         if not self._thread.is_alive():
             action()
             return
@@ -59,31 +60,31 @@ class SelectorThread:
         done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, after all that it was called for and that there was to read; waits at most `timeout_s`."""
+        """End the thread after its pending calls and one last read of its files; waits at most `timeout_s`."""
         self._closing = True
-        self._wakeup.ring()
+        self._wake()
         self._thread.join(timeout_s)
 
     def watch(self, file: Any, events: int, action: Action) -> None:
         """Call `action` whenever `file` (a descriptor, or an object that has one) can be read or written (`events`).
 
-        Of a file that is watched already, the events and the action are replaced.
+        A second call for the same file replaces its events and action.
         """
         how = self._selector.modify if file in self._watched else self._selector.register
         self._watched[file] = action
         how(file, events, action)
 
     def forget(self, file: Any) -> None:
-        """Watch a file no more, if it is watched. It may have been closed."""
+        """Stop watching `file`, if it is watched. It may be closed already."""
         if self._watched.pop(file, None) is not None:
             self._selector.unregister(file)
 
     def watches(self, file: Any) -> bool:
-        """Whether a file is watched."""
+        """Whether `file` is watched."""
         return file in self._watched
 
     def after(self, seconds: float, action: Action) -> None:
-        """Call `action` once, in so many seconds."""
+        """Call `action` once, `seconds` from now."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._serial), action))
 
     def _work(self) -> None:
@@ -95,15 +96,22 @@ class SelectorThread:
             self._ending()
             self._watched.clear()
             self._selector.close()
-            self._wakeup.close()
+            with self._lock:
+                self._ended = True
+                os.close(self._wakeup)
+
+    def _wake(self) -> None:
+        with self._lock:
+            if not self._ended:
+                os.eventfd_write(self._wakeup, 1)
 
     def _turn(self, timeout_s: float | None) -> None:
         ready = self._selector.select(timeout_s)
-        while self._calls:  # First: what is read may follow from what was called for.
+        while self._calls:  # Calls first: what is read may be the answer to one.
             self._calls.popleft()()
         for key, _ in ready:
             action = self._watched.get(key.fileobj)
-            if action is not None and action is key.data:  # Else an action before it has made that void.
+            if action is not None and action is key.data:  # Else an earlier action has replaced it.
                 action()
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()

@@ -1,7 +1,7 @@
-"""A function call that travels from its caller to the workers of a run, and the values that come back. Pure.
+"""A function call that travels from its caller to the workers of a run. Pure.
 
-Both lie in memory that the caller holds open; what a worker gets are the paths of the caller's descriptors, which
-nobody but the same user can open, and which are gone with the caller.
+The call and the returned values are in memory files of the caller. Workers get the paths of the caller's descriptors,
+which only the same user can open, and which end with the caller.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ CALL_VARIABLE = "ELASTICRT_CALL"
 """The path of the pickled `SpawnPayload`."""
 
 VALUES_VARIABLE = "ELASTICRT_CALL_VALUES"
-"""The paths for the values, one for each local rank, with colons between them."""
+"""The paths for the returned values, one for each local rank, with colons between them."""
 
 
 @dataclass(frozen=True)
 class SpawnPayload:
-    """Everything a worker needs.
+    """A call.
 
     Attributes:
-        preparation: what `multiprocessing` tells a child about its parent's main module, paths and arguments.
+        preparation: the parent's main module, paths and arguments, as `multiprocessing` passes them to a child.
         function: the pickle of the function and its arguments.
-        by_value: the function is of an interactive session: what it uses of that travels with it, by cloudpickle.
+        by_value: the function is from an interactive session, and was pickled with all that it uses, by cloudpickle.
     """
 
     preparation: Mapping[str, Any]

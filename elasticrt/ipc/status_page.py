@@ -1,9 +1,8 @@
-"""The status page: one memory page that a worker and its agent share, without a system call per step.
+"""The status page: memory that a worker and its agent share, without a system call per step.
 
-A memfd, created by the agent, inherited by the worker, gone with the last of the two. Its first 4096 bytes are words:
-each field is one aligned 64-bit word, so that a reader sees an old or a new value, never a torn one (x86-64 and arm64).
-Behind them is room for text: the worker's stacks, when the agent asks for them by a signal. The room is a hole in the
-file, which takes no memory before it is written to.
+It is a memfd, created by the agent and inherited by the worker. Its first 4096 bytes are aligned 64-bit words, one for
+each field, so a reader sees an old or a new value, never a torn one (x86-64 and arm64). After them is room for the
+worker's stacks, which it writes when it gets STACKS_SIGNAL. The room is a hole in the file: it takes no memory before.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import signal
 
 PAGE_BYTES = 4096
 FLIGHTS_AT = 2048
-"""Here begins the second half of the words' page, which is text."""
+"""The offset of the text `flights`, in the second half of the words' page."""
 
 TEXT_BYTES = 1 << 17
 
 IN_PLACE, READY = 1, 2
-"""What `in_place` can say besides 0."""
+"""The values of `in_place` besides 0."""
 
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
-"""A worker that gets it writes the stacks of its threads behind the words. One that no program is known to use."""
+"""A worker that gets it writes the stacks of its threads behind the words. No known program uses this signal."""
 
 
 class _Word:
@@ -48,28 +47,28 @@ class StatusPage:
         restored_at_ns: when the Loop had its state back; 0 while what it has is the state of no step.
         stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
             between epochs and outside of a Loop.
-        beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended. Nobody expects one.
+        beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended.
         first_beat_at_ns: when the first one ended.
-        loaded: when the newest file was written that `torch.load` read before it, in microseconds since the epoch; see
-            `bootstrap.optimizer_heartbeat`.
-        begun_at_ns: when the script began, and with it the waiting for the first of them.
-        building: 1 while it prepares data: a generation that begins meanwhile waits on this node until that is done.
-        begun: how many collectives of the default group it had begun when its agent last asked (`messages.Look`), or 0.
+        loaded: the modification time of the newest file that `torch.load` read before that, in microseconds since the
+            epoch; see `bootstrap.optimizer_heartbeat`.
+        begun_at_ns: when the script began, and with it the wait for the first of them.
+        building: 1 while it prepares data: on this node the next generation waits until that is done.
+        begun: the number of collectives of the default group that it had begun at the agent's last `messages.Look`.
+        flights: its collectives by torch's flight recorder at that time, see `ipc.flights`.
         waited_ns: how long backward has waited for the other ranks' gradients, in the `waits` steps that DDP measured.
-        flights: what torch's flight recorder said of its collectives then, see `ipc.flights`.
         in_place: IN_PLACE while it can go on in another generation without ending; READY when it has set up beside the
             training and waits to be let in; 0 when only a new process could take its place.
-        data_ns, save_ns, pause_ns: nanoseconds so far in which the loader was waited for; in which training stood still
-            for a checkpoint or a copy of the state; in `loop.pause`, without the one that is under way.
-        pausing_ns: since when one is.
+        data_ns, save_ns, pause_ns: time spent waiting for the loader, standing still for a checkpoint or a copy of the
+            state, and in `loop.pause`, without the pause that is under way.
+        pausing_ns: when that pause began.
         saving_ns: when the newest checkpoint was begun.
-        samples: of the data set, that the run has trained on, over all epochs; 0 without a sampler.
+        samples: trained on by the run, over all epochs; 0 without a sampler.
 
     Written by the agent:
         stop: not 0: hold at the end of the present step.
         go: while workers hold: the step after which all hand over; 0 while it is not known.
         save: before `go`: rank 0 commits a checkpoint before it leaves (1), or not (0).
-        ending: not 0: a SIGTERM that comes now is the agent's own, and means it.
+        ending: not 0: the next SIGTERM comes from the agent, and the worker obeys it.
     """
 
     entered = _Word(0)
@@ -107,18 +106,18 @@ class StatusPage:
 
     @staticmethod
     def create() -> int:
-        """A new, zeroed page as a memfd (close-on-exec); the caller owns the descriptor. OSError when out of memory."""
+        """A new, zeroed page as a memfd (close-on-exec), which the caller owns. Raises OSError without memory."""
         fd = os.memfd_create("elasticrt-page", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES + TEXT_BYTES)
         return fd
 
     def spent(self, now_ns: int) -> tuple[int, int, int]:
-        """Nanoseconds besides the steps, as of now: for data, for saves, in pauses."""
+        """Nanoseconds spent on data, saves and pauses until `now_ns`."""
         since_ns = self.pausing_ns
         return self.data_ns, self.save_ns, self.pause_ns + (max(0, now_ns - since_ns) if since_ns else 0)
 
     def text(self) -> bytes:
-        """What has been written behind the words."""
+        """The text behind the words."""
         return self._map[PAGE_BYTES:].partition(b"\0")[0]
 
     @property
@@ -137,6 +136,6 @@ class StatusPage:
         self._map.close()
 
     def finished(self, step: int, at_ns: int) -> None:
-        """The worker has finished global `step` at `at_ns`. The step is written last: it announces the rest."""
+        """Note that `step` ended at `at_ns`. The step is written last, because it announces the rest."""
         self.step_at_ns = at_ns
         self.step = step

@@ -1,4 +1,4 @@
-"""stdout and stderr, whose reader may go before we do (`elasticrt status | head -3`): also full, or closed."""
+"""Writes to stdout and stderr, which may be closed, full, or without a reader (`elasticrt status | head -3`)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import TextIO
 
 _Aside = Callable[[bool], AbstractContextManager[None]]
 _last_line: list[_Aside] = []
-"""What makes room where this process keeps a line at the end of its terminal: at most one."""
+"""What takes away the line that this process keeps at the end of its terminal: one, or none."""
 
 
 def keep_last_line(aside: _Aside | None) -> None:
-    """From now on all that is written goes above a line that `aside` takes away meanwhile; None: there is none."""
+    """From now on there is a line at the end, which `aside` takes away while something is written. None: no line."""
     _last_line[:] = [aside] if aside is not None else []
 
 
 def aside(*, ends_line: bool) -> AbstractContextManager[None]:
-    """Write to the terminal in this context. `ends_line`: whether what is written leaves no line unfinished."""
+    """A context in which the terminal may be written to. `ends_line`: the text ends with a whole line."""
     return _last_line[0](ends_line) if _last_line else nullcontext()
 
 
-class Unwritable(OSError):  # noqa: N818  What it says of a stream is the whole of it.
-    """A stream does not take what is written, as on a full disk. From now on it leads nowhere."""
+class Unwritable(OSError):  # noqa: N818  A stream is unwritable.
+    """A stream cannot be written to, as on a full disk. All later output is dropped."""
 
 
 def write(stream: TextIO | None, text: str) -> bool:
-    """Write `text` and flush; False when the stream's reader has gone, and then all that follows is dropped.
+    """Write `text` and flush. False if the stream has no reader: then this and all later output is dropped.
 
-    That is no error: a command goes on, and its exit code says what it says with a reader. Raises Unwritable for
-    anything else, such as a full disk.
+    A missing reader is no error: the command goes on, and its exit code stays the same. Raises Unwritable after any
+    other error, such as a full disk.
     """
     if stream is None:  # It was closed before this process began.
         return False
@@ -50,21 +50,20 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 def tell(text: str) -> None:
-    """Write to stderr `text`, which a process ends with. Where that is impossible, its exit code has to do."""
+    """Write the last `text` of a process to stderr. If that is impossible, only the exit code remains."""
     with contextlib.suppress(Unwritable):
         write(sys.stderr, text)
 
 
 def occupy() -> None:
-    """Let standard descriptors that are closed lead nowhere: else the next files that are opened would be in their
-    place, and get the output of workers."""
+    """Open /dev/null for each closed standard descriptor. The next file would get its number, and workers' output."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 def _drop(stream: TextIO) -> None:
-    """From now on it leads nowhere, also for what is still buffered, which Python flushes at its end."""
+    """Drop all later output, and what is still buffered, which Python flushes at its end."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,101 +1,99 @@
-"""How long an agent waits for what, in seconds, and why. Pure.
+"""An agent's times, in seconds, with their reasons. Pure.
 
-What a user may choose is in `settings`; waits of training processes are where they wait.
+Times that a user may choose are in `settings`. Those of training processes are beside the code that waits.
 """
 
-# Going round.
+# Intervals.
 
 LOOK_AGAIN_S = 0.1
-"""Between two looks at what sends no word when it changes; an answer from etcd takes a tenth of that."""
+"""Between two looks at what sends no event when it changes. An answer from etcd takes a tenth of that."""
 
 LOOK_S = 0.25
 """Between two looks at the workers' steps."""
 
 LOOK_IN_PLACE_S = 0.1
-"""The same where workers go on in place: there it pays to be quick."""
+"""The same if workers go on in place: then detection is most of the pause."""
 
 LOOK_IDLE_S = 1.0
 """Between two looks for the first step of a script without a Loop, and at workers that others wait for."""
 
-# Workers that do not get on.
+# Workers without progress.
 
 STANDING_IN_PLACE_S = 0.25
-"""How long steps have to stand where workers go on in place: taking a node out wrongly costs the time of a step."""
+"""How long steps have to stand if workers go on in place. Taking out a healthy node then costs the time of a step."""
 
 AWAY_S = 2.0
-"""An agent that has not looked for so long was away itself: a stopped process, a suspended machine."""
+"""An agent that has not looked for so long was stopped or suspended itself."""
 
 STOPPED_S = 1.0
-"""A worker that a signal has stopped (SIGSTOP) is ended after so long, when others wait for it: a debugger, which
-stops processes in another way, is not meant ..."""
+"""A worker that is stopped by a signal, and for which others wait, is ended after this time. A debugger stops processes
+in another way, and is not meant."""
 
 STOPPED_UNEXPECTED_S = 10.0
-"""... and after so long when no step is to be expected of it, as in a pause."""
+"""The same if no step is expected of the worker, as in a pause."""
 
 CLOSER_S = 3.0
-"""When no step has come for so long, or for several times as long as usual, each agent looks where its workers are: not
-in every slow step. It looks again after twice the time, and so on."""
+"""Without a step for this time, and several times the usual, each agent takes the stacks of its workers. A single slow
+step is not worth that. It does so again after twice the time, and so on."""
 
 FIRST_STEP_S = 5.0
-"""The same before the first step of a process: it compiles, and does other things for the first time."""
+"""The same before the first step of a process, which compiles."""
 
 PLACES_S = 2.5
-"""So long later the agents of all nodes have done so, and that of rank 0 asks them. Stacks take STACKS_S_MAX."""
+"""After this time all agents have their stacks, which take STACKS_S_MAX, and the agent of rank 0 asks the others."""
 
 COMPARE_S = 10.0
-"""Between two comparisons of what the nodes' own work takes. DDP measures one step in a hundred."""
+"""Between two comparisons of the nodes' own work. DDP measures one step in a hundred."""
 
 BLAME_AGAIN_S = 60.0
-"""People are told again after so long that the others wait for the same rank at the same place."""
+"""Before the same finding about the same rank is reported again."""
 
 LATE_S = 2.0
-"""Of a worker that has not come back from its old generation so long after it got its new seat, if steps are to be
-expected of it or it was meeting others, or sharing their state, the stacks are kept ..."""
+"""The stacks of a worker are kept if it has not taken its new seat after this time, unless it may be busy elsewhere: no
+step was expected of it, and it was neither meeting others nor sharing their state."""
 
 SEATED_S_MAX = 10.0
-"""... and so long after it, it is ended: the others do not wait for it any longer."""
+"""After this time such a worker is ended, and the others go on without it."""
 
 START_S_MAX = 60.0
-"""Newcomers wait for a generation's first step so long, in a script that is known to have a Loop ..."""
+"""How long newcomers wait for a generation's first step, if the script is known to have a Loop."""
 
 START_UNKNOWN_S = 3.0
-"""... and so long in a script of which nothing is known."""
+"""The same if it is not known whether the script has one."""
 
 STACKS_S_MAX = 2.0
-"""A signal handler writes its stacks in less than a millisecond, on an idle machine ..."""
+"""How long to wait for a worker's stacks. On an idle machine the signal handler needs less than a millisecond."""
 
 STACKS_LOOK_S = 0.02
-"""... and is looked at so often meanwhile."""
+"""Between two looks for them."""
 
 # Ends of workers.
 
 SAY_AFTER_S = 5.0
-"""People are told who is waited for at the end of a run, after so long."""
+"""When others have ended, the workers that run on are reported after this time."""
 
 HOLD_SEEN_S = 0.002
-"""A worker that did not see `stop` had written `entered` before it looked; its store buffer needs microseconds."""
+"""After this time a worker has either seen `stop`, or its `entered` can be read: store buffers need microseconds."""
 
 EXIT_HOOKS_S = 0.1
-"""What workers get between handing over and SIGKILL, for `finally`, `with` and exit hooks."""
+"""Between a handover and SIGKILL, for `finally`, `with` and exit hooks of workers."""
 
 PARENT_END_S = 5.0
-"""A worker parent that was asked to end, has closed its channel, or was killed, needs milliseconds to take its workers
-along."""
+"""How long a worker parent may take to end with its workers. It needs milliseconds."""
 
 JOIN_AGAIN_S = 1.0
 JOIN_AGAIN_S_MAX = 60.0
-"""Between a failure of a worker that sets up beside the training and the next try: doubled each time, up to the
-second."""
+"""Between a failure of a worker that sets up beside the training and the next try. It doubles up to the maximum."""
 
 # Other agents.
 
 PROBE_STEPS = 5
 PROBE_STEP_S = 0.3
-"""Between two tries of a question to another agent; after so many steps it is silent. Longer than the pauses of a busy
-machine, shorter in all than any lease."""
+"""The number of tries after which another agent is silent, and the time of each. A step is longer than the pauses of a
+busy machine, and all of them are shorter than a lease."""
 
 AGREED_STEPS = 2
-"""After so many steps it is silent if a witness says so, too."""
+"""The same number if a witness hears nothing either."""
 
 LISTEN_STEPS = 2
-"""Tries of a question for an agent's generation, which is asked again every second."""
+"""Tries of a question for an agent's generation or workers. It is asked again every second."""

@@ -1,1 +1,1 @@
-"""Whether others live and get on: probes between agents, and the steps of the node's own workers."""
+"""Liveness of other agents, by probes, and of this node's workers, by their steps."""

@@ -1,11 +1,11 @@
-"""Who is to blame when steps stand still: from what each rank is doing to the one that the others wait for. Pure.
+"""Finds the rank for which the others wait, when steps stand still. Pure.
 
-A rank is doing one of these, by the stack of its main thread: it waits in a collective, it is in backward (which may
-compute or wait for the gradients' sum), or it does something else: the script's own code, a loader, a save. How many
-collectives it has begun tells those that wait in backward from those that compute there. Where all wait, torch's flight
-recorder says which collectives they are in, and the kernel whether what they have sent has arrived.
+By the stack of its main thread, a rank waits in a collective, is in backward (it computes, or waits for the sum of
+gradients), or does something else: the script's own code, a loader, a save. The number of collectives that it has begun
+tells waiting from computing in backward. If all ranks wait, torch's flight recorder tells in which collectives, and the
+kernel whether the data that they have sent was acknowledged.
 
-What is said is a warning. It ends nothing.
+The finding is a warning. It ends nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, replace
 
 from elasticrt.ipc.flights import read
+from elasticrt.ipc.typed import typed
 from elasticrt.text import cut
 
 PLACE_MAX_BYTES = 120
 LINKS_MAX = 4
 RANKS_MAX = 4
-"""So many ranks are named at most: more of them at once are no single culprit."""
+"""More ranks than this at once, and more than half of them, are no culprit."""
 
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARY = re.compile(
@@ -34,31 +35,32 @@ _KINDS = (
     ("loader", _LOADER),
     ("save", re.compile(r"/elasticrt/train/saving\.py$|/elasticrt/checkpoint/|/torch/serialization\.py$")),
 )
-"""What a function of a library is doing, by its file."""
+"""What a library's function does, by its file."""
 
 STATES = {
     "T": "is stopped by a signal (SIGSTOP)",
     "t": "is stopped by a debugger",
     "D": "waits inside the kernel, as for a disk or a file server",
-    "Z": "has ended, and its agent has not been told yet",
+    "Z": "has ended, and its agent does not know yet",
 }
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where one rank is. Wrong values raise ValueError: another agent has sent them.
+    """The position of one rank.
 
     Attributes:
         rank: its global rank.
-        step: the last step that it has finished; `age_s`: how long ago.
-        stepping: whether a step is to be expected of it: not in `loop.pause`, between epochs, or in a save.
+        step: its last finished step; `age_s`: seconds since then.
+        stepping: whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
         state: the kernel's letter for its main thread.
         doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "loader", "save", "code", or ""
-            where its stack is not known.
+            if its stack is not known.
         place: where in the script: "train.py:12 in step".
-        begun: how many collectives of the default group it has begun; 0: not known.
-        flights: its collectives by torch's flight recorder, as `ipc.flights` has them; "": not known.
-        unheard: addresses that have not acknowledged what it has sent them, with commas.
+        begun: the number of collectives of the default group that it has begun; 0: not known.
+        flights: its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
+        unheard: the addresses that do not acknowledge its data, with commas.
+        node: its node, once `find` knows that.
     """
 
     rank: int
@@ -71,36 +73,35 @@ class Position:
     begun: int = 0
     flights: str = ""
     unheard: str = ""
+    node: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is no position, cut what is too long."""
-        for each in fields(self):
-            wanted = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}[str(each.type)]
-            if type(getattr(self, each.name)) not in wanted:
-                raise ValueError(f"field {each.name!r} of a position is no {each.type}")
+        """Cut a place that is too long: another agent may have sent it."""
         object.__setattr__(self, "place", cut(self.place, PLACE_MAX_BYTES))
 
     def to_json(self) -> list[int | float | bool | str]:
-        """As it travels: the attributes in their order."""
+        """The attributes in their order, as they travel."""
         return list(astuple(self))
 
 
 def from_json(found: object) -> Position:
     """The reverse of `to_json`. Raises ValueError for anything else."""
-    if not isinstance(found, list) or len(found) != len(fields(Position)):
-        raise ValueError("not a position")
-    return Position(*found)
+    try:
+        values = found if isinstance(found, list) else []
+        return typed(Position, dict(zip(Position.__dataclass_fields__, values, strict=True)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a position: {error}") from None
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Whom the others wait for, and why that is known.
+    """A finding: the ranks for which the others wait.
 
     Attributes:
-        ranks: global ranks; none where no rank is to blame.
+        ranks: global ranks; none if no rank is to blame.
         nodes: theirs, without repetitions.
-        reason: in words, with what the others wait for.
-        resting: no step is expected of these ranks: they may be right, and the others wait for no mistake.
+        reason: what these ranks do, and where the others wait.
+        resting: no step is expected of these ranks, so this may be no mistake.
     """
 
     ranks: tuple[int, ...]
@@ -110,12 +111,12 @@ class Culprit:
 
     @property
     def key(self) -> str:
-        """The same for the same finding at another time."""
+        """The reason without times: equal for the same finding at another time."""
         return re.sub(r" for \d+ s", "", self.reason)
 
 
 def doing(stack: Sequence[str]) -> tuple[str, str]:
-    """What the main thread does by its `stack`, innermost line first, and where in the script that is."""
+    """What a main thread does (`Position.doing`), by its `stack`, innermost line first, and its place in the script."""
     frames = [found for line in stack if (found := _FRAME.match(line))]
     files = [frame["file"] for frame in frames]
     own = next((number for number, file in enumerate(files) if not _LIBRARY.search(file)), len(files))
@@ -123,7 +124,7 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
         return "", ""
     frame = frames[own if own < len(frames) else 0]
     place = f"{frame['file'].rpartition('/')[2]}:{frame['line']} in {frame['name']}"
-    for file in files[:own]:  # What the script's innermost function has called.
+    for file in files[:own]:  # The functions that the script's innermost one has called.
         for kind, pattern in _KINDS:
             if pattern.search(file):
                 return kind, place
@@ -133,23 +134,24 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
 def find(
     by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> Culprit | None:
-    """Whom the others wait for, from where each node's ranks are; None while nobody waits, or too many are late.
+    """The finding from all positions; None if no rank waits, or too many are late.
 
-    `silent`: nodes that have not answered. One without positions has answered that its steps do not stand so far.
-    `names`: nodes by their addresses.
+    Args:
+        by_node: the positions of each node's ranks; none for a node whose steps do not stand so far.
+        silent: nodes that have not answered.
+        names: nodes by their addresses.
     """
-    all_ranks = [(position, node) for node, positions in by_node.items() for position in positions]
-    most = max((position.begun for position, _ in all_ranks), default=0)
-    halted = [(each, node) for each, node in all_ranks if each.state in ("T", "t", "Z")]
+    all_ranks = [replace(each, node=node) for node, positions in by_node.items() for each in positions]
+    most = max((each.begun for each in all_ranks), default=0)
+    halted = [each for each in all_ranks if each.state in ("T", "t", "Z")]
     if halted:
         return _culprit(halted, all_ranks, most)
-    waiting = [(each, node) for each, node in all_ranks if _waits(each, most)]
-    busy = [(each, node) for each, node in all_ranks if not _waits(each, most)]
+    waiting = [each for each in all_ranks if _waits(each, most)]
+    busy = [each for each in all_ranks if not _waits(each, most)]
     if not waiting:
         return None
-    awaited = [(each, node) for each, node in busy if not _rests(each)]
-    if awaited or busy:
-        return _culprit(awaited or busy, all_ranks, most)
+    if busy:
+        return _culprit([each for each in busy if not _rests(each)] or busy, all_ranks, most)
     if silent:
         verb = "does" if len(silent) == 1 else "do"
         return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
@@ -159,31 +161,35 @@ def find(
 
 
 def _rests(position: Position) -> bool:
-    """Whether a rank may be right to make no step: in `loop.pause`, or between two epochs."""
+    """Whether a rank is in `loop.pause`, or between two epochs."""
     return not position.stepping and position.doing in ("code", "")
 
 
 def _waits(position: Position, most: int) -> bool:
-    """Whether a rank waits for others; in backward only if nobody has begun more collectives than it."""
+    """Whether a rank waits for others. In backward it does if no rank has begun more collectives than it: `most`."""
     if position.doing == "collective":
         return True
     return position.doing == "gradients" and position.begun >= most
 
 
-def _culprit(blamed: list[tuple[Position, str]], all_ranks: list[tuple[Position, str]], most: int) -> Culprit | None:
-    if len(blamed) > max(RANKS_MAX, len(all_ranks) // 2) or not blamed:
+def _are_few(blamed: Sequence[Position], all_ranks: Sequence[Position]) -> bool:
+    return 0 < len(blamed) <= max(RANKS_MAX, len(all_ranks) // 2)
+
+
+def _culprit(blamed: list[Position], all_ranks: list[Position], most: int) -> Culprit | None:
+    if not _are_few(blamed, all_ranks):
         return None
-    blamed = sorted(blamed, key=lambda each: each[0].rank)
-    waiting = [each for each in all_ranks if each not in blamed and _waits(each[0], most)]
+    blamed = sorted(blamed, key=lambda each: each.rank)
+    waiting = [each for each in all_ranks if each not in blamed and _waits(each, most)]
     said = [*_names(blamed), *([_waiting(waiting, " for it")] if waiting else [])]
-    return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each, _ in blamed))
+    return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each in blamed))
 
 
-def _cut_link(all_ranks: list[tuple[Position, str]], names: Mapping[str, str]) -> Culprit | None:
-    """All wait, and what some have sent has not arrived: the link is to blame, and no rank."""
+def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:
+    """All wait, and some data is not acknowledged: the link is to blame, and no rank."""
     ends = {
-        (node, names.get(address, address)): each.rank
-        for each, node in sorted(all_ranks, key=lambda one: one[0].rank, reverse=True)
+        (each.node, names.get(address, address)): each.rank
+        for each in sorted(all_ranks, key=lambda one: one.rank, reverse=True)
         for address in each.unheard.split(",")
         if address
     }
@@ -197,10 +203,10 @@ def _cut_link(all_ranks: list[tuple[Position, str]], names: Mapping[str, str]) -
     return Culprit((), nodes, f"the link between {what} lets nothing through: {sign}; {_waiting(all_ranks, '')}")
 
 
-def _out_of_order(all_ranks: list[tuple[Position, str]]) -> Culprit | None:
-    """All wait, by torch's flight recorder in different collectives: those that have not begun what the others are in,
-    else those that are in another one than most at the same place of the group's order."""
-    flights = {each.rank: {flight.group: flight for flight in read(each.flights)} for each, _ in all_ranks}
+def _out_of_order(all_ranks: list[Position]) -> Culprit | None:
+    """All wait, in different collectives by torch's flight recorder: to blame are the ranks that have not begun the
+    others' collective, else those that have begun another one than most under the same number."""
+    flights = {each.rank: {flight.group: flight for flight in read(each.flights)} for each in all_ranks}
     for group in sorted({name for mine in flights.values() for name in mine}):
         known = {rank: mine[group] for rank, mine in flights.items() if group in mine}
         waiting = {rank: flight for rank, flight in known.items() if flight.awaits}
@@ -211,49 +217,48 @@ def _out_of_order(all_ranks: list[tuple[Position, str]]) -> Culprit | None:
         late = [rank for rank, flight in known.items() if flight.begun < first]
         other = [rank for rank, flight in waiting.items() if flight.awaits == first and flight.what != usual]
         if not late and len(waiting) == 2 * len(other):
-            continue  # One against one: the place in the script has to tell.
-        blamed = [(each, node) for each, node in all_ranks if each.rank in (late or other)]
-        if blamed and len(blamed) <= max(RANKS_MAX, len(all_ranks) // 2):
+            continue  # One against one: the place in the script decides.
+        blamed = [each for each in all_ranks if each.rank in (late or other)]
+        if _are_few(blamed, all_ranks):
             number = f"number {first} of {group}"
             words = f"has not begun {usual}" if late else f"is in {known[other[0]].what} instead of {usual}"
             return _named(blamed, f"{'; '.join(_names(blamed))}, and {words} ({number}), in which the others wait")
     return None
 
 
-def _odd_one_out(all_ranks: list[tuple[Position, str]]) -> Culprit:
-    """All wait: those in another collective than most are to blame; of two, the one that has begun fewer."""
-    groups: dict[tuple[str, str, int], list[tuple[Position, str]]] = {}
-    for each, node in all_ranks:
-        groups.setdefault((each.doing, each.place, each.begun), []).append((each, node))
+def _odd_one_out(all_ranks: list[Position]) -> Culprit:
+    """All wait: to blame are those in another collective than most; of two, the one that has begun fewer."""
+    groups: dict[tuple[str, str, int], list[Position]] = {}
+    for each in all_ranks:
+        groups.setdefault((each.doing, each.place, each.begun), []).append(each)
     if len(groups) == 1:
-        first = all_ranks[0][0]
+        first = all_ranks[0]
         where = f" at {first.place}" if first.place else ""
         return Culprit((), (), f"all {len(all_ranks)} ranks wait in the same collective{where}: no rank is to blame")
-    ordered = sorted(
-        groups.values(), key=lambda group: (len(group), group[0][0].doing != "collective", group[0][0].begun)
-    )
-    odd, usual = ordered[0], ordered[-1][0][0]
+    ordered = sorted(groups.values(), key=lambda group: (len(group), group[0].doing != "collective", group[0].begun))
+    odd, usual = ordered[0], ordered[-1][0]
     return _named(odd, f"{'; '.join(_names(odd))}, others in another one at {usual.place or 'an unknown place'}")
 
 
-def _named(blamed: list[tuple[Position, str]], reason: str, *, resting: bool = False) -> Culprit:
-    nodes = tuple(dict.fromkeys(node for _, node in blamed))
-    return Culprit(tuple(each.rank for each, _ in blamed), nodes, reason, resting)
+def _named(blamed: list[Position], reason: str, *, resting: bool = False) -> Culprit:
+    nodes = tuple(dict.fromkeys(each.node for each in blamed))
+    return Culprit(tuple(each.rank for each in blamed), nodes, reason, resting)
 
 
-def _names(blamed: list[tuple[Position, str]]) -> list[str]:
-    return [f"rank {each.rank} on {node} {_what(each)}" for each, node in blamed[:RANKS_MAX]]
+def _names(blamed: list[Position]) -> list[str]:
+    return [f"rank {each.rank} on {each.node} {_what(each)}" for each in blamed[:RANKS_MAX]]
 
 
-def _waiting(waiting: list[tuple[Position, str]], what: str) -> str:
-    """Who waits `what`, and where."""
-    first = waiting[0][0]
+def _waiting(waiting: list[Position], what: str) -> str:
+    """Which ranks wait (for `what`), and where."""
+    first = waiting[0]
     who = f"rank {first.rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
     return f"{who}{what} in a collective{f' at {first.place}' if first.place else ''}"
 
 
 def _what(position: Position) -> str:
     """What a rank does, in words that follow its name."""
+    # D alone says little: the stack, if there is one, tells which file or lock it is.
     if position.state in STATES and (position.state != "D" or not position.place):
         return STATES[position.state]
     at = f": {position.place}" if position.place else ""

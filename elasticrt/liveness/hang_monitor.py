@@ -1,16 +1,14 @@
-"""Looks at the pages of this node's workers a few times a second, and says when they do not get on.
+"""Reads the status pages of this node's workers a few times a second, and reports workers that do not make progress.
 
-Without a message or a system call on the workers' side, and nothing is looked at while there are no workers. A worker
-that a signal has stopped is ended soon (`stopped`). Four more things can be wrong, and each is answered with the stacks
-of the workers, for people:
+It costs the workers no message and no system call. A worker that a signal has stopped is ended soon (`stopped`). In the
+other cases the workers' stacks are taken first (`Stacks.why`):
 
-* "stalled": no step comes, for much longer than steps have taken. For too long, it is a failure.
+* "closer": no step for longer than usual. The stacks tell for which rank the others wait, see `culprit`.
+* "stalled": no step for much longer. First a warning, then a failure.
 * "late": workers have not taken their new seats.
-* "paused": for as long as a hang may last no step has been expected: they are in `loop.pause`, save, or are between two
-  epochs. That may be right, so it is said, and is no failure.
-* "waited_for": workers run on after others of their generation have ended. A script may well save or evaluate on one
-  rank alone: it is a failure when they, and all they have started, use next to no processor time for as long as a hang
-  may last.
+* "paused": no step was expected for `--hang-timeout`: `loop.pause`, a save, code between two epochs. Only reported.
+* "waited_for": workers run on after others have ended. One rank may save or evaluate alone, so it is a failure only
+  when their sessions use next to no processor time for `--hang-timeout`.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from elasticrt.ipc.time_bounds import (
 )
 from elasticrt.liveness.culprit import LINKS_MAX, Position, doing, find, from_json
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
-from elasticrt.liveness.stall_detector import Idle, Sight, StallDetector, StallLimits, Stand, Stopped
+from elasticrt.liveness.stall_detector import STANDING_FACTOR, STANDING_S, Idle, Sight, StallDetector, Stand, Stopped
 from elasticrt.liveness.straggler import Comparison, Waits
 from elasticrt.settings import Settings
 from elasticrt.workers.failures import stalled
@@ -50,27 +48,27 @@ from elasticrt.workers.group import WorkerGroup
 log = logging.getLogger(__name__)
 
 WARN_PART = 0.5
-"""At this part of the time after which nothing moves for sure, people are warned."""
+"""The part of the limit of a stall after which there is a warning."""
 
 PAUSES_KEPT = 9
-"""Pauses, of which the median is what is usual."""
+"""The usual pause is the median of this many."""
 
 
 class HangMonitor:
-    """One node's. Used by the agent's thread.
+    """Watches the workers of one node. Used by the agent's thread.
 
     Args:
         settings: the node's.
-        put: gets `Stacks`, from another thread; they come back to `told`.
+        put: takes `Stacks`, on another thread, as events for `placed` and `report`.
         event_log: the node's event log.
-        say: tells people.
+        say: prints a line for the user.
         take: asks workers for their stacks, as `stacks.take`.
-        state_of: the kernel's letter for what a process is doing, as `proc.state_of`.
+        state_of: the kernel's letter for the state of a process, as `proc.state_of`.
 
     Attributes:
-        positions: where this node's workers are, while their steps stand still for long.
-        comparison: of what the nodes' own work takes.
-        said: what other agents are told of the workers when they ask; may be read by any thread.
+        positions: of this node's workers, while their steps stand still.
+        comparison: of the nodes' own work.
+        said: the answer to other agents that ask about the workers. Any thread may read it.
     """
 
     def __init__(
@@ -86,42 +84,45 @@ class HangMonitor:
         self._take = take
         self._state_of = state_of
         self._settings = settings
-        self._limits = StallLimits(hang_s=settings.options.hang_timeout_s)
+        self._hang_s = settings.options.hang_timeout_s
         self._put = put
         self._events = event_log
         self._say = say
         self.began()
 
     def began(self) -> None:
-        """Workers are being started, or get new seats: nothing is known of their pace."""
-        self._pace = StallDetector(self._limits)
-        self._asked = (0, 0.0)  # After which step stacks were asked for, and at which part of the time.
+        """Workers are being started, or get new seats: begin without any knowledge of their pace."""
+        self._pace = StallDetector(self._hang_s)
+        self._asked = (0, 0.0)  # The step and the part of the limit for which stacks were taken last.
         self._looped = False
-        self._paused_since: float | None = None  # No step has been expected since; `_told_pause`: people know.
-        self._told_pause = False
-        self._paused_ns: int | None = None  # The time in pauses so far, and the newest of them.
-        self._pauses: tuple[float, ...] = ()
-        self._look_at: float | None = None  # None with nothing to look at: a Loop's first step wakes the agent.
+        self._paused_since: float | None = None  # No step has been expected since then.
+        self._told_pause = False  # That has been reported.
+        self._paused_ns: int | None = None  # The time in pauses so far.
+        self._pauses: tuple[float, ...] = ()  # Seconds of the newest ones.
+        self._look_at: float | None = None  # None before the first step, which wakes the agent.
         self._stopped = Stopped()
         self._stand = Stand()
         self.positions: tuple[Position, ...] = ()
         self.said: Mapping[str, object] = {}
         self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
-        self._blamed: dict[str, float] = {}  # Whom people know of, and since when.
-        self._blamed_step = 0, ""  # Who was to blame last, and after which step.
+        self._blamed: dict[str, float] = {}  # When each finding was reported last.
+        self._blamed_step = 0, ""  # The step and the reason of the last finding.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
 
     def wake_at(self) -> list[float]:
-        """When to look again."""
+        """The times at which to look again."""
         times = (self._look_at or self._idle_until, self._idle_look_at, self._stand.ask_at)
         return [at for at in times if at is not None]
 
     def look(self, now: float, pages: Sequence[StatusPage], *, held: bool) -> None:
-        """Look at the pages of all running workers, if it is time `now` (seconds of the monotonic clock).
+        """Look at the pages of all running workers, if it is time.
 
-        `held`: the workers were told to stop after their step, so that none is expected.
+        Args:
+            now: seconds of the monotonic clock.
+            pages: of the workers.
+            held: the workers stop after their step for a handover, so no step is expected.
         """
         if self._look_at is not None and now < self._look_at:
             return
@@ -137,26 +138,25 @@ class HangMonitor:
             self._paused_since, self._told_pause = None, False
         if not in_loop and not (pages and all(page.beats for page in pages)):
             return
-        if in_loop and not self._looped:  # Optimizer steps that came before are not its steps.
-            self._looped, self._pace = True, StallDetector(self._limits)
+        if in_loop and not self._looped:  # Steps of optimizers before the Loop do not count.
+            self._looped, self._pace = True, StallDetector(self._hang_s)
         in_place = all(page.in_place for page in pages)
-        if in_place and self._pace.limits is self._limits:
-            self._pace = replace(self._pace, limits=replace(self._limits, standing_s=STANDING_IN_PLACE_S))
         self._look_at = now + (LOOK_IN_PLACE_S if in_place else LOOK_S)
         sight = sight_of_steps if in_loop else sight_of_beats
-        self._pace = self._pace.looked(sight(pages, held=held), now)
+        pace = replace(self._pace, standing_s=STANDING_IN_PLACE_S if in_place else STANDING_S)
+        self._pace = pace.looked(sight(pages, held=held), now)
 
     def stopped(self, now: float, pids: Mapping[int, int], is_awaited: Callable[[int], bool]) -> list[int]:
         """Local ranks that a signal has stopped for so long that they will not go on by themselves.
 
-        Not looked at while steps are made. Not meant are those that a debugger has stopped.
+        A process under a debugger is not meant. While steps are made, there is nothing to look for.
 
         Args:
             now: seconds of the monotonic clock.
             pids: process ids of the workers, by local rank.
-            is_awaited: whether others wait for a worker, by its local rank, although no step has come so far.
+            is_awaited: whether others wait for the worker with this local rank before the first step.
         """
-        if not self._limits.hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
+        if not self._hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
             return []
         stand = self.standing_since(now) is not None
         moving = self._pace.expected and not stand
@@ -165,15 +165,15 @@ class HangMonitor:
         return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
 
     def look_closer(self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int) -> None:
-        """When no step has come for long by `now`, find out where the workers are; `placed` gets it."""
+        """If there has been no step for long at `now`, take the workers' stacks for `placed`."""
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return
         step = sum(page.step or page.beats for page in pages)
         made = all(page.step_at_ns or page.beat_at_ns for page in pages)
-        bound_s = max(self._limits.standing_factor * self.usual_s, CLOSER_S if made else FIRST_STEP_S)
-        if self._limits.hang_s:
-            bound_s = min(bound_s, WARN_PART * self._limits.hang_s)
+        bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
+        if self._hang_s:
+            bound_s = min(bound_s, WARN_PART * self._hang_s)
         before, self._stand = self._stand, self._stand.looked(step, max(at), now, bound_s)
         if before.step != step:
             self.positions = ()
@@ -184,9 +184,12 @@ class HangMonitor:
     def placed(
         self, stacks: Stacks, ranks: Mapping[int, int], pages: Mapping[int, StatusPage], pids: Mapping[int, int]
     ) -> None:
-        """The `stacks` for `look_closer` have come. `ranks`: global ones; all three by local rank."""
+        """Note the positions of the workers from the `stacks` of `look_closer`.
+
+        `ranks` has global ranks; `ranks`, `pages` and `pids` are by local rank.
+        """
         if not self._stand.times:
-            return  # It has moved meanwhile.
+            return  # The steps go on again.
         found = []
         for local_rank, lines in stacks.lines.items():
             page = pages.get(local_rank)
@@ -209,8 +212,8 @@ class HangMonitor:
         self.positions, self._waits_at = tuple(found), 0.0
 
     def is_to_ask(self, now: float) -> bool:
-        """Whether it is time `now` to ask the other nodes about their workers: once for each closer look at the own,
-        and now and then while steps are made."""
+        """Whether to ask the other nodes about their workers `now`: after each closer look at this node's workers, and
+        every COMPARE_S while steps are made."""
         if now >= self._compare_at and self._pace.recent:
             self._compare_at = now + COMPARE_S
             return True
@@ -220,7 +223,7 @@ class HangMonitor:
         return bool(self.positions)
 
     def look_at_waits(self, now: float, ranks: Mapping[int, int], pages: Sequence[StatusPage]) -> None:
-        """Note at `now` what other agents are told. `ranks`: global ones, by local rank, as the pages are."""
+        """Renew `said`, if it is time `now`. `ranks`: global ranks by local rank, in the order of `pages`."""
         if now < self._waits_at:
             return
         self._waits_at = now + LOOK_IDLE_S
@@ -231,11 +234,11 @@ class HangMonitor:
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
-        """Tell which node is slow, from how long all ranks wait for gradients."""
+        """Report a slow node, from the waits of all ranks. `others`: the other agents' answers, by node."""
         own = self._settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
-        before, self.comparison = self.comparison, self.comparison.looked(totals, step, self.usual_s)
+        before, self.comparison = self.comparison, self.comparison.looked(totals, step, self._pace.usual_s)
         found = self.comparison.found
         if found is None or not self.comparison.is_certain or before.is_certain:
             return
@@ -244,16 +247,13 @@ class HangMonitor:
         )
         self._say(found.reason)
 
-    @property
-    def usual_s(self) -> float:
-        """How long a step takes; 0.0 while that is not known."""
-        return statistics.median(self._pace.recent) if self._pace.recent else 0.0
-
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
-        """Tell whom the others wait for, from where workers are: those here, and the `others`' by node.
+        """Report the ranks for which the others wait, unless they are in a pause that is not much longer than usual.
 
-        Not when the steps have moved on, nor of who is in a pause that is not much longer than usual; people are told
-        the same again only after a while. `nodes`: the addresses of all of the generation.
+        Args:
+            generation: the generation.
+            nodes: the addresses of its nodes.
+            others: the other agents' answers, by node.
         """
         if not self.positions:
             return
@@ -261,8 +261,8 @@ class HangMonitor:
         names = {address: node for node, address in nodes.items()}
         culprit = find(by_node, [node for node in nodes if node not in by_node], names)
         step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
-        pause_s = self._limits.standing_factor * statistics.median_low(self._pauses) if self._pauses else math.inf
-        if culprit is None or (culprit.resting and age_s < min(pause_s, self._limits.hang_s or math.inf)):
+        pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
+        if culprit is None or (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             return
         self._blamed_step = step, culprit.reason
         who = culprit.ranks, culprit.nodes, culprit.reason
@@ -277,12 +277,9 @@ class HangMonitor:
         return self._pace.standing_since(now)
 
     def ask_if_stalled(self, now: float, group: WorkerGroup, generation: int) -> None:
-        """When nothing has moved for too long at `now`, or for half of that, ask for stacks, once each.
-
-        Once as well in a pause that lasts for as long as a hang may.
-        """
+        """Take stacks at `now` after half of the limit of a stall, after all of it, and in a pause of that length."""
         paused_s = now - self._paused_since if self._paused_since is not None else 0.0
-        if 0 < self._limits.hang_s <= paused_s and not self._told_pause:
+        if 0 < self._hang_s <= paused_s and not self._told_pause:
             self._told_pause = True
             self.ask(group, Stacks("paused", generation, self._pace.step, paused_s, False))
             return
@@ -296,7 +293,15 @@ class HangMonitor:
     def ask_if_waited_for(
         self, now: float, group: WorkerGroup, generation: int, ended: Sequence[str], left: Sequence[int]
     ) -> None:
-        """Look at `now` at workers that run on. `ended`: who does not, in words; `left`: ranks that do."""
+        """Look at `now` at the workers that run on.
+
+        Args:
+            now: seconds of the monotonic clock.
+            group: the workers.
+            generation: theirs.
+            ended: descriptions of those that have ended.
+            left: local ranks of those that run on.
+        """
         if not ended or not left:
             self._idle, self._idle_look_at = None, None
         elif self._idle_look_at is None or now >= self._idle_look_at:
@@ -304,7 +309,7 @@ class HangMonitor:
             pids = group.pids(generation)
             used_s = cpu_s(pids[rank] for rank in left)
             before = self._idle or Idle(now, used_s, now)
-            self._idle = before.looked(used_s, now, self._limits.hang_s)
+            self._idle = before.looked(used_s, now, self._hang_s)
             over = self._idle.over and not before.over
             if over or (self._idle.said and not before.said):
                 age_s = now - (before.idle_since if over else before.since)
@@ -312,51 +317,58 @@ class HangMonitor:
                 self.ask(group, Stacks("waited_for", generation, 0, age_s, over, ended=who), left)
 
     def ask(self, group: WorkerGroup, blank: Stacks, local_ranks: Sequence[int] = ()) -> None:
-        """Ask workers of a generation, all or `local_ranks`, for stacks; `blank` is the answer without its lines."""
+        """Ask all workers of a generation, or `local_ranks`, for their stacks. `blank`: the answer without lines."""
         generation = blank.generation
         pids = group.pids(generation)
         workers = {rank: (pids[rank], group.page(rank, generation)) for rank in local_ranks or pids if rank in pids}
         self._take(workers, lambda number: group.signal(number, generation, list(workers)), self._put, blank)
 
-    def told(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
-        """Tell people of stacks that have come; the failure if it was too long. `ranks`: global ones by local rank."""
+    def report(self, stacks: Stacks, ranks: Mapping[int, int]) -> Failure | None:
+        """Report `stacks`. Returns the failure, if they are final. `ranks`: global ranks by local rank."""
         if stacks.why == "stalled" and stacks.step != self._pace.step:
-            return None  # It has moved meanwhile.
+            return None  # The steps go on again.
         lines = {ranks.get(local_rank, local_rank): each for local_rank, each in stacks.lines.items()}
-        age_s, node, directory = stacks.age_s, self._settings.node, self._settings.run_dir
-        if stacks.why == "waited_for":
-            limit_s = self._limits.hang_s
-            bound = f", until it has done nothing for {limit_s:g} s (--hang-timeout)" if limit_s else ""
-            what = "has done nothing since" if stacks.final else f"is waited for{bound}"
-            for rank, each in lines.items():
-                self._say(f"{stacks.ended} ended {age_s:.0f} s ago; rank {rank} {what}: {where(each)}")
-            message = f"rank {min(lines)} did not end, and did nothing for {age_s:.0f} s, after {stacks.ended} had"
-        else:
-            message = f"no progress for {age_s:.0f} s after step {stacks.step:,}"
-            if self._blamed_step[0] == stacks.step and self._blamed_step[1]:
-                message += f": {self._blamed_step[1]}"
-            keep(stacks, lines, node, directory)
-            kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
-            said = {str(rank): tuple(each) for rank, each in lines.items()}
-            self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, said))
-            if stacks.why == "stalled" and not stacks.final:
-                logs = f"{directory}/logs/generation-{stacks.generation}"
-                self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
-            for rank, each in lines.items() if stacks.why == "paused" else ():
-                at = where(each)
-                self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {at}")
+        report = self._report_waited_for if stacks.why == "waited_for" else self._report_stand
+        message = report(stacks, lines)
         if not stacks.final:
             return None
-        return stalled(node=node, generation=stacks.generation, message=message, stacks=lines)
+        return stalled(node=self._settings.node, generation=stacks.generation, message=message, stacks=lines)
+
+    def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
+        """Say which ranks run on after others have ended. Returns the failure's message."""
+        age, bound = f"{stacks.age_s:.0f} s", ""
+        if self._hang_s:
+            bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
+        what = "has done nothing since" if stacks.final else f"is waited for{bound}"
+        for rank, each in lines.items():
+            self._say(f"{stacks.ended} ended {age} ago; rank {rank} {what}: {where(each)}")
+        return f"rank {min(lines)} did not end, and did nothing for {age}, after {stacks.ended} had"
+
+    def _report_stand(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
+        """Keep the stacks of workers that make no step, and say where they are. Returns the failure's message."""
+        age_s, directory = stacks.age_s, self._settings.run_dir
+        keep(stacks, lines, self._settings.node, directory)
+        kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
+        by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
+        self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, by_rank))
+        if stacks.why == "stalled" and not stacks.final:
+            logs = f"{directory}/logs/generation-{stacks.generation}"
+            self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
+        for rank, each in lines.items() if stacks.why == "paused" else ():
+            at = where(each)
+            self._say(f"no step was expected for {age_s:.0f} s (loop.pause, a save): rank {rank} is at {at}")
+        blamed_step, reason = self._blamed_step
+        culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
+        return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"
 
 
 def last_ns(page: StatusPage) -> int:
-    """Since when a worker's next step is waited for; 0 before it is."""
+    """When the wait for a worker's next step began, in CLOCK_MONOTONIC nanoseconds; 0 before its first one."""
     return max(page.step_at_ns, page.beat_at_ns, page.restored_at_ns)
 
 
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """All workers, by the one of their `pages` that is furthest behind. `held`: no step is to be expected."""
+    """The sight of workers with a Loop: the one that is furthest behind. `held`: no step is expected."""
     last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
     if not last.step_at_ns:
         return Sight(0, 0.0, False)
@@ -365,13 +377,13 @@ def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
 
 
 def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:
-    """The same of workers without a Loop, where one may take more steps than another: the oldest newest beat counts."""
+    """The same without a Loop: workers may make different numbers of steps, so the oldest newest one counts."""
     last = min(pages, key=lambda page: page.beat_at_ns)
     return Sight(sum(page.beats for page in pages), last.beat_at_ns / 1e9, not held, last.begun_at_ns / 1e9)
 
 
 def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, Waits]]:
-    """What agents have said of how long their ranks wait."""
+    """The waits in agents' answers, by rank. Anything malformed is left out."""
     for node, fields in by_node.items():
         said = fields.get("waits")
         for each in said if isinstance(said, list) else ():
@@ -380,22 +392,22 @@ def _waits(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[int, W
 
 
 def _positions(by_node: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, list[Position]]]:
-    """What other agents have said, as positions."""
+    """The positions in other agents' answers, by node."""
     for node, fields in by_node.items():
         said = fields.get("workers")
         try:
             yield node, [from_json(each) for each in said] if isinstance(said, list) else []
         except ValueError as error:
-            log.warning("where the workers of %s are is not known: %s", node, error)
+            log.warning("the positions of the workers of %s cannot be read: %s", node, error)
 
 
 def where(lines: Sequence[str]) -> str:
-    """The place in the `lines` of a stack: its innermost one, or all that is known."""
+    """The innermost place in the `lines` of a stack; the first lines if there is none."""
     places = [line.strip() for line in lines if line.startswith("  File ")]
     return places[0] if places else "; ".join(lines[:2])
 
 
 def cpu_s(sessions: Iterable[int]) -> float:
-    """The processor time of all processes of these sessions, with that of their children that have ended."""
+    """Seconds of processor time of all processes in these sessions, with their children that were reaped."""
     found = (stat(pid) for pid in in_sessions(set(sessions)))
     return sum(each.ticks for each in found if each is not None) / os.sysconf("SC_CLK_TCK")

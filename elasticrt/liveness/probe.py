@@ -1,6 +1,6 @@
-"""Answering agents that ask whether this one lives. `prober` asks, and says what answers mean.
+"""Answers the probes of other agents. `prober` asks, and defines what answers mean.
 
-A question may name a third life: the agent then asks that one once, if it knows its seat, and says what came of it.
+A question may be about a third agent. This one then probes it once, if it knows its seat, and passes the result on.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from elasticrt.workers.store_ports import listen
 log = logging.getLogger(__name__)
 
 QUESTION_S = PROBE_STEPS * PROBE_STEP_S
-"""After that an answer is not waited for any more."""
+"""After this time the answer comes too late."""
 
 CHECKS_MAX = 4
-"""So many others an agent asks at a time because it was asked about them."""
+"""The number of seats that are probed at a time for other agents."""
 
 NONCE_MAX = 64
 CONNECTIONS_MAX = 128
 
 
 class ProbeServer:
-    """Answers probes from `start` until `close`, on the thread that asks them as well.
+    """Answers probes from `start` until `close`, on the thread of the agent's `Prober`.
 
-    The port is bound before anything is answered, because it is a part of what its agent says of itself; questions of
-    that time wait.
+    The port is bound at once, because the agent announces it before `start`. Questions that come before that wait.
 
     Args:
         prober: of the same agent; closed later than this.
         address: where to listen, at any free `port`.
         run_id: the agent's run.
         state: gives (incarnation, generation), from any thread.
-        seats: those that it may be asked about: never does it connect to an address that came with a question.
-        workers: what is to be said of its workers, as JSON values: where they are, how long they wait.
+        seats: the agents it may be asked about. It never connects to an address that came with a question.
+        workers: the positions and the waits of its workers, as JSON values.
 
     Raises ConfigError when the address is not this machine's.
     """
@@ -60,7 +59,7 @@ class ProbeServer:
         self._state = state
         self._seats = seats
         self._workers = workers
-        self._checks: dict[str, list[tuple[Client, dict[str, object]]]] = {}  # Who waits for a word about whom.
+        self._checks: dict[str, list[tuple[Client, dict[str, object]]]] = {}  # By incarnation: who asks.
         self._server = RequestServer(
             prober.thread,
             listener,
@@ -72,19 +71,19 @@ class ProbeServer:
         )
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Begin to answer."""
         self._server.start()
 
     def close(self) -> None:
-        """Stop answering: from now on the port refuses."""
+        """Stop answering. From now on the port refuses connections."""
         self._server.close()
 
     def _asked(self, client: Client, line: bytes) -> None:
-        """Answer a question, now or when the answer is known; nothing to what is no question."""
+        """Answer a question, now or when its answer is known. Anything else gets no answer."""
         question = fields_in(line) or {}
         nonce = question.get("nonce")
         if not isinstance(nonce, str) or len(nonce) > NONCE_MAX:
-            log.debug("a probe that was none: %r", line[:80])
+            log.debug("not a probe: %r", line[:80])
             self._server.hang_up(client)
             return
         incarnation, generation = self._state()
@@ -95,7 +94,7 @@ class ProbeServer:
             self._answer(client, {**answer, "about": "unknown"})
 
     def _check(self, client: Client, answer: dict[str, object], about: object) -> bool:
-        """Ask that life, once for all who ask about it meanwhile. False: it is unknown, or too many are being asked."""
+        """Probe the incarnation `about`, once for all clients that ask meanwhile. False if it is not to be probed."""
         seat = next((seat for seat in self._seats() if seat.incarnation == about), None)
         if seat is None or (seat.incarnation not in self._checks and len(self._checks) >= CHECKS_MAX):
             return False

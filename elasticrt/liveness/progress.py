@@ -1,8 +1,8 @@
-"""What a node's agent knows of its workers' steps: how far they are, and where the time of a recovery goes.
+"""How far this node's workers are, and where the time of a recovery goes.
 
-A recovery is the time between two steps: the last before a change of generation and the first after it, as this
-machine's monotonic clock has them. Agent and workers mark what happens in between, and each phase is the time from one
-mark to the next, so that the phases add up to the pause.
+A recovery is the time between the last step before a change of generation and the first one after it, by this
+machine's monotonic clock. Agent and workers set marks in between. A phase is the time from one mark to the next, so the
+phases add up to the pause.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from elasticrt.ipc.time_bounds import START_S_MAX, START_UNKNOWN_S
 
 log = logging.getLogger(__name__)
 
-
 TELL_EVERY_S = 5.0
-"""How often what the workers spend their time on is written down."""
+"""The interval of the events `progress`."""
 
 PHASES = ("detect", "agree", "stop", "start", "script", "init", "restore", "first_step")
-"""What ends each: something is known to have happened; another generation is agreed; the old workers are gone; the new
-ones run; `elasticrt.init` is called; there is a process group; the state is back; a step is done."""
+"""A phase ends when: the change is known; another generation is agreed; the old workers are gone; the new ones run;
+`elasticrt.init` is called; there is a process group; the state is restored; a step is done."""
 
 
 def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
-    """How long each phase took, in ms, from the marks (ns) that were set when they ended; they add up.
+    """The milliseconds of each phase.
 
-    `since_ns` 0: count from the first mark. A phase without a mark is left out: its time is in the next one's. A mark
-    that lies before an earlier one's (the last step may end after a handover was asked for) counts as set with it.
+    Args:
+        since_ns: the beginning of the first phase; 0: the first mark.
+        marks: the ends of phases, in ns. The time of a phase without a mark counts for the next one. A mark before an
+            earlier phase's mark counts as set with that: a step may end after its handover was asked for.
     """
     set_marks = [(name, marks[name]) for name in PHASES if marks.get(name)]
     at = since_ns or (set_marks[0][1] if set_marks else 0)
@@ -46,14 +47,14 @@ def phases(since_ns: int, marks: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """What a worker's own work takes of a step: all of it but the waiting for the others' gradients.
+    """A worker's own work in a step: the step without the wait for the others' gradients.
 
     Attributes:
-        step, at_ns: the last step at the last look, and when that was.
-        besides_ns: what it has spent on saves and pauses by then.
-        waited_ns, waits: how long it has waited by then, in so many steps that were measured.
-        wait_s: how long it waits in a step, by the newest measurement.
-        own_s: seconds of its own in a step, lately; 0 while that is not known.
+        step, at_ns: the last step at the last look, and the time of that look.
+        besides_ns: the time spent on saves and pauses until then.
+        waited_ns, waits: the time waited until then, and the number of steps in which it was measured.
+        wait_s: the wait in a step, by the newest measurement.
+        own_s: seconds of own work in a step, lately; 0 before it is known.
     """
 
     step: int
@@ -65,7 +66,7 @@ class OwnWork:
     own_s: float = 0.0
 
     def looked(self, step: int, at_ns: int, besides_ns: int, waited_ns: int, waits: int) -> OwnWork:
-        """After another look. Without a step, or before a wait was measured, nothing is known anew."""
+        """The work after another look, with new values of the attributes. Unchanged if there was no step."""
         if step <= self.step:
             return self
         wait_s = (waited_ns - self.waited_ns) / (waits - self.waits) / 1e9 if waits > self.waits else self.wait_s
@@ -75,48 +76,48 @@ class OwnWork:
 
 
 class Progress:
-    """One node's.
+    """The progress of one node's workers.
 
     Args:
-        look: gives the pages of all its workers, by local rank; none when there are none.
+        look: returns the pages of all its workers, by local rank.
         event_log: the node's event log.
         clock: this machine's.
 
     Attributes:
-        pause_s: how long the last recovery took.
+        pause_s: the seconds of the last recovery.
     """
 
     def __init__(self, look: Callable[[], Sequence[StatusPage]], event_log: EventLog, clock: Clock) -> None:
         self._clock = clock
         self._look = look
         self._events = event_log
-        self._last, self._last_ns = 0, 0  # The last step before a change, and when it ended.
+        self._last, self._last_ns = 0, 0  # The last step before a change, and its end.
         self._has_loop = False
         self._marks: dict[str, int] = {}
         self._began_at = 0.0
-        self._generation = 0  # The newest that this node has had a seat in.
-        self._spent: dict[StatusPage, tuple[int, ...]] = {}  # What workers had spent at its first step.
+        self._generation = 0  # The newest one in which this node has had a seat.
+        self._spent: dict[StatusPage, tuple[int, ...]] = {}  # By worker, at the generation's first step.
         self._work: dict[StatusPage, OwnWork] = {}
-        self._newest: events.Progress | None = None  # What is to be written down of it.
+        self._newest: events.Progress | None = None  # The event that is to be written next.
         self._tell_at = 0.0
         self.pause_s = 1.0
 
-    # What happens, in order. Of a thing that happens twice the first time counts.
+    # Marks, in order. A mark that is set stays as it is.
 
     def disturbed(self) -> None:
-        """The present generation is coming to its end: a worker has failed, or a handover was asked for."""
-        if "start" in self._marks:  # Of a recovery that never came to a step; its time counts as this one's.
+        """The present generation is about to end: a worker has failed, or a handover was asked for."""
+        if "start" in self._marks:  # A recovery that never came to a step: its time is a part of this one.
             self._marks = {}
         self._mark("detect")
 
     def undisturbed(self) -> None:
-        """It was not: the handover was given up."""
+        """The handover was given up, and the generation goes on."""
         self._marks = {}
 
     def replaced(self, generation: int) -> None:
-        """Another generation is to be run.
+        """Another `generation` is to be run.
 
-        Who had no seat in the one before is a newcomer: what it has waited was no pause of the training.
+        A node without a seat in the one before is new: its wait was no pause of the training.
         """
         self.tell()
         self._spent = {}
@@ -132,14 +133,14 @@ class Progress:
         self._mark("stop")
 
     def started(self, generation: int, at_ns: int) -> None:
-        """All workers of `generation` run, since `at_ns`. What a script without a Loop does now is not known here."""
+        """All workers of `generation` run, since `at_ns` (CLOCK_MONOTONIC)."""
         self._mark("start", at_ns)
         if self._last_ns or generation > 1:
             parts = phases(self._last_ns, self._marks)
             self._events.write(events.Restarted(generation, parts))
 
     def remember(self) -> None:
-        """Note how far the workers have come, while they can still be asked."""
+        """Note how far the workers are, while their pages can still be read."""
         own = self._look()
         if own and own[0].step_at_ns:
             self._last, self._last_ns = own[0].step, own[0].step_at_ns
@@ -148,11 +149,11 @@ class Progress:
         self._count(own)
 
     def stepped(self, generation: int, step: Step) -> None:
-        """The first step of a Loop is done. If it is the generation's, the recovery is over, and cost this."""
+        """The first `step` of a Loop is done. If it is the first of `generation`, the recovery is over."""
         self._has_loop = True
         if "agree" not in self._marks:  # A second Loop of the same script.
             return
-        # A node that has not stepped before has no pause. The first step is `resumed_from` + 1 in a healthy run.
+        # A node without an earlier step has no pause. In a healthy run the first step is `resumed_from` + 1.
         paused = 0 < self._last_ns < step.at_ns
         pause_s = (step.at_ns - self._last_ns) / 1e9 if paused else None
         redone = max(0, self._last - step.resumed_from) if paused else 0
@@ -163,9 +164,9 @@ class Progress:
         self._marks = {}
 
     def look(self, generation: int, now: float) -> None:
-        """See whether workers of `generation` without a Loop have made their first step, of which nobody sends word.
+        """Write the event `progress`, if it is time `now` (seconds of the monotonic clock).
 
-        Write down at `now` (seconds of the monotonic clock), if it is time, how far all workers are.
+        Also end the recovery of a script without a Loop after its first step, of which there is no message.
         """
         if now >= self._tell_at:
             self._tell_at = now + TELL_EVERY_S
@@ -180,7 +181,7 @@ class Progress:
         self._marks = {}
 
     def tell(self) -> None:
-        """Write down what the workers had spent their time on when they were last looked at, if it is news."""
+        """Write the event `progress` of the last look, if it has not been written."""
         if self._newest is not None:
             self._events.write(self._newest)
         self._newest = None
@@ -202,7 +203,7 @@ class Progress:
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
 
     def _count(self, own: Sequence[StatusPage]) -> None:
-        """See what the workers of these pages have spent since their first step in this generation."""
+        """Sum up what the workers of these pages have spent since their first step in this generation."""
         known = [page for page in own if page in self._spent]
         if not known:
             return
@@ -228,14 +229,14 @@ class Progress:
     # Questions.
 
     def step(self) -> int | None:
-        """The last step that all workers of this node have finished; None when that is not known (yet)."""
+        """The last step that all workers of this node have finished; None before the first."""
         own = self._look()
         return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
     def starting(self, now: float) -> bool:
-        """Whether the workers are on their way into their Loop, so that a handover would find nothing to hand over.
+        """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over.
 
-        Whether the script has a Loop at all is known from an earlier generation, else taken to be so for a while.
+        If no worker was ever in a Loop, the script counts as one without a Loop after START_UNKNOWN_S.
         """
         own = self._look()
         self._has_loop = self._has_loop or any(page.entered for page in own)

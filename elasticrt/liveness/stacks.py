@@ -1,7 +1,7 @@
-"""What workers are doing right now: the stacks of their threads, as text.
+"""The stacks of the workers' threads, as text.
 
-Every worker with a Loop writes its stacks on its status page when it gets `STACKS_SIGNAL`; that needs no interpreter
-that can still run. Of one that does not answer, the kernel's word for its state is told.
+A worker with a Loop writes its stacks on its status page when it gets `STACKS_SIGNAL`, by `faulthandler`, which works
+while the interpreter hangs. If a worker does not answer, the state of its process is given instead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from elasticrt.ipc.file_modes import make_directory, opener
-from elasticrt.ipc.proc import stat
+from elasticrt.ipc.proc import state_of
 from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
 from elasticrt.ipc.time_bounds import STACKS_LOOK_S, STACKS_S_MAX
+from elasticrt.liveness.culprit import STATES
 from elasticrt.workers.logs import file_of
 
 log = logging.getLogger(__name__)
@@ -30,11 +31,11 @@ class Stacks:
     """The stacks of one generation's workers on this node.
 
     Attributes:
-        why: what they were asked for, see `hang_monitor`.
-        generation, step: the newest step of the generation then.
-        age_s: for how long it had been so; `final`: that is too long.
+        why: the reason for taking them, see `hang_monitor`.
+        generation, step: the generation, and its newest step.
+        age_s: for how long this state had lasted, in seconds; `final`: that is too long.
         lines: the stacks by local rank, the main thread first.
-        ended: who has ended, in words, where these workers are waited for.
+        ended: for "waited_for": a description of the workers that have ended.
     """
 
     why: Literal["stalled", "late", "paused", "waited_for", "closer"]
@@ -52,12 +53,16 @@ def take(
     put: Callable[[Stacks], None],
     blank: Stacks,
 ) -> None:
-    """Ask all workers (process id and page by local rank); the answer is `put`, from another thread, in a few seconds.
+    """Ask workers for their stacks.
 
-    `signal` sends a signal to all of them; `blank` is the answer without its lines.
+    Args:
+        workers: process id and status page, by local rank.
+        signal: sends a signal to all of them.
+        put: takes the answer, on another thread, within a few seconds.
+        blank: the answer without its lines.
     """
     before = {rank: len(page.text()) for rank, (_, page) in workers.items()}
-    if all(_catches(pid) for pid, _ in workers.values()):  # It would end those that do not.
+    if all(_catches(pid) for pid, _ in workers.values()):  # The signal ends a process without a handler.
         signal(STACKS_SIGNAL)
 
     def work() -> None:
@@ -68,7 +73,7 @@ def take(
 
 
 def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, directory: Path) -> None:
-    """Write stacks of `node` (`by_rank`: global) beside the logs in `directory`, a file for each rank, at its end."""
+    """Append the stacks of `node`, by global rank, to a file for each rank beside the logs in `directory`."""
     for rank, lines in by_rank.items():
         path = file_of(directory, stacks.generation, rank, node, "stacks")
         try:
@@ -80,7 +85,7 @@ def keep(stacks: Stacks, by_rank: Mapping[int, Sequence[str]], node: str, direct
 
 
 def main_thread(lines: Sequence[str]) -> list[str]:
-    """The frames of the first thread in these `lines`, innermost first; none where a worker has not answered."""
+    """The frames of the first thread in `lines`, innermost first; none if the worker has not answered."""
     frames: list[str] = []
     for line in lines:
         if line.startswith("  File "):
@@ -91,7 +96,7 @@ def main_thread(lines: Sequence[str]) -> list[str]:
 
 
 def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
-    """What the worker has written on its page since `before`, when it has stopped writing."""
+    """The text that the worker has added to its page, whose length was `before`, once it has stopped writing."""
     deadline, length = time.monotonic() + STACKS_S_MAX, before
     while time.monotonic() < deadline:
         now = len(page.text())
@@ -100,8 +105,8 @@ def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
         length = now
         time.sleep(STACKS_LOOK_S)
     if length == before:
-        return [f"it has not answered within {STACKS_S_MAX:g} s: {_state(pid)}"]
-    # A process lists its newest thread first; the oldest, the main one, is what matters most.
+        return [f"it has not answered within {STACKS_S_MAX:g} s, and {_state(pid)}"]
+    # A process lists its newest thread first. The oldest one, the main thread, matters most.
     threads = page.text()[before:].decode(errors="replace").strip().split("\n\n")
     return "\n".join(reversed(threads)).splitlines()
 
@@ -117,7 +122,6 @@ def _catches(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The kernel's word for what a process is doing."""
-    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
-    found = stat(pid)
-    return "it has ended" if found is None else words.get(found.state, f"state {found.state}")
+    """The state of process `pid`, in words."""
+    state = state_of(pid)
+    return STATES.get(state, f"is in state {state}") if state else "has ended"

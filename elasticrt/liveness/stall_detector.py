@@ -1,18 +1,15 @@
-"""Whether a node's workers get on: standing steps are evidence that somebody is gone, and too long a stand a failure.
+"""Whether a node's workers make steps. Pure.
 
-Pure. The agent looks at the status pages of its workers a few times a second (`Sight`), and `StallDetector` remembers
-what matters of it. Steps of a Loop are expected only from an epoch's first batch to its last: not in a pause, while
-saving, or while a generation starts. Of a script without a Loop only the steps of its optimizers are seen, and nothing
-is known of what it does between two of them: there the second of these is never said. Two things can be said of steps
-that are expected and do not come:
+The agent looks at the status pages of its workers a few times a second (`Sight`). A Loop's steps are expected from an
+epoch's first batch to its last, except in a pause, a save, or the start of a generation. When expected steps do not
+come, there are two findings, whose limits follow from the run's own pace:
 
-* `standing_since`: for several times as long as usual. When a machine loses its power nobody is told, and the others
-  hang in their collective: this is what they can see of it. It is a reason to ask around, no more.
-* `stalled_s`: for so long that it cannot be right. Everybody may be alive; still nothing moves, and only new workers
-  will help.
+* `standing_since`: none for several times as long as usual. After a power loss the other nodes see only this, because
+  their collectives hang. It is a reason to probe, and no more.
+* `stalled_s`: none for so long that only new workers will help, even if all nodes are alive. Not for a script without a
+  Loop: of that only the steps of its optimizers are known.
 
-How long is long follows from the run's own pace. A watcher that was away itself (a process that was stopped, a machine
-that was suspended) counts anew from its return.
+An agent that was stopped or suspended itself counts from its return.
 """
 
 from __future__ import annotations
@@ -24,40 +21,29 @@ from dataclasses import dataclass, field, replace
 from elasticrt.ipc.time_bounds import AWAY_S, PLACES_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
 
 STEPS_KEPT = 9
-"""The usual time of a step is the median of so many measurements: neither one slow step nor a fast one matters."""
+"""The usual time of a step is the median of this many measurements: a single slow or fast step does not matter."""
 
+STANDING_S, STANDING_FACTOR = 0.75, 4.0
+"""Steps stand after this many seconds, and this many times the usual step."""
 
-@dataclass(frozen=True)
-class StallLimits:
-    """What is too long, in seconds.
+HANG_FACTOR = 20.0
+"""They stall after `hang_s` seconds, and this many times the generation's longest step."""
 
-    Attributes:
-        standing_s, standing_factor: steps stand when none came for so long, and for so many times the usual.
-        hang_s, hang_factor: nothing moves when none came for so long, and for so many times the longest time that was
-            seen in this generation; `hang_s` 0: that is never said.
-        hang_from, early_factor: before a generation's step with this number it takes so many times as long. First steps
-            compile, and do other things for the first time; nothing tells that from a hang.
-    """
-
-    standing_s: float = 0.75
-    standing_factor: float = 4.0
-    hang_s: float = 600.0
-    hang_factor: float = 20.0
-    hang_from: int = 20
-    early_factor: float = 3.0
-
+EARLY_STEPS, EARLY_FACTOR = 20, 3.0
+"""In a generation's first steps the limit of a stall is longer: they compile, which cannot be told from a hang."""
 
 IDLE_SHARE = 0.01
-"""Of one core: threads of torch that only wait use less, and any work uses more."""
+"""Of one core. Threads of torch that only wait use less, and any work uses more."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """All workers of a node at one moment, by the one that is furthest behind.
+    """The worker of a node that is furthest behind, at one moment. Times are seconds of the monotonic clock.
 
-    `step` was finished at `at` (seconds of this machine's monotonic clock; both 0 before the first of this generation);
-    `expected`: steps are to be expected of all of them; `ready_at`: when the worker was ready for its first step (of a
-    script without a Loop: when it began), 0 when that is not known.
+    Attributes:
+        step, at: its last step, and when it ended; both 0 before the first of this generation.
+        expected: steps are expected of all workers.
+        ready_at: when it was ready for its first step (without a Loop: when the script began); 0 if not known.
     """
 
     step: int
@@ -68,18 +54,20 @@ class Sight:
 
 @dataclass(frozen=True)
 class StallDetector:
-    """What has been seen of one generation's steps.
+    """The steps of one generation, as far as they have been seen.
 
     Attributes:
-        limits: what is too long.
-        step: the newest step; `since`: from when on the next one is waited for.
-        first: the first step that was seen, 0 before.
-        expected: whether it was expected at the last look, at `looked_at`.
-        recent: how long single steps have taken lately.
-        longest: the longest time between two steps.
+        hang_s: the least seconds of a stall, as the user has chosen; 0: there is none.
+        standing_s: the least seconds of standing steps.
+        step: the newest step; `since`: the beginning of the wait for the next one.
+        first: the first step that was seen; 0 before.
+        expected: whether steps were expected at the last look, at `looked_at`.
+        recent: seconds of single steps, lately.
+        longest: the longest time between two steps, in seconds.
     """
 
-    limits: StallLimits = StallLimits()
+    hang_s: float
+    standing_s: float = STANDING_S
     step: int = 0
     since: float = 0.0
     first: int = 0
@@ -88,15 +76,20 @@ class StallDetector:
     recent: tuple[float, ...] = ()
     longest: float = 0.0
 
+    @property
+    def usual_s(self) -> float:
+        """The median seconds of a step; 0.0 before it is known."""
+        return statistics.median(self.recent) if self.recent else 0.0
+
     def looked(self, sight: Sight, now: float) -> StallDetector:
-        """After another look at `now` (seconds of the monotonic clock), which saw `sight`."""
+        """The detector after a look at `now` (seconds of the monotonic clock), which saw `sight`."""
         away = self.looked_at > 0 and now - self.looked_at > AWAY_S
         pace = replace(self, looked_at=now, expected=sight.expected)
         if not sight.step:
             return pace
         moved = sight.step - self.step
         if not self.first:
-            # Until more is known: all there was since then, with what is done for the first time, is taken for a step.
+            # Until there is a second step, all the time since then counts as the time of a step.
             known = (sight.at - sight.ready_at,) if sight.ready_at else ()
             return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
         if away:
@@ -110,30 +103,33 @@ class StallDetector:
         return replace(pace, step=sight.step, since=sight.at, recent=recent, longest=max(self.longest, took))
 
     def standing_since(self, now: float) -> float | None:
-        """From when on the steps have been standing still for longer than usual; None while they do not, at `now`.
+        """Since when the steps have stood still for longer than usual; None if they do not, at `now`.
 
-        The same answer as long as they stand: whoever was asked after that time was asked for this reason.
+        The answer stays the same while they stand, so a probe after that time was made for this reason.
         """
         if not self.expected or not self.recent:
             return None
-        at = self.since + max(self.limits.standing_s, self.limits.standing_factor * statistics.median(self.recent))
+        at = self.since + max(self.standing_s, STANDING_FACTOR * self.usual_s)
         return at if now >= at else None
 
     def stalled_s(self, now: float, *, part: float = 1.0) -> float | None:
-        """For how long nothing has moved at `now`, if that is too long to be right (or `part` of too long)."""
-        if not self.expected or not self.limits.hang_s or not self.first:
+        """Seconds without a step at `now`, if they are at least `part` of the limit; else None."""
+        if not self.expected or not self.hang_s or not self.first:
             return None
-        age, limit = now - self.since, max(self.limits.hang_s, self.limits.hang_factor * self.longest)
-        if self.step - self.first + 1 < self.limits.hang_from:
-            limit *= self.limits.early_factor
+        age, limit = now - self.since, max(self.hang_s, HANG_FACTOR * self.longest)
+        if self.step - self.first + 1 < EARLY_STEPS:
+            limit *= EARLY_FACTOR
         return age if age >= part * limit else None
 
 
 @dataclass(frozen=True)
 class Stand:
-    """How often it was looked closer at steps that stand still, and when the other nodes are to be asked next.
+    """The closer looks at workers whose steps stand still.
 
-    `step` names the stand: the sum of all workers' steps.
+    Attributes:
+        step: identifies the stand: the sum of all workers' steps.
+        times: the number of closer looks.
+        ask_at: when to ask the other nodes; None: there is nothing to ask.
     """
 
     step: int = 0
@@ -141,7 +137,7 @@ class Stand:
     ask_at: float | None = None
 
     def looked(self, step: int, at: float, now: float, bound_s: float) -> Stand:
-        """After a look at `now`: the newest step ended `at`. A closer look is due after `bound_s`, twice that, ..."""
+        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on."""
         before = self if step == self.step else Stand(step)
         if now - at < bound_s * 2**before.times:
             return before
@@ -150,29 +146,30 @@ class Stand:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Which workers a signal has stopped: local ranks, with when that was first seen; `looked_at`: the last look."""
+    """Workers that a signal has stopped: `since` when, by local rank, as seen until the last look, at `looked_at`."""
 
     since: Mapping[int, float] = field(default_factory=dict)
     looked_at: float = 0.0
 
     def looked(self, stopped: Collection[int], now: float) -> Stopped:
-        """After another look at `now`, which saw these ranks `stopped`. One that was away itself has seen nothing."""
+        """After a look at `now`, which saw these ranks `stopped`. It counts anew if the agent was away itself."""
         before = {} if now - self.looked_at > AWAY_S else self.since
         return Stopped({rank: before.get(rank, now) for rank in stopped}, now)
 
     def over(self, now: float, awaited: Collection[int]) -> list[int]:
-        """Those that have been stopped for too long by `now`; the `awaited` ones, for whom others wait, sooner."""
+        """Ranks that have been stopped for too long at `now`. For the `awaited` ones the limit is shorter."""
         bounds = {rank: STOPPED_S if rank in awaited else STOPPED_UNEXPECTED_S for rank in self.since}
         return sorted(rank for rank, at in self.since.items() if now - at >= bounds[rank])
 
 
 @dataclass(frozen=True)
 class Idle:
-    """What has been seen of workers that others wait for, since `since`.
+    """Workers that run on after others have ended.
 
     Attributes:
-        cpu_s: the processor time that they had used at `idle_since`, and have not exceeded by much since.
-        said: people were told.
+        since: when the others ended.
+        cpu_s: the seconds of processor time that they had used at `idle_since`, and have hardly exceeded since.
+        said: they are to be reported.
         over: they have done nothing for too long.
     """
 
@@ -183,7 +180,7 @@ class Idle:
     over: bool = False
 
     def looked(self, cpu_s: float, now: float, limit_s: float) -> Idle:
-        """After another look at `now`, which saw `cpu_s`. `limit_s`: how long workers may do nothing, 0 for ever."""
+        """After a look at `now`, which saw `cpu_s`. `limit_s`: how long they may do nothing; 0: for ever."""
         said = self.said or now >= self.since + SAY_AFTER_S
         if cpu_s - self.cpu_s >= IDLE_SHARE * (now - self.idle_since):
             return replace(self, cpu_s=cpu_s, idle_since=now, said=said)

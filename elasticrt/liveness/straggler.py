@@ -1,9 +1,9 @@
-"""Which node is slow, when all steps take equally long: the one that waits least for the others' gradients. Pure.
+"""Which node is slow: the one that waits least for the others' gradients. Pure.
 
-Each rank's own work is the time of a step without that in which it only waits for the sum of gradients. Torch's DDP
-measures this wait, in some steps; the status pages have it as running totals. A node is a straggler when its own work
-takes much longer than that of the others, in several looks one after the other. With --evict-stragglers it is drained
-after some more, where another node stands by.
+All nodes take equally long for a step, because they wait for each other. A rank's own work is the time of a step
+without its wait for the sum of gradients. Torch's DDP measures this wait in some steps, and the status pages have it as
+running totals. A node is a straggler when its own work takes much longer than that of the others, in several looks in a
+row. With --evict-stragglers it is drained after some more looks, if another node stands by.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from elasticrt.rendezvous.records import Member
 
 RATIO = 1.5
 LEAST_S = 0.002
-"""A node is slow when its own work takes so many times that of the others, and so much longer."""
+"""The own work of a slow node takes at least RATIO times as long as that of the others, and LEAST_S longer."""
 
 STEPS_MIN, LOOKS_MIN = 20, 3
-"""It is told after so many steps, and so many looks."""
+"""The number of steps and looks after which a straggler is reported."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """One rank's running totals: how long it has waited in `samples` steps, in nanoseconds; on which node it is."""
+    """One rank's running totals: nanoseconds of waiting in `samples` measured steps, and its node."""
 
     node: str
     waited_ns: int
@@ -37,7 +37,7 @@ class Straggler:
 
     Attributes:
         node: its name.
-        own_s: how long its own work takes in a step; `others_s`: that of the others, their median.
+        own_s: seconds of its own work in a step; `others_s`: the median of the others.
     """
 
     node: str
@@ -46,7 +46,7 @@ class Straggler:
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The finding, as a sentence."""
         took = (
             f"its own work takes {self.own_s * 1e3:.0f} ms of a step, that of the others {self.others_s * 1e3:.0f} ms"
         )
@@ -55,12 +55,12 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What has been seen of all ranks of a generation.
+    """A comparison of all ranks of a generation, over several looks.
 
     Attributes:
-        totals: each rank's, as of the last look.
-        found: the straggler of the last look, None without one.
-        looks: in so many looks, one after the other, it was the same node; `since`: the step before the first of them.
+        totals: each rank's, at the last look.
+        found: the straggler of the last look; None without one.
+        looks: the number of looks in a row that found the same node; `since`: the step before the first of them.
         step: the last step at the last look.
     """
 
@@ -71,7 +71,7 @@ class Comparison:
     step: int = 0
 
     def looked(self, totals: Mapping[int, Waits], step: int, step_s: float) -> Comparison:
-        """After another look, which saw these totals by rank, after `step`; steps take `step_s` now."""
+        """The comparison after another look, with these totals by rank, at `step`. A step takes `step_s` seconds."""
         own: dict[str, float] = {}
         for rank, now in totals.items():
             before = self.totals.get(rank)
@@ -81,25 +81,29 @@ class Comparison:
             own[now.node] = max(own.get(now.node, 0.0), min(step_s, max(0.0, step_s - waited_s)))
         found = slowest(own)
         if found is None:
-            # Where nothing was measured since, what was found before still holds.
+            # Without a new measurement the last finding still holds.
             return replace(self, totals=totals, step=step) if not own else Comparison(totals, step=step)
         same = self.found is not None and self.found.node == found.node
         return Comparison(totals, found, self.looks + 1 if same else 1, self.since if same else self.step, step)
 
     def is_to_go(self, looks: int) -> str:
-        """The node that was the straggler in so many looks, one after the other; "" without one, or for 0 looks."""
+        """The node that was the straggler in at least `looks` looks in a row; "" without one, or for 0 looks."""
         return self.found.node if self.found and looks and self.looks >= looks and self.is_certain else ""
 
     @property
     def is_certain(self) -> bool:
-        """Whether it has been so for long enough."""
+        """Whether the same node has been the straggler for long enough."""
         return self.found is not None and self.looks >= LOOKS_MIN and self.step >= self.since + STEPS_MIN
 
 
 def successor(slow: str, members: Iterable[Member], seated: Collection[str], spared: Collection[str]) -> str:
-    """The member that can take the place of the `slow` one: it stands by, warm, with as many workers; "" without one.
+    """The member that can replace the node `slow`: it stands by, warm, with as many workers. "" if there is none.
 
-    `seated`: nodes that train. `spared`: nodes that were slow themselves.
+    Args:
+        slow: the node to replace.
+        members: all members.
+        seated: nodes that train.
+        spared: nodes that were slow themselves.
     """
     known = {member.node: member for member in members}
     mine = known.get(slow)
@@ -110,7 +114,7 @@ def successor(slow: str, members: Iterable[Member], seated: Collection[str], spa
 
 
 def slowest(own_s: Mapping[str, float]) -> Straggler | None:
-    """The node whose own work takes much longer than that of the others, by node; None without one."""
+    """The straggler, from the seconds of own work by node; None without one."""
     if len(own_s) < 2:
         return None
     node = max(own_s, key=lambda each: own_s[each])

@@ -1,32 +1,47 @@
-"""What the dashboard shows of a run, as JSON values, from its story. Pure."""
+"""What a page of a browser shows of a run, as JSON values, from its story. Pure.
+
+`cli/dashboard.html` draws them: for `elasticrt dashboard` while the run goes on, for `elasticrt report --html` once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from elasticrt.ipc.wording import counted
 from elasticrt.story import report, sentences
 from elasticrt.story.buckets import BUCKETS, Span, totals
 from elasticrt.story.fold import Story
-from elasticrt.story.page import COLOURS, coarse
+
+COLOURS = dict(
+    zip(
+        BUCKETS,
+        ("#3a9d5d", "#d9822b", "#c9b12f", "#2f8fc9", "#7e6fd0", "#c0392b", "#d6597b", "#b0569f", "#4f79b8", "#55b5b0",
+         "#8a8f98", "#5f6670", "#b4b8be"),
+        strict=True,
+    )
+)  # fmt: skip
+"""These can be told apart on white and on black."""
 
 NODES_SHOWN = 40
 POINTS_SHOWN = 400
 RANKS_SHOWN = 64
 SENTENCES_SHOWN = 60
 
+COLUMNS = 800
+"""A ribbon has room for so many pieces of time."""
+
 
 def board(story: Story, now: float) -> dict[str, Any]:
-    """All of it, at `now`. Times are seconds since 1970."""
+    """All values of the page at `now`. Times are seconds since 1970."""
     spans, chapter = story.spans(now), story.chapter
+    by_node = islice(story.spans_by_node(now).items(), NODES_SHOWN)
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
     age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
     return {
         "run": story.run_id,
         "state": report.state(story),
-        "alive": bool(story.alive()) and story.result is None,
-        "now": now,
         "tiles": {
             "step": f"{story.newest:,}",
             "epoch": str(story.epoch),
@@ -36,7 +51,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
             "checkpoint": f"{story.checkpoint:,}" + (f", {report.seconds(age_s)} ago" if age_s is not None else ""),
         },
         "nodes": _nodes(story)[:NODES_SHOWN],
-        "ribbons": {name: _pieces(each) for name, each in {"run": spans, **_by_node(story, now)}.items()},
+        "ribbons": {name: _pieces(each) for name, each in {"run": spans, **dict(by_node)}.items()},
         "buckets": [
             {
                 "name": name,
@@ -47,13 +62,13 @@ def board(story: Story, now: float) -> dict[str, Any]:
             for name, text in BUCKETS.items()
             if name in spent
         ],
-        "saves": {"text": _saved(story), "at": [each.at for each in story.saves]},
+        "saves": {"text": _saved(story), "at": [at for at, _ in story.saves]},
         "work": {
             f"rank {rank}": [[at, round(own_s * 1e3, 2)] for at, own_s in story.work[rank]]
             for rank in sorted(story.work)[:RANKS_SHOWN]
         },
         "stepped": [story.last_step_at, story.newest],
-        "points": [[point.at, point.step, dict(point.scalars)] for point in story.points[::step]],
+        "points": [[at, each.step, each.scalars] for at, each in story.points[::step]],
         "sentences": _sentences(story)[-SENTENCES_SHOWN:],
     }
 
@@ -62,19 +77,11 @@ def _saved(story: Story) -> str:
     """The checkpoints, in words."""
     if not story.saves:
         return ""
-    last = story.saves[-1]
+    _, last = story.saves[-1]
     took = f" in {report.seconds(last.took_s)}" if last.took_s else ""
     return (
         f"{counted(story.checkpoints, 'checkpoint')}; the newest: step {last.step:,}, {last.bytes / 1e6:,.1f} MB{took}"
     )
-
-
-def _by_node(story: Story, now: float) -> dict[str, list[Span]]:
-    names = list(dict.fromkeys(life.node for life in story.lives))[:NODES_SHOWN]
-    return {
-        name: [span for life in story.lives if life.node == name for span in story.spans_of(life, now)]
-        for name in names
-    }
 
 
 def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
@@ -82,7 +89,7 @@ def _pieces(spans: Sequence[Span]) -> list[list[Any]]:
 
 
 def _nodes(story: Story) -> list[dict[str, str]]:
-    """Each node with what it does, those that train first."""
+    """Each node with its state, those that train first."""
     chapter, alive, found = story.chapter, story.alive(), []
     seated = chapter.nodes if chapter is not None else ()
     for name in dict.fromkeys([*seated, *(life.node for life in story.lives)]):
@@ -95,14 +102,33 @@ def _nodes(story: Story) -> list[dict[str, str]]:
 
 
 def _sentences(story: Story) -> list[list[Any]]:
-    """What has happened, in order: when, how grave, and in words."""
-    told: list[tuple[float, str, str]] = []
+    """What has happened, in order: when, "good", "bad" or neither, and a sentence."""
+    found: list[tuple[float, str, str]] = []
     for each in story.troubles:
-        told.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
+        found.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
     for place, chapter in enumerate(story.chapters):
-        told.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
+        found.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
         if chapter.stepped_at is not None:
-            told.append((chapter.stepped_at, "good", sentences.cost(chapter, chapter.begin)))
+            found.append((chapter.stepped_at, "good", sentences.cost(chapter, chapter.begin)))
     if story.result is not None:
-        told.append((story.last, "good" if story.result.code == 0 else "bad", sentences.ending(story.result)))
-    return [list(each) for each in sorted(told, key=lambda each: each[0])]
+        found.append((story.last, "good" if story.result.code == 0 else "bad", sentences.ending(story.result)))
+    return [list(each) for each in sorted(found, key=lambda each: each[0])]
+
+
+def coarse(spans: Sequence[Span]) -> Sequence[Span]:
+    """The same in few enough pieces: of very many each column is in the bucket that most of it is in."""
+    if len(spans) <= COLUMNS:
+        return spans
+    begin, end = spans[0].begin, spans[-1].end
+    width = (end - begin) / COLUMNS
+    columns: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
+    for span in spans:
+        for number in range(int((span.begin - begin) / width), min(COLUMNS, int((span.end - begin) / width) + 1)):
+            left = begin + number * width
+            part = min(span.end, left + width) - max(span.begin, left)
+            columns[number][span.bucket] = columns[number].get(span.bucket, 0.0) + max(0.0, part)
+    return [
+        Span(begin + number * width, begin + (number + 1) * width, max(column, key=column.__getitem__))
+        for number, column in enumerate(columns)
+        if column
+    ]

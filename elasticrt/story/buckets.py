@@ -1,10 +1,9 @@
 """Where the time of a node went: each moment of an agent's life is in exactly one bucket. Pure.
 
-A life is painted from left to right with a cursor: each mark gives the time from the cursor to itself a bucket, so that
-the spans touch each other and add up to the life, whatever the events say. Two things are known only later. A pause is
-told when it is over, and then from its beginning; therefore training is painted up to where the next pause begins. What
-the workers spend besides their steps (`Progress`) is known as amounts: each is laid at the beginning of the time in
-which it was spent.
+A life is painted from left to right with a cursor. Each event gives the time from the cursor to itself a bucket, so the
+spans add up to the life, whatever the events are. Two things are known late. A pause is reported at its end, so
+training is painted only up to the beginning of the next pause. The time that workers spend besides their steps
+(`Progress`) is an amount, which is painted at the beginning of the interval in which it was spent.
 
 Times are seconds since 1970, as `story.fold.Clocks` gives them.
 """
@@ -39,7 +38,7 @@ BUCKETS: Mapping[str, str] = {
     WAITING: "there were fewer nodes than the run needs",
     STANDBY: "other nodes trained without this one",
 }
-"""Each bucket with what it holds, the best use of time first: a run is at each moment in the best one of its nodes."""
+"""Each bucket with its meaning, the best use of time first. A run is at each moment in the best one of its nodes."""
 
 _RANKS = {name: rank for rank, name in enumerate(BUCKETS)}
 _PHASES = {
@@ -53,9 +52,8 @@ _PHASES = {
     "first_step": TRAIN,
 }
 
-
 SPANS_MAX = 4000
-"""So many spans of a life are kept; then training is told in coarser pieces."""
+"""A life with more spans gets coarser ones of training."""
 
 _TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
 _PIECE = 64
@@ -67,7 +65,7 @@ class Span:
 
     Attributes:
         begin, end: seconds.
-        bucket: what it was spent for.
+        bucket: how it was spent.
     """
 
     begin: float
@@ -77,7 +75,7 @@ class Span:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a `Progress` has said, and when; `seconds` by bucket, in the generation so far."""
+    """The time and content of a `Progress` event: the step, and the `seconds` by bucket in the generation so far."""
 
     at: float
     step: int
@@ -89,8 +87,8 @@ class LifeSpans:
 
     Args:
         begin: when it began, in seconds.
-        redone_until: by generation of the run, until when its steps are such that had been done before (minus infinity
-            where none are); shared by all nodes.
+        redone_until: by generation, until when its steps had been done before (minus infinity: none); shared by all
+            nodes.
         saved: the generations in which a checkpoint was committed; shared by all nodes.
     """
 
@@ -100,23 +98,23 @@ class LifeSpans:
         self._saved = saved
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
-        self._mode = "start"  # Then "idle", without a seat; "seated", before the first step; "training"; "over".
-        self._generation = 0  # The newest that has trained here,
-        self._newest = 0  # and the newest with a seat for this node.
-        self._workers_at: float | None = None  # When the workers of a first seat ran.
-        self._turn_at: float | None = None  # When the generation after the one that trains was known.
+        self._mode = "start"  # Later "idle" (without a seat), "seated" (before the first step), "training" or "over".
+        self._generation = 0  # The newest generation that has trained here.
+        self._newest = 0  # The newest one with a seat for this node.
+        self._workers_at: float | None = None  # When the workers of the first seat ran.
+        self._turn_at: float | None = None  # When the generation after the training one was known.
         self._failed_at: float | None = None
-        self._marks: tuple[_Mark, ...] = ()  # Those behind the cursor.
-        self._base: tuple[tuple[str, float], ...] = ()  # What had been spent at the cursor.
+        self._marks: tuple[_Mark, ...] = ()  # Those after the cursor.
+        self._base: tuple[tuple[str, float], ...] = ()  # The seconds by bucket at the cursor.
 
     def tell(self, event: events.Event, at: float, *, short: bool = False) -> None:
-        """Take note of an event of this node at `at`. `short`: too few nodes were left until its generation."""
+        """Fold in an event of this node at `at`. `short`: before its generation there were too few nodes."""
         match event:
             case events.ParentWarm() if self._mode == "start":
                 self._to(at, START)
                 self._mode = "idle"
             case events.Ready() if self._mode == "idle" or self._failed_at is not None:
-                if self._failed_at is not None:  # It has lost its own workers, and these set up in their place.
+                if self._failed_at is not None:  # This worker replaces one that has failed.
                     self._train_to(self._failed_at)
                 self._to(at, SET_UP)
                 self._mode, self._failed_at = "idle", None
@@ -131,7 +129,7 @@ class LifeSpans:
             case events.WorkersStarted() if self._mode == "seated":
                 self._workers_at = at
             case events.Result():
-                unseen = self._mode == "seated" and self._newest not in self._saved  # Steps of a script without a Loop.
+                unseen = self._mode == "seated" and self._newest not in self._saved  # A script without a Loop.
                 if event.status == "succeeded" and unseen and self._workers_at is not None:
                     self._to(self._workers_at, SET_UP)
                     self._to(at, TRAIN)
@@ -146,16 +144,16 @@ class LifeSpans:
         return tuple(known._spans)
 
     def painted(self) -> dict[str, float]:
-        """Seconds by bucket of what is known for good, which is then forgotten: for who wants sums that only grow."""
+        """Seconds by bucket that will not change any more, and forget them. Their sums over all calls only grow."""
         found, self._spans = totals(self._spans), []
         return found
 
-    # What happens.
+    # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:
         left_out = self._mode == "training" and event.number != self._newest + 1
         self._newest = event.number
-        if left_out:  # The others went on without this node, and it has come back.
+        if left_out:  # The others went on without this node, which is now back.
             self._train_to(self._failed_at if self._failed_at is not None else at)
             self._to(at, STANDBY)
         if self._mode == "training" and not left_out:
@@ -181,7 +179,7 @@ class LifeSpans:
             bucket = _PHASES.get(name, SET_UP)
             if bucket == TRAIN:
                 self._train_to(end)
-            elif name == "script" and not starts:  # A living worker has its new seat.
+            elif name == "script" and not starts:  # In place: a living worker got its new seat.
                 self._to(end, REFORM)
             else:
                 self._to(end, WAITING if short and bucket == AGREE else bucket)
@@ -191,16 +189,16 @@ class LifeSpans:
         mark = _Mark(at, event.step, spent)
         before = self._marks
         if before and event.step <= before[-1].step:
-            before = before[:-1]  # No step has ended since: what takes so long is counted when it is over.
+            before = before[:-1]  # No step has ended since: this may be a pause, which is reported at its end.
         elif before and self._turn_at is None:
-            self._train_to(before[-1].at)  # There was no pause before that: steps were made after it.
+            self._train_to(before[-1].at)  # Steps followed that mark, so there was no pause before it.
             before = self._marks
         self._marks = (*before, mark)
 
     # Painting.
 
     def _finish(self, end: float) -> None:
-        """Give all the time up to `end` a bucket, as far as it is known now."""
+        """Paint all the time up to `end`, as far as it is known now."""
         match self._mode:
             case "start" | "over":
                 self._to(end, START)
@@ -228,7 +226,7 @@ class LifeSpans:
             self._spans_max = max(SPANS_MAX, 2 * len(self._spans))
 
     def _train_to(self, end: float) -> None:
-        """From the cursor to `end` it trained, but for what the marks say."""
+        """Paint training from the cursor to `end`, less the amounts of the marks."""
         for mark in self._marks:
             self._piece(min(mark.at, end), mark.seconds)
         self._marks = tuple(mark for mark in self._marks if mark.at > end)
@@ -246,7 +244,7 @@ class LifeSpans:
 
 
 def coarser(spans: Sequence[Span]) -> list[Span]:
-    """The same totals in fewer spans: of up to 64 neighbours of training each bucket is one piece."""
+    """Fewer spans with the same totals: up to 64 neighbours of training become one span for each bucket."""
     found: list[Span] = []
     for trains, group in groupby(spans, lambda span: span.bucket in _TRAINING):
         mine = list(group)
@@ -264,9 +262,9 @@ def coarser(spans: Sequence[Span]) -> list[Span]:
 
 
 def together(lives: Iterable[Iterable[Span]]) -> list[Span]:
-    """The spans of the whole run: at each moment it is in the best bucket of its nodes. Where nobody is, there is none.
+    """The spans of the whole run: at each moment the best bucket of its nodes. No span for a time without nodes.
 
-    The ranks of one process group train together, so a run trains while one of its nodes does.
+    The ranks of a process group train together, so the run trains while one of its nodes does.
     """
     spans = [span for life in lives for span in life]
     edges = sorted(edge for span in spans for edge in ((span.begin, 1, span.bucket), (span.end, -1, span.bucket)))
@@ -286,7 +284,7 @@ def together(lives: Iterable[Iterable[Span]]) -> list[Span]:
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds by bucket, those that have any, in the order of `BUCKETS`."""
+    """Seconds by bucket, in the order of `BUCKETS`, without empty ones."""
     found = dict.fromkeys(BUCKETS, 0.0)
     for span in spans:
         found[span.bucket] += span.end - span.begin

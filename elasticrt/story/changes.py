@@ -1,6 +1,7 @@
-"""When a change of membership is told, and in which sentence: once its cost is known, or when that takes long. Pure.
+"""When to print a change of membership, and in which sentence. Pure.
 
-The sentence comes from the run's story alone, so that the agents' terminals and `simulate` say the same.
+A change is printed when its cost is known, or when that takes too long. The sentence comes from the run's story alone,
+so the agents' terminals and `simulate` print the same.
 """
 
 from __future__ import annotations
@@ -10,32 +11,32 @@ from elasticrt.story import sentences
 from elasticrt.story.fold import Chapter, Story
 
 COST_COMPLETE_S = 1.0
-"""How long a sentence waits for the other nodes' first steps."""
+"""How long a sentence waits for the first steps of the other nodes."""
 
 COST_NONE_S = 3.0
-"""How long it waits for any first step; then it comes without a cost, and the cost comes alone."""
+"""How long it waits for any first step. After that it comes without the cost, which follows by itself."""
 
 Told = tuple[Chapter, str]
-"""A generation, and what is said of it."""
+"""A generation and a sentence about it."""
 
 
 class Changes:
-    """What has been said of the generations of one story.
+    """The sentences about the generations of one story.
 
     Args:
-        story: it is told all events here.
-        whole: whether it gets the events of all nodes, or of one.
-        began_at: when the run did; 0: with its first event.
+        story: gets all events from here.
+        whole: whether these are the events of all nodes, or of one.
+        began_at: when the run began; 0: with its first event.
     """
 
     def __init__(self, story: Story, *, whole: bool, began_at: float = 0.0) -> None:
         self._story = story
         self._whole = whole
         self._began_at = began_at
-        self._announced = self._costed = 0  # The newest generations of which the sentence, or the cost, has been said.
+        self._announced = self._costed = 0  # The newest generations whose sentence, or cost, was printed.
 
     def tell(self, record: events.Record) -> list[Told]:
-        """Fold an event into the story; what is said now."""
+        """Fold an event into the story. Returns the sentences that are due now."""
         story, before = self._story, self._story.chapter
         said: list[Told] = []
         story.tell(record)
@@ -48,12 +49,12 @@ class Changes:
         return said
 
     def tick(self, now: float) -> list[Told]:
-        """What is said because it is `now`."""
+        """The sentences that are due at `now`."""
         chapter, due = self._story.chapter, self.due()
         return [self._announce(chapter)] if chapter is not None and due is not None and now >= due else []
 
     def due(self) -> float | None:
-        """When `tick` will say something, if nothing happens until then."""
+        """When `tick` will have a sentence, if there is no event until then."""
         chapter = self._story.chapter
         if chapter is None or chapter.number <= self._costed:
             return None
@@ -62,7 +63,7 @@ class Changes:
         return chapter.begin + COST_NONE_S if chapter.number > self._announced else None
 
     def _announce(self, chapter: Chapter) -> Told:
-        """The sentence of a generation, with its cost if that is known, or the cost alone if it comes late."""
+        """The sentence of a generation, with its cost if that is known; the cost alone if it comes late."""
         first = chapter is self._story.chapters[0]
         name = f"generation {chapter.number}: "
         parts = [] if chapter.number <= self._announced else [sentences.beginning(chapter, first=first)]

@@ -1,10 +1,10 @@
 """The story of a run: one fold over the events of its agents. Pure.
 
-All that is said of a run (the terminal, `simulate`, `status`, `report`) comes from here, so that it cannot disagree. An
-event changes what is known, and nothing else: no clock is read, and what depends on the present takes `now`.
+The terminal, `simulate`, `status`, `report` and the dashboard are views of it, so they cannot disagree. Nothing here
+reads a clock: what depends on the present takes `now`.
 
-Times are seconds since 1970: of one machine by its monotonic clock, so that they are in order whatever happens to its
-wall clock; between machines by the wall clock that each had when its first event was written.
+Times are seconds since 1970. Within one machine they follow its monotonic clock, so they stay in order when the wall
+clock is set. Machines are compared by the wall clock that each had at its first event.
 """
 
 from __future__ import annotations
@@ -13,26 +13,48 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from elasticrt import events
 from elasticrt.story.buckets import TRAIN, LifeSpans, Span, together, totals
 
 POINTS_MAX = 4000
-"""Of the curve of scalars so many points are kept; then every second one is left out."""
+"""How many points of the curve of scalars are kept."""
 
 WORK_MAX = 400
-"""The same of each rank's own work, and of checkpoints."""
+"""The same for each rank's own work, and for checkpoints."""
+
+Value = TypeVar("Value")
+
+
+class Series(list[Value]):
+    """Values in the order of time, at most `most` (an even number): evenly thinned out, but always with the newest."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most, self._every, self._count = most, 1, 0
+
+    def add(self, value: Value) -> None:
+        """The next value. Of each `_every` values in a row the last one is kept."""
+        if self._count % self._every:
+            self[-1] = value
+        else:
+            self.append(value)
+        self._count += 1
+        if len(self) > self._most:
+            del self[:-1:2]
+            self._every *= 2
 
 
 class Clocks:
-    """When events happened, in seconds since 1970."""
+    """Converts the times of events to seconds since 1970."""
 
     def __init__(self) -> None:
         self._machines: dict[str, str] = {}  # By node.
         self._zeros: dict[str, float] = {}  # What each machine's monotonic clock counts from.
 
     def when(self, record: events.Record) -> float:
-        """When `record` happened. Those of one node are to be asked for in the order they were written."""
+        """When `record` happened. Ask for the records of one node in the order in which they were written."""
         if isinstance(record.event, events.AgentStarted) and record.event.machine:
             self._machines[record.node] = record.event.machine
         machine = self._machines.get(record.node) or f"the machine of {record.node}"
@@ -41,16 +63,16 @@ class Clocks:
 
 @dataclass
 class Life:
-    """One agent's, from its start to its end.
+    """The life of one agent, from its start to its end.
 
     Attributes:
         node: its node.
-        pid: its process id; `workers`: how many it has.
+        pid: its process id; `workers`: the number of its workers.
         begin: when it started; `started_at`: the same by its machine's monotonic clock.
-        last: when its last event was.
-        code: the exit code that it has told; None while it runs, or when it was killed.
-        gone: whether the others have taken its node out, and nothing was heard of it since.
-        spans: what its time was spent for.
+        last: the time of its last event.
+        code: its exit code; None while it runs, and after it was killed.
+        gone: the leader has taken its node out, and it has written nothing since.
+        spans: how its time was spent.
     """
 
     node: str
@@ -74,12 +96,12 @@ class Chapter:
         end: when the next one began; None for the newest.
         step_before: the highest step of the run when it began.
         resume_step: the step that it goes on from.
-        reported: when each node has told of its first step, by node.
-        stepped_at: when the first of them did; None while none has.
-        first_step: the first step; None while no node has told of one.
-        pause_s: the longest pause of a node; None where none had trained before.
+        reported: when each node reported its first step, by node.
+        stepped_at: the earliest of these; None before.
+        first_step: the number of that step; None before, and for a script without a Loop.
+        pause_s: the longest pause of a node; None if none had trained before.
         redone: the most steps that a node does again.
-        phases: seconds of each phase, of the node with the longest pause (of set-up, where there was none).
+        phases: seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause.
     """
 
     number: int
@@ -102,18 +124,18 @@ class Chapter:
 
     @property
     def step(self) -> int:
-        """Where the run stood when it was begun. Its nodes know; without them, the newest step seen is close."""
+        """The step at which the run stood when it began, by its nodes' reports; before these, the newest step seen."""
         return self.resume_step + self.redone if self.pause_s is not None else self.step_before
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that has failed.
+    """A failure.
 
     Attributes:
         at: when.
         node: where.
-        what: in words.
+        what: a description.
         generation: in which.
     """
 
@@ -123,58 +145,27 @@ class Trouble:
     generation: int
 
 
-@dataclass(frozen=True)
-class Point:
-    """The scalars of a step.
-
-    Attributes:
-        at: when they were told.
-        step: of which step.
-        scalars: by name.
-    """
-
-    at: float
-    step: int
-    scalars: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint.
-
-    Attributes:
-        at: when it was committed; `took_s`: how long that took, 0 where it is not known.
-        step: the step that it holds.
-        bytes: its size.
-    """
-
-    at: float
-    step: int
-    bytes: int
-    took_s: float
-
-
 class Story:
     """What is known of a run. `tell` takes the events of all its agents, best in the order of `clocks.when`.
 
     Attributes:
-        clocks: say when an event happened.
-        run_id, etcd, run_dir: of the first agent that has started; "" before.
-        min_nodes, max_nodes: how many the run may have.
+        clocks: convert the times of events.
+        run_id, etcd, run_dir: from the first agent that started; "" before.
+        min_nodes, max_nodes: the limits of the run.
         lives: of all agents, in the order of their starts.
         chapters: the generations, in order.
         workers: by node, the newest generation that has workers there, and their pids by rank.
-        step, newest: the highest step, and the last one told (lower while steps are done again).
-        first_step_at, last_step_at: when steps were told for the first and the last time.
-        epoch, scalars: of the newest step.
-        points: the scalars over time, thinned out.
+        step, newest: the highest step, and the latest one (lower while steps are done again).
+        first_step_at, last_step_at: when the first and the latest step were reported.
+        epoch, scalars: of the latest step.
+        points: steps with scalars, and when they were reported; thinned out.
         checkpoint: the step of the newest checkpoint, 0 for none; `checkpoint_at`: when it was committed.
-        checkpoints: how many there were; `saves`: them, thinned out.
-        samples: that the run has trained on so far; 0 where that is not known.
-        work: by rank, when and how long the own work of its steps took, in seconds; thinned out.
-        troubles: what has failed, in order.
-        result: how the run has ended; `text`: the report of a failed one.
-        begin, last: when the first event was, and the last; 0 before there is one.
+        checkpoints: the number of checkpoints; `saves`: when each was committed, thinned out.
+        samples: trained on so far; 0 if not known.
+        work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
+        troubles: the failures, in order.
+        result: how the run ended; `text`: the report of a failed one.
+        begin, last: the times of the first and the last event; 0 before there is one.
     """
 
     def __init__(self) -> None:
@@ -188,12 +179,12 @@ class Story:
         self.first_step_at: float | None = None
         self.last_step_at = 0.0
         self.scalars: Mapping[str, float] = {}
-        self.points: list[Point] = []
+        self.points: Series[tuple[float, events.Step]] = Series(POINTS_MAX)
         self.checkpoint = self.checkpoints = 0
         self.checkpoint_at: float | None = None
-        self.saves: list[Save] = []
+        self.saves: Series[tuple[float, events.Committed]] = Series(WORK_MAX)
         self.samples = 0
-        self.work: dict[int, list[tuple[float, float]]] = {}
+        self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
         self.result: events.Result | None = None
         self.text = ""
@@ -203,8 +194,7 @@ class Story:
         self._numbers: dict[int, Chapter] = {}
         self._redone_until: dict[int, float] = {}
         self._saved: set[int] = set()  # Generations in which a checkpoint was committed.
-        self._seen: dict[int, tuple[float, int]] = {}  # Of generations that do steps again: when it was at which step.
-        self._stride = self._skipped = 1
+        self._seen: dict[int, tuple[float, int]] = {}  # By generation that does steps again: the latest, and when.
 
     @property
     def chapter(self) -> Chapter | None:
@@ -212,7 +202,7 @@ class Story:
         return self.chapters[-1] if self.chapters else None
 
     def alive(self) -> tuple[str, ...]:
-        """Nodes whose agent runs, as far as is known."""
+        """The nodes whose agents run, as far as is known."""
         return tuple(node for node, life in self._present.items() if life.code is None and not life.gone)
 
     def pid(self, node: str) -> int:
@@ -220,7 +210,7 @@ class Story:
         return self._present[node].pid
 
     def worker(self, rank: int) -> int | None:
-        """The pid of a worker of the newest generation, None when there is none of that rank."""
+        """The pid of the worker with `rank` in the newest generation; None if there is none."""
         for generation, pids in self.workers.values():
             if self.chapter is not None and generation == self.chapter.number and rank in pids:
                 return pids[rank]
@@ -229,7 +219,7 @@ class Story:
     # The events.
 
     def tell(self, record: events.Record) -> float:  # noqa: PLR0912  One table of kinds.
-        """Take note of an event; when it happened."""
+        """Fold `record` into the story. Returns when it happened."""
         at, event, node = self.clocks.when(record), record.event, record.node
         self.begin = min(self.begin or at, at)
         self.last = max(self.last, at)
@@ -238,7 +228,7 @@ class Story:
         life = self._present.get(node)
         match event:
             case events.Generation():
-                self._generation(event, node, at)
+                self._generation(event, at)
             case events.WorkersStarted():
                 self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
             case events.FirstStep():
@@ -254,9 +244,7 @@ class Story:
                 if event.step >= self.checkpoint:
                     self.checkpoint, self.checkpoint_at = event.step, at
                 self.checkpoints += 1
-                self.saves.append(Save(at, event.step, event.bytes, event.took_s))
-                if len(self.saves) > WORK_MAX:
-                    del self.saves[::2]
+                self.saves.add((at, event))
             case events.WorkerEnded() if event.failure and not event.collateral:
                 self.troubles.append(Trouble(at, node, event.failure, event.generation))
             case events.MemberLost() if not self._has_left(event.lost):
@@ -284,12 +272,11 @@ class Story:
         life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
         self.lives.append(life)
         self._present[record.node] = life
-        self.result = None  # Of an attempt before this one.
+        self.result = None  # An earlier attempt's.
 
-    def _generation(self, event: events.Generation, node: str, at: float) -> None:
-        del node
+    def _generation(self, event: events.Generation, at: float) -> None:
         if event.number in self._numbers or (self.chapters and event.number < self.chapters[-1].number):
-            return  # Every member says so; the first is enough, and a paused one says it late.
+            return  # Every member reports it. The first report is enough, and a suspended member's comes late.
         if self.chapters:
             self.chapters[-1].end = at
         chapter = Chapter(
@@ -311,7 +298,7 @@ class Story:
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
         if chapter is None or event.generation != chapter.number:
-            return  # A member that was slow to say so; the generation it speaks of is over.
+            return  # A late report: its generation is over.
         chapter.reported[node] = at
         chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
@@ -326,7 +313,7 @@ class Story:
         chapter = self._numbers.get(event.generation)
         if chapter is None:
             return
-        if chapter is self.chapter:  # A script without a Loop has told of no first step.
+        if chapter is self.chapter:  # A script without a Loop reports no first step.
             chapter.reported.setdefault(node, at)
             chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
         seconds = {name: took_ms / 1000 for name, took_ms in event.phases.items()}
@@ -338,26 +325,17 @@ class Story:
     def _step(self, event: events.Step, at: float) -> None:
         self._stepped(event.generation, event.step, at)
         self.epoch, self.scalars = event.epoch, event.scalars
-        if not event.scalars or (self.points and self.points[-1].scalars == event.scalars):
-            return
-        self._skipped += 1
-        if self._skipped >= self._stride:
-            self._skipped = 0
-            self.points.append(Point(at, event.step, event.scalars))
-        if len(self.points) > POINTS_MAX:
-            del self.points[1::2]
-            self._stride *= 2
+        if event.scalars and not (self.points and self.points[-1][1].scalars == event.scalars):
+            self.points.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
-        if event.step > self.newest:  # Steps may be left out of a file.
+        if event.step > self.newest:  # A file leaves out most events of steps.
             self._stepped(event.generation, event.step, at)
         self.samples = event.samples or self.samples
         generation, pids = self.workers.get(node, (0, {}))
         for rank, own_s in zip(pids, event.own_s, strict=False):
             if own_s and generation == event.generation:
-                self.work.setdefault(rank, []).append((at, own_s))
-                if len(self.work[rank]) > WORK_MAX:
-                    del self.work[rank][1::2]
+                self.work.setdefault(rank, Series(WORK_MAX)).add((at, own_s))
 
     def _stepped(self, generation: int, step: int, at: float) -> None:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at
@@ -367,7 +345,7 @@ class Story:
             return
         before_at, before = self._seen.get(generation, (at, step))
         there = chapter.resume_step + chapter.redone
-        if step >= there:  # Not each step is told: in between they are taken to have come at an even pace.
+        if step >= there:  # Not every step has an event: those in between are taken to come at an even pace.
             share = (there - before) / (step - before) if step > before else 1.0
             self._redone_until[generation] = before_at + max(0.0, share) * (at - before_at)
         self._seen[generation] = (at, step)
@@ -377,7 +355,7 @@ class Story:
         return life is not None and life.code is not None
 
     def _was_short(self, generation: int) -> bool:
-        """Whether too few nodes were left of the generation before, so that the others waited for more."""
+        """Whether `generation` had to wait for more nodes, because too few were left of the one before."""
         chapter, before = self._numbers.get(generation), self._numbers.get(generation - 1)
         if chapter is None or before is None:
             return False
@@ -388,31 +366,32 @@ class Story:
         ]
         return len(stayed) < self.min_nodes
 
-    # What it amounts to.
+    # Sums.
 
     def spans_of(self, life: Life, now: float | None = None) -> tuple[Span, ...]:
-        """What a life was spent for: to `now` while it runs, else (and without `now`) to its last event."""
+        """How the time of `life` was spent: up to `now` while it runs, else and without `now` up to its last event."""
         runs = life.code is None and not life.gone and self._present[life.node] is life
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
     def spans(self, now: float | None = None) -> list[Span]:
-        """The same of the whole run: at each moment in the best bucket of its nodes."""
+        """The same for the whole run, which is at each moment in the best bucket of its nodes."""
         return together(self.spans_of(life, now) for life in self.lives)
 
-    def by_node(self, now: float | None = None) -> dict[str, dict[str, float]]:
-        """Seconds by bucket, by node."""
-        nodes = dict.fromkeys(life.node for life in self.lives)
-        found = {name: [self.spans_of(life, now) for life in self.lives if life.node == name] for name in nodes}
-        return {name: totals(span for life in lives for span in life) for name, lives in found.items()}
+    def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
+        """The same for each node: the spans of all its agents, one after the other."""
+        found: dict[str, list[Span]] = {}
+        for life in self.lives:
+            found.setdefault(life.node, []).extend(self.spans_of(life, now))
+        return found
 
     def goodput(self, now: float | None = None) -> float:
-        """The share of the run's time that went into steps that count; 0 before there was any."""
+        """The share of the run's time that went into steps that count, from 0 to 1."""
         spent = totals(self.spans(now))
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
 
 
-def told(*sources: Iterable[events.Record]) -> Story:
-    """The story of events that come from several sources, such as a file for each node: each in order."""
+def story_of(*sources: Iterable[events.Record]) -> Story:
+    """The story of the events in several `sources`, such as a file for each node. Each source is in order."""
     story = Story()
 
     def timed(source: Iterable[events.Record]) -> Iterator[tuple[float, events.Record]]:

@@ -12,7 +12,7 @@ from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
 
 NODES_SHOWN = 4
-"""More nodes than that get one column together."""
+"""More nodes share one column."""
 
 PHASES_SHOWN = 3
 PHASE_S_MIN = 0.005
@@ -22,19 +22,19 @@ CAUSE_SHOWN = 72
 
 
 def report(story: Story, now: float | None = None) -> list[str]:
-    """All of it. `now`: for a run that still lives."""
+    """The whole report. `now`: the present, for a run that goes on."""
     return [*head(story, now), "", *body(story, now)]
 
 
 def head(story: Story, now: float | None = None) -> list[str]:
-    """What the run is, how it ended, how far it came, and what part of its time was of use."""
+    """The run's name, how it ended, how far it came, and its goodput."""
     nodes = list(dict.fromkeys(life.node for life in story.lives))
     lines = [f"run {story.run_id}: {state(story)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
     return [*lines, paces(story), worth(story, now), changes(story)]
 
 
 def summary(story: Story) -> list[str]:
-    """A few lines for the end of an agent, from what it has written itself: one node's view, and said to be one."""
+    """A few lines for the end of an agent, from its own events. They say that this is one node's view."""
     if not story.chapters:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
@@ -54,7 +54,7 @@ def body(story: Story, now: float | None = None) -> list[str]:
 
 
 def state(story: Story) -> str:
-    """How it ended, or where it stands."""
+    """How the run ended, or its state."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
     if story.alive():
@@ -65,7 +65,7 @@ def state(story: Story) -> str:
 
 
 def paces(story: Story) -> str:
-    """How many steps it made, how fast, and what is saved of them."""
+    """The number of steps, their speed, and the newest checkpoint."""
     steps = made(story)
     text = counted(steps, "step")
     took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
@@ -77,10 +77,10 @@ def paces(story: Story) -> str:
 
 
 def made(story: Story) -> int:
-    """Steps that the run has come forward, as far as the events tell.
+    """The steps that the run has made, from its first resume point.
 
-    Steps are reported ten times a second, the last one by its commit. The first resume point is where it began. A run
-    that was at its end already commits what it has found, and makes none.
+    Steps have events at most ten times a second; the last step is known by its commit. A run that was at its end
+    already commits what it has found, and makes no step.
     """
     if story.first_step_at is None:
         return 0
@@ -88,7 +88,7 @@ def made(story: Story) -> int:
 
 
 def worth(story: Story, now: float | None = None) -> str:
-    """What part of the time went into steps that count, and what took most of the rest."""
+    """The goodput, and the buckets with most of the other time."""
     spent = totals(story.spans(now))
     total_s = sum(spent.values())
     rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
@@ -97,7 +97,7 @@ def worth(story: Story, now: float | None = None) -> str:
 
 
 def changes(story: Story) -> str:
-    """How often the membership has changed, and what that has cost."""
+    """The number of changes of membership, and their cost."""
     lost = sum(chapter.redone for chapter in story.chapters)
     again = f"{counted(lost, 'step')} done again" if lost else "no step lost"
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
@@ -106,7 +106,7 @@ def changes(story: Story) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of them by name."""
+    """The first of the names, and the number of the others."""
     shown = ", ".join(names[: NODES_SHOWN + 1])
     return shown if len(names) <= NODES_SHOWN + 1 else f"{shown}, and {len(names) - NODES_SHOWN - 1} more"
 
@@ -122,7 +122,7 @@ def seconds(value_s: float) -> str:
 
 
 def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
-    """The report for programs: values that JSON has, seconds and steps."""
+    """The report for programs, as JSON values."""
     result = None if story.result is None else vars(story.result)
     chapters = [{**vars(chapter), "reported": sorted(chapter.reported)} for chapter in story.chapters]
     return {
@@ -139,7 +139,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "checkpoint": story.checkpoint,
         "goodput": story.goodput(now),
         "seconds": totals(story.spans(now)),
-        "seconds_by_node": story.by_node(now),
+        "seconds_by_node": {node: totals(spans) for node, spans in story.spans_by_node(now).items()},
         "generations": chapters,
         "failures": [vars(trouble) for trouble in story.troubles],
     }
@@ -149,8 +149,8 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
 
 
 def columns(story: Story, now: float | None = None) -> dict[str, dict[str, float]]:
-    """Seconds by bucket: of the run, and of each node, or of all nodes together where they are many."""
-    nodes = story.by_node(now)
+    """Seconds by bucket, for the run and for each node; for all nodes together if there are many."""
+    nodes = {node: totals(spans) for node, spans in story.spans_by_node(now).items()}
     whole = {"run": totals(story.spans(now))}
     if len(nodes) <= NODES_SHOWN:
         return whole | nodes
@@ -176,7 +176,7 @@ def share(spent_s: float, total_s: float) -> str:
 
 
 def generation_table(story: Story) -> list[str]:
-    """A row for each generation with its cost; of very many the first and the last."""
+    """A row for each generation with its cost; if there are very many, for the first and the last ones."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
     left_out = len(story.chapters) - CHANGES_SHOWN
     for place, chapter in enumerate(story.chapters):
@@ -192,19 +192,19 @@ def generation_table(story: Story) -> list[str]:
 
 
 def shortened(cause: str) -> str:
-    """A cause as a table has room for it. Events and `--json` have all of it."""
+    """A cause that fits into a table. Events and `--json` have all of it."""
     return cause if len(cause) <= CAUSE_SHOWN else cause[: CAUSE_SHOWN - 3].rstrip() + "..."
 
 
 def longest(chapter: Chapter) -> str:
-    """The phases that took most of a pause."""
+    """The longest phases of a pause."""
     ordered = sorted(chapter.phases.items(), key=lambda phase: -phase[1])
     shown = [f"{name} {took_s:.2f} s" for name, took_s in ordered[:PHASES_SHOWN] if took_s >= PHASE_S_MIN]
     return ", ".join(shown)
 
 
 def failure_lines(story: Story) -> list[str]:
-    """What failed, by node, the node with most failures first."""
+    """The failures by node, the node with most failures first."""
     by_node: dict[str, list[str]] = {}
     for trouble in story.troubles:
         by_node.setdefault(trouble.node, []).append(trouble.what)
@@ -217,7 +217,7 @@ def failure_lines(story: Story) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows with their columns in line, and a rule below the first."""
+    """The rows with aligned columns, and a rule below the first."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -1,4 +1,4 @@
-"""A run as its directory knows it: `events-NODE.jsonl` of each node that wrote there. Works without etcd."""
+"""Reads a run from its directory, which has an `events-NODE.jsonl` of each node. Works without etcd."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from elasticrt.errors import ConfigError, explain
 from elasticrt.event_log import files, records
 from elasticrt.events import VERSION
-from elasticrt.story.fold import Story, told
+from elasticrt.story.fold import Story, story_of
 
 
 def find(run: str, log_dir: str) -> Path:
@@ -27,9 +27,9 @@ def find(run: str, log_dir: str) -> Path:
 
 
 def read(directory: Path) -> Story:
-    """The story that its files tell by now. Raises ConfigError for files that cannot be read, or say nothing."""
+    """The story in the files of `directory`. Raises ConfigError if they cannot be read, or have no events."""
     try:
-        story = told(*map(records, files(directory)))
+        story = story_of(*map(records, files(directory)))
     except OSError as error:
         raise ConfigError(
             explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))
@@ -41,12 +41,12 @@ def read(directory: Path) -> Story:
 
 
 def has_events(directory: Path) -> bool:
-    """Whether there are events in it that can be read."""
+    """Whether `directory` has readable events."""
     return any(next(records(path), None) is not None for path in files(directory))
 
 
 def newest(log_dir: str) -> list[Path]:
-    """The directories of all runs below `log_dir` whose events can be read, that with the newest event first."""
+    """The directories below `log_dir` with readable events, the newest first."""
     found = [path for path in Path(log_dir).glob("*") if has_events(path)]
     written = {path: max(file.stat().st_mtime for file in files(path)) for path in found}
     return sorted(written, key=written.__getitem__, reverse=True)

@@ -1,4 +1,4 @@
-"""What is said of a run in sentences, wherever it is said. Pure."""
+"""The sentences about a run, for all views. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def size(chapter: Chapter) -> str:
 
 
 def beginning(chapter: Chapter, *, first: bool) -> str:
-    """What a generation is and why it was made; of the `first` of a run, what it is."""
+    """A generation with its cause and size; the `first` one of a run without a cause."""
     name = f"generation {chapter.number}: "
     if first:
         return name + size(chapter) + (f", from step {chapter.resume_step:,}" if chapter.resume_step else "")
@@ -23,9 +23,9 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
 
 
 def cost(chapter: Chapter, since: float) -> str:
-    """What it has cost until its first step: a pause and steps, or the time since `since` where there was no pause.
+    """The cost of a generation until its first step: its pause and steps done again, or the time since `since`.
 
-    Of a script without a Loop no step is known by its number.
+    The numbers of steps are not known for a script without a Loop.
     """
     assert chapter.stepped_at is not None
     if chapter.pause_s is None:
@@ -46,13 +46,13 @@ def ending(result: events.Result) -> str:
 def now_at(
     story: Story, now: float, speed: float | None, goodput: float | None = None, *, step: int | None = None
 ) -> str:
-    """Where a run stands at `now`, in a line that is read while it changes.
+    """The state of a run at `now`, in a line that is shown while it changes.
 
     Args:
         story: of the run.
         now: in seconds since 1970.
-        speed: steps per second; None where it is not known.
-        goodput: from 0 to 1; None: not told.
+        speed: steps per second; None: not known.
+        goodput: from 0 to 1; None: not shown.
         step: the newest one; None: the story's.
     """
     chapter, step, parts = story.chapter, story.newest if step is None else step, []
@@ -71,7 +71,7 @@ def now_at(
 
 
 def lasted(seconds: float) -> str:
-    """A time in whole seconds, for what changes while it is read: `9 s`, `4 min 05 s`, `2 h 10 min`."""
+    """A time in whole seconds, for a line that changes: `9 s`, `4 min 05 s`, `2 h 10 min`."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrt import events
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
-from elasticrt.liveness.prober import Witnesses, nobody
+from elasticrt.liveness.prober import Witnesses, no_witnesses
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LeaseSession
 from tests.virtual.engine import VirtualQueue, nanoseconds
@@ -119,7 +119,7 @@ class VirtualProber:
         self._sink = sink
         self._asking: set[str] = set()
 
-    def ask(self, seats: Sequence[Seat], witnesses: Witnesses = nobody) -> None:
+    def ask(self, seats: Sequence[Seat], witnesses: Witnesses = no_witnesses) -> None:
         """See `Prober`. Here nobody is asked about others: whoever is silent is so after 1.5 s."""
         del witnesses
         asker, sim = self._process, self._process.sim

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from elasticrt import events
 from elasticrt.cli.dashboard import Server
 from elasticrt.story.board import board
 from tests.browser import browser
-from tests.unit.story.told import THREE_STEPS, Entry, begun, story
+from tests.unit.story.told import THREE_STEPS, Entry, begun, story, write
 
 KILLED: list[Entry] = [
     (10.0, "a", events.MemberLost("b", "its port refuses")),
@@ -31,14 +30,6 @@ WORK: list[Entry] = [
     (9.6, "b", events.Progress(1, 50, 0.0, 0.0, 0.0, own_s=(0.05,))),
     (9.7, "a", events.Committed(50, 1, 2_500_000, 0.4)),
 ]
-
-
-def write(directory: Path, entries: list[Entry]) -> None:
-    """As the agents of these nodes write them."""
-    directory.mkdir(exist_ok=True)
-    for at, node, event in entries:
-        with (directory / f"events-{node}.jsonl").open("ab") as file:
-            file.write(events.encode(event, node, at, datetime.fromtimestamp(at, timezone.utc)) + b"\n")
 
 
 def test_what_is_shown() -> None:
@@ -119,6 +110,21 @@ def test_updates_follow_the_events(server: Server, tmp_path: Path) -> None:
     write(tmp_path / "calm-fox", KILLED)
     assert next(size for size in sizes if size != "2") == "1"
     answer.close()
+
+
+@pytest.mark.slow
+def test_a_report_in_a_browser(tmp_path: Path) -> None:
+    """The file of `report --html` draws the run by itself, with the report below, and its console has no error."""
+    write(tmp_path / "calm-fox", [*THREE_STEPS, *LOSSES, *WORK, *KILLED])
+    command = [sys.executable, "-m", "elasticrt", "report", "calm-fox", "--html", "report.html"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    with browser(tmp_path / "browser") as page:
+        page.ask("Page.navigate", url=f"file://{tmp_path}/report.html")
+        page.wait_for("document.body.innerText.includes('goodput')")
+        assert page.value("document.querySelectorAll('canvas').length") == 8
+        for text in ("run calm-fox", "b gone", "failures by node", "where the time went"):
+            assert page.value(f"document.body.innerText.includes('{text}')"), text
+        assert page.errors == []
 
 
 @pytest.mark.slow

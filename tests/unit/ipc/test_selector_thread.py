@@ -87,3 +87,23 @@ def test_an_error_ends_the_thread(busy: Busy, monkeypatch: pytest.MonkeyPatch) -
     assert heard[0].exc_type is ZeroDivisionError
     busy.thread.wait_for(partial(busy.done.append, "alone"), 20)
     assert busy.done == ["ending", "alone"]
+
+
+def test_a_call_after_the_end_reaches_no_other_file(busy: Busy) -> None:
+    """The thread's own descriptor is closed with it; a late call writes nothing to the file that has its number now."""
+    busy.go()
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    busy.thread.call(partial(busy.done.append, "late"))
+    busy.thread.close(20)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    for fd in (reader, writer):
+        os.close(fd)
+    assert busy.done == ["ending"]
+
+
+def test_many_calls_never_block(busy: Busy) -> None:
+    """A thread that is held up takes any number of calls, and makes all of them."""
+    for _ in range(100_000):
+        busy.thread.call(lambda: None)
+    assert busy.go() == ["ending"]

@@ -9,17 +9,17 @@ import pytest
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.ipc.time_bounds import AWAY_S, LOOK_S, PLACES_S
 from elasticrt.liveness.hang_monitor import sight_of_beats
-from elasticrt.liveness.stall_detector import Sight, StallDetector, StallLimits, Stand
+from elasticrt.liveness.stall_detector import Sight, StallDetector, Stand
 
 
 def _watched(
-    step_s: float, until: float, *, quiet: tuple[float, float] = (0.0, 0.0), limits: StallLimits | None = None
+    step_s: float, until: float, *, quiet: tuple[float, float] = (0.0, 0.0), hang_s: float = 600.0
 ) -> StallDetector:
     """A pace after looks every LOOK_S until `until`: steps take `step_s`, from 100.0 on; none end in `quiet`.
 
     Steps go on after `quiet` as if it had been one long step.
     """
-    pace, now, ends, end = StallDetector(limits or StallLimits()), 100.0, [], 100.0
+    pace, now, ends, end = StallDetector(hang_s), 100.0, [], 100.0
     while end < until:
         end += step_s
         if quiet[0] <= end < quiet[1]:
@@ -64,7 +64,7 @@ def test_a_stand_has_one_time() -> None:
 
 def test_what_is_not_expected_does_not_stand() -> None:
     """L5: a pause is no stand, however long, and what follows it is counted from its end."""
-    pace = _watched(0.1, 110.0, limits=StallLimits(hang_s=5.0, hang_from=2, hang_factor=1.0))
+    pace = _watched(0.1, 110.0, hang_s=5.0)
     step, at = pace.step, pace.since
     for tick in range(400):
         now = 110.0 + tick * LOOK_S
@@ -79,7 +79,7 @@ def test_what_is_not_expected_does_not_stand() -> None:
 
 def test_before_the_first_steps_nothing_is_said() -> None:
     """L5: a generation that is starting (imports, init, restore, the first step) has no pace yet."""
-    pace = StallDetector(StallLimits(hang_s=1.0, hang_from=1))
+    pace = StallDetector(1.0)
     for tick in range(100):
         pace = pace.looked(Sight(0, 0.0, expected=False), 100.0 + tick * LOOK_S)
     assert pace.standing_since(1e6) is pace.stalled_s(1e6) is None
@@ -94,14 +94,14 @@ def test_a_script_without_a_loop_has_a_pace_from_the_first_look_on() -> None:
     page = StatusPage(fd)
     os.close(fd)
     page.begun_at_ns, page.beat_at_ns, page.beats = int(100e9), int(103e9), 4
-    pace = StallDetector().looked(sight_of_beats([page], held=False), 103.4)
+    pace = StallDetector(600.0).looked(sight_of_beats([page], held=False), 103.4)
     assert pace.standing_since(114.9) is None, "three seconds may have been one step"
     assert pace.standing_since(115.1) == pytest.approx(115.0)
 
 
 def test_whose_start_is_not_known_has_a_pace_from_the_second_step_on() -> None:
     """L5: one step that ended some time is no measure of the next."""
-    pace = StallDetector().looked(Sight(3, 100.0, expected=True), 100.1)
+    pace = StallDetector(600.0).looked(Sight(3, 100.0, expected=True), 100.1)
     assert pace.standing_since(1e6) is None
     pace = pace.looked(Sight(5, 100.4, expected=True), 100.5)
     assert pace.recent == (pytest.approx(0.2),)
@@ -123,21 +123,21 @@ def test_a_stand_is_looked_at_closer_ever_more_rarely() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "quiet", "age", "stalls"),
+    ("hang_s", "until", "quiet", "age", "stalls"),
     [
-        pytest.param(StallLimits(), (0, 0), 599.0, False, id="not yet ten minutes"),
-        pytest.param(StallLimits(), (0, 0), 601.0, True, id="ten minutes"),
-        pytest.param(StallLimits(), (105, 145), 601.0, False, id="a step of 40 s was seen before"),
-        pytest.param(StallLimits(), (105, 145), 810.0, True, id="twenty times as long as that"),
-        pytest.param(StallLimits(hang_s=0.0), (0, 0), 1e6, False, id="switched off"),
-        pytest.param(StallLimits(hang_s=1e3), (0, 0), 601.0, False, id="told to wait longer"),
-        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1799.0, False, id="early in the generation"),
-        pytest.param(StallLimits(hang_from=10**6), (0, 0), 1801.0, True, id="three times as long"),
+        pytest.param(600.0, 160.0, (0, 0), 599.0, False, id="not yet ten minutes"),
+        pytest.param(600.0, 160.0, (0, 0), 601.0, True, id="ten minutes"),
+        pytest.param(600.0, 160.0, (105, 145), 601.0, False, id="a step of 40 s was seen before"),
+        pytest.param(600.0, 160.0, (105, 145), 810.0, True, id="twenty times as long as that"),
+        pytest.param(0.0, 160.0, (0, 0), 1e6, False, id="switched off"),
+        pytest.param(1e3, 160.0, (0, 0), 601.0, False, id="told to wait longer"),
+        pytest.param(600.0, 101.5, (0, 0), 1799.0, False, id="early in the generation"),
+        pytest.param(600.0, 101.5, (0, 0), 1801.0, True, id="three times as long"),
     ],
 )
-def test_stalled(limits: StallLimits, quiet: tuple[float, float], age: float, stalls: bool) -> None:
+def test_stalled(hang_s: float, until: float, quiet: tuple[float, float], age: float, stalls: bool) -> None:
     """W07, W08, W09, L5: a hang is said after ten minutes and twenty times the longest time between steps."""
-    pace = _watched(0.1, 160.0, quiet=quiet, limits=limits)
+    pace = _watched(0.1, until, quiet=quiet, hang_s=hang_s)
     found = pace.stalled_s(pace.since + age)
     assert found == (pytest.approx(age) if stalls else None)
 

@@ -8,6 +8,7 @@ import pytest
 
 from elasticrt import events
 from elasticrt.story.buckets import SPANS_MAX, together, totals
+from elasticrt.story.fold import Series
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 100, "agree": 200, "stop": 0, "script": 50, "init": 50, "restore": 100, "first_step": 500}
@@ -124,7 +125,7 @@ def test_too_few_nodes_are_waited_for():
         (at, node, started(2) if isinstance(event, events.AgentStarted) else event) for at, node, event in THREE_STEPS
     ]
     told = story([*before, *more])
-    assert told.by_node()["a"]["waiting for nodes"] == pytest.approx(1.0 + 3.0)
+    assert totals(told.spans_by_node()["a"])["waiting for nodes"] == pytest.approx(1.0 + 3.0)
 
 
 def test_the_run_is_in_the_best_bucket_of_its_nodes():
@@ -160,3 +161,14 @@ def test_a_long_life_is_kept_in_few_spans():
     assert (spent["data wait"], spent["pause"]) == (pytest.approx(1499.0), pytest.approx(374.75))
     assert sum(spent.values()) == pytest.approx(told.last)
     assert all(left.end == pytest.approx(right.begin) for left, right in pairwise(spans))
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 10, 17, 100, 1001])
+def test_a_long_series_is_thinned_out_evenly(count):
+    """It keeps at most eight values, as far from each other from its beginning on, and always the newest."""
+    series = Series(8)
+    for value in range(count):
+        series.add(value)
+    assert len(series) <= 8 or count == 0
+    assert series[-1:] == [count - 1] * (count > 0)
+    assert len({after - before for before, after in pairwise(series[:-1])}) <= 1

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from datetime import datetime, timezone
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.main import main
-from elasticrt.story.page import page
 from elasticrt.story.report import report
-from tests.unit.story.told import THREE_STEPS, begun, story
+from tests.unit.story.told import THREE_STEPS, begun, story, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
 LOST = [
@@ -86,10 +83,7 @@ def run(tmp_path, monkeypatch):
     directory = tmp_path / "elasticrt_runs" / "calm-fox"
     (directory / "logs" / "generation-1").mkdir(parents=True)
     (directory / "logs" / "generation-1" / "rank-0.a.out").write_text("hello\n")
-    for at, node, event in LOST:
-        line = events.encode(event, node, at, datetime.fromtimestamp(at, timezone.utc))
-        with (directory / f"events-{node}.jsonl").open("ab") as file:
-            file.write(line + b"\n")
+    write(directory, LOST)
     with (directory / "events-b.jsonl").open("ab") as file:
         file.write(b'{"v": 1, "eve')
     return tmp_path
@@ -102,26 +96,20 @@ def test_an_ended_run_is_reported_from_its_directory(run, capsys, words):
     assert words_of(capsys.readouterr().out) == words_of(TEXT)
 
 
-@pytest.mark.slow  # matplotlib takes a second to import.
 def test_a_page_needs_nothing_else(run, capfd):
-    """The page is one file: the plots are inside it, nothing is loaded, and its ink is that of the page."""
-    pytest.importorskip("matplotlib")
+    """The page is one file with the run and its report in it; it loads nothing, and no text of the run's is a tag."""
+    write(run / "elasticrt_runs" / "calm-fox", [(14.0, "a", events.Failure("ValueError: </script><b>"))])
     assert main(["report", "--html", "report.html"]) == 0
     text = (run / "report.html").read_text()
-    assert text.count("<svg") == 1
-    assert "currentColor" in text
-    assert "b lost" in text
-    assert not [word for word in ("<script", "<link", "src=", "url(http", "@import") if word in text]
+    shown = json.loads(text.partition("const still = ")[2].partition(";  //")[0])
+    assert shown["tiles"]["world size"] == "1"
+    assert words_of(shown["report"])[0] == TEXT.splitlines()[0].split()
+    assert shown["report"].endswith("ValueError: </script><b>")
+    assert text.count("</script>") == 1
+    assert not [word for word in ("src=", "http", "@import") if word in text]
     assert capfd.readouterr().out == "written: report.html\n"
     assert main(["report", "--html", "nowhere/report.html"]) == 2
     assert "cannot be written (nowhere/report.html): got No such file" in capfd.readouterr().err
-
-
-def test_a_page_without_matplotlib(monkeypatch):
-    """One sentence says what to install."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Exception, match="pip install matplotlib"):
-        page(story(LOST))
 
 
 @pytest.mark.parametrize(

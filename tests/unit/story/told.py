@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
 
 from elasticrt import events
-from elasticrt.story.fold import Story, told
+from elasticrt.story.fold import Story, story_of
 
 Entry = tuple[float, str, events.Event]
 
@@ -35,7 +37,15 @@ def story(entries: Iterable[Entry]) -> Story:
     by_node: dict[str, list[events.Record]] = {}
     for at, node, event in entries:
         by_node.setdefault(node, []).append(record(at, node, event))
-    return told(*by_node.values())
+    return story_of(*by_node.values())
+
+
+def write(directory: Path, entries: Iterable[Entry]) -> None:
+    """Write them into the `directory` of a run, as the agents of these nodes would."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for at, node, event in entries:
+        with (directory / f"events-{node}.jsonl").open("ab") as file:
+            file.write(events.encode(event, node, at, datetime.fromtimestamp(at, timezone.utc)) + b"\n")
 
 
 THREE_STEPS: list[Entry] = [
