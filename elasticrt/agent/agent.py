@@ -393,7 +393,7 @@ class Agent(Side):
                 node=me.record.node,
                 incarnation=me.record.incarnation,
                 lease=member.lease_id,
-                answer=lambda reply: self.node.reply(said, reply),
+                answer=lambda reply: self.node.group.reply(said.local_rank, reply, said.generation),
             )
         )
 

@@ -27,6 +27,7 @@ from elasticrt.rendezvous.records import SEATS_PER_CHUNK
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
+from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.store_ports import StorePorts
 
 
@@ -51,7 +52,8 @@ class Edges:
         probe_server: answers such questions.
         store_ports: holds the sockets for stores of generations to come.
         event_log: writes events for machines.
-        supervisor: starts and stops workers.
+        supervisor: decides when workers start and stop.
+        worker_group: starts and signals their processes.
         take_stacks: asks workers for their stacks.
         state_of: the kernel's letter for what a process is doing.
         close_file: closes a file descriptor that a worker has sent.
@@ -71,6 +73,7 @@ class Edges:
     store_ports: Callable[[], StorePorts] = StorePorts
     event_log: Callable[..., EventLog] = EventLog
     supervisor: Callable[..., Supervisor] = Supervisor
+    worker_group: Callable[..., WorkerGroup] = WorkerGroup
     take_stacks: Callable[..., None] = stacks.take
     state_of: Callable[[int], str] = proc.state_of
     close_file: Callable[[int], None] = os.close

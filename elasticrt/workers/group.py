@@ -37,7 +37,6 @@ class WorkerGroup:
     Methods are called from one thread, the agent's; events come from others.
 
     Args:
-        parent: the worker parent to start them with; after it was lost, `use` another one.
         sink: gets events, from the thread that reads.
         logs: what of their output is kept and shown.
         console: where it is shown.
@@ -45,7 +44,6 @@ class WorkerGroup:
 
     def __init__(
         self,
-        parent: WorkerParent,
         sink: Callable[[GroupEvent], None],
         *,
         logs: LogOptions | None = None,
@@ -57,10 +55,9 @@ class WorkerGroup:
         self._workers: list[WorkerState] = []
         self._starts = 0
         self._io = WorkerIO(sink)
-        self.use(parent)
 
     def use(self, parent: WorkerParent) -> None:
-        """Start workers with this parent from now on."""
+        """Start workers with this parent from now on: the first one, or another after it was lost."""
         self._parent = parent
         self._io.follow(parent)
 
@@ -72,7 +69,7 @@ class WorkerGroup:
         listen: socket.socket | None,
         base_env: Mapping[str, str],
         directory: str | Path,
-        memory: Mapping[int, Mapping[str, int]] | None = None,
+        state_fd: int = -1,
     ) -> None:
         """Start the workers of `generation`, one for each of `envs`. Call it after `Warm`.
 
@@ -86,7 +83,7 @@ class WorkerGroup:
             listen: the generation's listening socket when global rank 0 is here; it is closed on this side.
             base_env: from `workers.environment`.
             directory: the working directory.
-            memory: by local rank, further descriptors by name ("state"), which stay the caller's.
+            state_fd: the saved state that local rank 0 resumes from, which stays the caller's; -1: none.
         """
         self._starts = max(generation, self._starts + 1)
         workers: list[WorkerState] = []
@@ -96,9 +93,9 @@ class WorkerGroup:
                 worker, start, fds = self._prepare(env, command, base_env, directory)
                 workers.append(worker)
                 starts.append((start, fds))
-                for name, fd in (memory or {}).get(env.local_rank, {}).items():
-                    start.fd_names.append(name)
-                    fds.append(os.dup(fd))
+                if env.local_rank == 0 and state_fd >= 0:
+                    start.fd_names.append("state")
+                    fds.append(os.dup(state_fd))
                 if env.rank == 0 and listen is not None:
                     start.fd_names.append("listen")
                     fds.append(os.dup(listen.fileno()))
@@ -135,7 +132,6 @@ class WorkerGroup:
                     return False
                 worker.left.add(generation)
                 worker.env = replace(env, error_file=worker.env.error_file)
-                worker.step = None
                 page = worker.page
                 page.stop = page.go = page.save = 0
             worker.tell(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])

@@ -22,7 +22,7 @@ from elasticrt.ipc.cgroups import memory_groups, text_of
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Step, Warm
+from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Warm
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
@@ -113,7 +113,6 @@ class WorkerState:
         pid: 0 until it has been started.
         ended: its end has been told; `gone`: there is no process any more.
         stopping: the agent has told it to end.
-        step: the last step that it has said.
         read_at: when its output was last read (seconds of the monotonic clock).
         oom_kills: the count of processes killed for memory when it was started.
     """
@@ -131,7 +130,6 @@ class WorkerState:
     ended: bool = False
     gone: bool = False
     stopping: bool = False
-    step: int | None = None
     read_at: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -264,8 +262,6 @@ class WorkerIO:
             os.close(fd)
         if not isinstance(message, FromWorker):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
-        if isinstance(message, Step):
-            worker.step = message.step
         env = worker.env
         fd = fds[0] if fds and wanted else -1
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
@@ -311,7 +307,7 @@ class WorkerIO:
                 error_file=_read_text(env.error_file),
                 last_lines=worker.output.tail(),
                 log_path=worker.output.path,
-                step=worker.step or worker.page.step or None,
+                step=worker.page.step or None,
                 stepped=_stepped(worker),
                 beats=0 if worker.page.entered else worker.page.beats,
                 loaded=max((page.loaded for page in pages if page.beats), default=0),
@@ -329,7 +325,7 @@ def _stepped(worker: WorkerState) -> bool | None:
     """Whether it has made a step; None when nobody has seen it begin: its steps would not have been seen either."""
     page = worker.page
     seen = page.begun_at_ns or page.init_at_ns
-    return True if worker.step or page.step or page.beats else False if seen else None
+    return True if page.step or page.beats else False if seen else None
 
 
 def _read_text(path: str) -> str:

@@ -16,6 +16,7 @@ from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LeaseSession
 from tests.virtual.engine import VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
+from tests.virtual.workers import VirtualGroup
 
 if TYPE_CHECKING:
     from tests.virtual.process import Process
@@ -56,6 +57,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         store_ports=lambda: VirtualStorePorts(sim),
         event_log=functools.partial(VirtualEvents, sim),
         supervisor=supervisor,
+        worker_group=lambda put, **_: VirtualGroup(process, put),
         take_stacks=lambda *_: None,
         state_of=process.state_of,
         close_file=lambda _: None,
