@@ -1,15 +1,15 @@
-"""What workers ask of etcd, carried out for them: commits and shared preparations, all fenced by their generation.
+"""Carries out what workers ask of etcd: commits and shared preparations, all fenced by their generation.
 
-On a thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
-answered exactly once. An answer of "no" says why; the worker warns its user and goes on training. After one that is
-unsure, because etcd is away, it asks again.
+It has a thread of its own, so that a slow etcd delays the worker that asked and never the agent's loop. Each request is
+answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away the answer
+begins with `UNSURE`, and the worker asks again.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +28,9 @@ from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
 
-
 ASK_AGAIN_S = 0.5
-"""Between two questions about a commit whose outcome is unknown. They go on until the outcome is known: a worker that
-took a commit for refused that did happen would have all its later ones refused."""
+"""Between two questions about a commit whose outcome is unknown. They go on until it is known: a worker that is told of
+a refusal, although its commit took effect, has all its later commits refused."""
 
 
 @dataclass(frozen=True)
@@ -49,62 +48,51 @@ class StoreRequest:
 
 
 class StoreProxy:
-    """Carries out requests one after the other, on a thread that lives as long as there are any.
+    """Carries out requests one after the other, on a thread that the first one starts. Used by the agent's thread.
 
     Args:
-        store: where they are carried out.
+        store: where requests are carried out.
         keys: the run's.
-        committed: told of every new head, from that thread.
+        committed: called with every new head, on that thread.
     """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
         self._closing = threading.Event()
         self._requests = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
-        self._lock = threading.Lock()  # Guards what follows.
-        self._waiting: deque[StoreRequest] = deque()
+        self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def send(self, asked: StoreRequest) -> None:
         """Queue a request."""
-        with self._lock:
-            self._waiting.append(asked)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
-                self._thread.start()
+        self._waiting.put(asked)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
+            self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End after the request under way, which is waited for at most `timeout_s`.
+        """End after the request under way, for which it waits at most `timeout_s` seconds.
 
-        Those still queued are never carried out (their workers are gone).
+        Requests that are still queued are dropped: their workers have ended.
         """
         self._closing.set()
-        with self._lock:
-            self._waiting.clear()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
         self._requests.release()
 
     def _work(self) -> None:
-        while (asked := self._next()) is not None:
+        while (asked := self._waiting.get()) is not None and not self._closing.is_set():
             asked.answer(self._requests.carry_out(asked))
-
-    def _next(self) -> StoreRequest | None:
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._thread = None
-            return None
 
 
 class StoreRequests:
-    """What a request does to the store. No thread and no clock of its own.
+    """What a request does to the store. It has no thread and no clock.
 
     Args:
         store: where requests are carried out.
         keys: the run's.
-        committed: told of every new head.
-        pause: waits a little while, and says whether to go on asking.
+        committed: called with every new head.
+        pause: waits a little while, and returns whether to go on asking.
     """
 
     def __init__(
@@ -117,7 +105,7 @@ class StoreRequests:
         self._holdings: dict[str, Holding] = {}
 
     def release(self) -> None:
-        """Let go of the checkpoint directories."""
+        """Release the checkpoint directories."""
         for holding in self._holdings.values():
             holding.release()
 
@@ -142,7 +130,7 @@ class StoreRequests:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        if head.generation != asked.generation:  # Its writer has moved on, and asked before that.
+        if head.generation != asked.generation:  # The worker has got another seat since it asked.
             return Reply(request.request, False, f"generation {head.generation} is over")
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
@@ -153,7 +141,7 @@ class StoreRequests:
             try:
                 current, known = self._head()
                 if known is not None and known.nonce == head.nonce:
-                    return self._accepted(request, head)  # An earlier try whose answer was lost.
+                    return self._accepted(request, head)  # An earlier try has succeeded, and its answer was lost.
                 if (known.nonce if known is not None else "") != request.replaces:
                     return Reply(request.request, False, "another checkpoint has become the head")
                 head_mod = current.mod_revision if current is not None else 0
@@ -162,7 +150,7 @@ class StoreRequests:
                 if self._store.commit(txn).succeeded:
                     return self._accepted(request, head)
                 if again:
-                    # What made this try fail can be an earlier one that took effect in the meantime.
+                    # This try may have failed because an earlier one took effect in the meantime.
                     _, known = self._head()
                     if known is not None and known.nonce == head.nonce:
                         return self._accepted(request, head)
@@ -185,7 +173,7 @@ class StoreRequests:
         return Reply(request.request, True)
 
     def _own(self, asked: StoreRequest, request: Own) -> Reply:
-        """The head of a directory, and that no other live run saves to it."""
+        """Take a checkpoint directory, unless another live run saves to it; answer with its head."""
         key = self._keys.place(request.place)
         found = self._store.read(key, exact=True)
         if request.take:
@@ -216,8 +204,8 @@ class StoreRequests:
                 return Reply(request.request, False, f"wait: {record.node}")
             if record.state == "failed" and record.generation == asked.generation:
                 return Reply(request.request, False, f"failed: {record.error}")
-            # It failed in an earlier generation, or its builder was a former life of this agent, whose workers are gone
-            # and whose lease lives on: this one may try again.
+            # It failed in an earlier generation, or its builder was an earlier life of this agent: that one's workers
+            # have ended, although its lease lives on. This one may try again.
         claimed = _preparing(asked, request, "building")
         seen_mod = current.mod_revision if current is not None else 0
         txn = transactions.claim(
