@@ -28,10 +28,6 @@ from elasticrt.text import unpacked
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 0.5
-"""Between two questions about a commit whose outcome is unknown. They go on until it is known: a worker that is told of
-a refusal, although its commit took effect, has all its later commits refused."""
-
 
 @dataclass(frozen=True)
 class StoreRequest:
@@ -57,8 +53,8 @@ class StoreProxy:
     """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
-        self._closing = threading.Event()
-        self._requests = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
+        self._requests = StoreRequests(store, keys, committed)
+        self._closing = False
         self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -74,14 +70,14 @@ class StoreProxy:
 
         Requests that are still queued are dropped: their workers have ended.
         """
-        self._closing.set()
+        self._closing = True
         self._waiting.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
         self._requests.release()
 
     def _work(self) -> None:
-        while (asked := self._waiting.get()) is not None and not self._closing.is_set():
+        while (asked := self._waiting.get()) is not None and not self._closing:
             asked.answer(self._requests.carry_out(asked))
 
 
@@ -92,13 +88,9 @@ class StoreRequests:
         store: where requests are carried out.
         keys: the run's.
         committed: called with every new head.
-        pause: waits a little while, and returns whether to go on asking.
     """
 
-    def __init__(
-        self, store: Store, keys: Keys, committed: Callable[[Commit], None], pause: Callable[[], bool]
-    ) -> None:
-        self._pause = pause
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
         self._store = store
         self._keys = keys
         self._committed = committed
@@ -110,7 +102,11 @@ class StoreRequests:
             holding.release()
 
     def carry_out(self, asked: StoreRequest) -> Reply:
-        """Carry out one request; the answer, whatever happens."""
+        """Carry out one request, once. When etcd does not answer, the outcome is unsure: the worker asks again.
+
+        A commit is recognised by its nonce when it is asked for again, so that it is never refused after it succeeded:
+        all later commits of that worker would be refused.
+        """
         request = asked.request
         try:
             if isinstance(request, Save):
@@ -130,39 +126,33 @@ class StoreRequests:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        if head.generation != asked.generation:  # The worker has got another seat since it asked.
-            return Reply(request.request, False, f"generation {head.generation} is over")
+        current, known = self._head()
+        if known is not None and known.nonce == head.nonce:  # An earlier try succeeded, and its answer was lost.
+            return self._accepted(request, head)
+        refusal = self._refusal(asked, request, head, known)
+        if refusal:
+            return Reply(request.request, False, refusal)
+        head_mod = current.mod_revision if current is not None else 0
+        txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
+        if self._store.commit(txn).succeeded:
+            return self._accepted(request, head)
+        # An earlier try may have taken effect after the head was read, and made this one fail.
+        _, known = self._head()
+        if known is not None and known.nonce == head.nonce:
+            return self._accepted(request, head)
+        return Reply(request.request, False, f"generation {asked.generation} is over")
+
+    def _refusal(self, asked: StoreRequest, request: Save, head: Commit, known: Commit | None) -> str:
+        """Why `head` must not replace `known`, the head as it was read; "" when it may."""
+        if head.generation != asked.generation:  # The worker has got another seat since it began to save.
+            return f"generation {head.generation} is over"
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
         if other is not None:
-            return Reply(request.request, False, f"taken: {other}")
-        sent = False
-        while True:
-            try:
-                current, known = self._head()
-                if known is not None and known.nonce == head.nonce:
-                    return self._accepted(request, head)  # An earlier try has succeeded, and its answer was lost.
-                if (known.nonce if known is not None else "") != request.replaces:
-                    return Reply(request.request, False, "another checkpoint has become the head")
-                head_mod = current.mod_revision if current is not None else 0
-                txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
-                again, sent = sent, True
-                if self._store.commit(txn).succeeded:
-                    return self._accepted(request, head)
-                if again:
-                    # This try may have failed because an earlier one took effect in the meantime.
-                    _, known = self._head()
-                    if known is not None and known.nonce == head.nonce:
-                        return self._accepted(request, head)
-                return Reply(request.request, False, f"generation {asked.generation} is over")
-            except StoreUnavailable as error:
-                if not sent:
-                    raise
-                log.warning("commit of step %d: outcome unknown, reading back (%s)", head.step, error)
-            if not self._pause():
-                return Reply(
-                    request.request, False, f"{UNSURE}etcd does not answer: the outcome of the commit is unknown"
-                )
+            return f"taken: {other}"
+        if (known.nonce if known is not None else "") != request.replaces:
+            return "another checkpoint has become the head"
+        return ""
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
         current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)

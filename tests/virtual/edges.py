@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt import events
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
+from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, nobody
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LeaseSession
@@ -182,10 +182,9 @@ class VirtualStoreProxy:
 
     def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
         process = store.process
-        self._errands = StoreRequests(store, keys, committed, self._pause)
+        self._errands = StoreRequests(store, keys, committed)
         self._sim = process.sim
         self._process = process
-        self._closing = False
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
         process.tasks.append(process.sim.engine.start(process, self._work, "store proxy"))
 
@@ -195,12 +194,7 @@ class VirtualStoreProxy:
 
     def close(self, timeout_s: float) -> None:
         """See `Courier`."""
-        self._closing = True
         self._waiting.put(None)
-
-    def _pause(self) -> bool:
-        self._process.sleep(ASK_AGAIN_S)
-        return not self._closing
 
     def _work(self) -> None:
         while (errand := self._waiting.get()) is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
+from elasticrt.ipc.messages import UNSURE, Built, Claim, Copied, Damaged, Left, Reply, Save
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
 from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
 
 POLL_S = 0.25
+
+ASK_AGAIN_S = 1.0
+"""As a worker asks its agent again about a commit, see `elasticrt.checkpoint.commits`."""
 
 
 class Words(StatusPage):
@@ -160,6 +163,9 @@ class Group:
         """What the agent says."""
         if not self.alive:
             return
+        if self.saving is not None and reply.reason.startswith(UNSURE):
+            self.sim.engine.after(ASK_AGAIN_S, self._commit_again, self.saving)
+            return
         if self.saving is not None:
             commit, self.saving = self.saving, None
             if reply.ok:
@@ -203,6 +209,10 @@ class Group:
         """Rank 0 asks that an ancestor of the head be the head."""
         self.saving = replace(to, generation=self.generation)
         self._commit(self.saving)
+
+    def _commit_again(self, commit: Commit) -> None:
+        if self.alive:
+            self._commit(commit)
 
     def _commit(self, commit: Commit) -> None:
         replaces = self.head
