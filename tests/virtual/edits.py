@@ -95,7 +95,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "workers of the last generation live on": (
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
-    "a node that was left out keeps its workers": ((_A + "agent", "Agent.left_out", "self._kill_workers()", "pass"),),
+    "a node that was left out keeps its workers": (
+        (_A + "agent", "Agent.left_out", "self.node.kill()", "pass"),
+        (_A + "agent", "Agent.left_out", "while not self.node.are_gone()", "while False"),
+    ),
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
