@@ -409,7 +409,7 @@ class Agent(Side):
             case Leave():
                 self.voice.close_last_line()
                 self.voice.say(f"leaving: {decision.reason}", "leaving")
-                told = self._say_goodbye()
+                told = self.membership.leave(self.member, seat_too=True)
                 # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
@@ -440,14 +440,6 @@ class Agent(Side):
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         self.member.drain()
-
-    def _say_goodbye(self) -> bool:
-        try:
-            self.membership.driver.run(self.member.leave(seat_too=True))
-        except StoreError as error:
-            log.warning("etcd could not be told: %s; the lease will tell the others", error)
-            return False
-        return True
 
     def _newest(self) -> Commit | None:
         try:

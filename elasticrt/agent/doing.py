@@ -1,4 +1,4 @@
-"""What an agent waits for, for the people at its terminal: what takes longer than a moment has a name. Pure."""
+"""What an agent waits for, in words for its terminal. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Doing:
     """Something that takes time.
 
     Attributes:
-        what: its name; as long as that is the same it is the same thing.
-        more: in what state it is.
-        until: when it ends at the latest, by the monotonic clock; None: that is open.
+        what: its name, which identifies it.
+        more: its state.
+        until: when it ends at the latest, by the monotonic clock; None: unknown.
     """
 
     what: str
@@ -29,12 +29,12 @@ class Doing:
 
 
 def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: float | None) -> Doing | None:
-    """What `me` is at, beside training; None: nothing.
+    """What a member does besides training; None: nothing.
 
     Args:
-        me: the member's own state.
+        me: its own state.
         view: what it knows of the run.
-        decision: the newest one.
+        decision: its newest decision.
         workers: what its workers do before their first step; "" when they train.
         drain_until: until when it waits for its workers to hand over; None: it does not leave.
     """
