@@ -168,11 +168,7 @@ class Agent(Side):
         self._attend()
         ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
         self.node.do_what_is_due(now, [other for other in ended if other != node])
-        asks = self.node.asks_for_positions(now)
-        if asks:
-            nodes = {seat.node: seat.address for seat in view.order()}
-            others = [seat for seat in view.order() if seat.node != node]
-            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(asks, nodes, found)))
+        self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
@@ -185,6 +181,15 @@ class Agent(Side):
         if self.voice.narrates:
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
             self.voice.tick(now, at, self.node.progress.step())
+
+    def _ask_for_positions(self, now: float) -> None:
+        """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
+        generation = self.node.asks_for_positions(now)
+        if generation:
+            seats = self.member.view.order()
+            nodes = {seat.node: seat.address for seat in seats}
+            others = [seat for seat in seats if seat.node != self.member.me.record.node]
+            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(generation, nodes, found)))
 
     def _attend(self) -> None:
         """Where workers go on in place, let the workers that this node lacks set up beside them."""

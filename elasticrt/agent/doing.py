@@ -38,30 +38,28 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
         workers: what its workers do before their first step; "" when they train.
         drain_until: until when it waits for its workers to hand over; None: it does not leave.
     """
-    handover = view.handover.record if view.handover is not None else None
-    if drain_until is not None or handover is not None:
-        step = f"all leave after step {handover.step:,}" if handover is not None and handover.step else ""
-        cause = handover.cause if handover is not None else "this node leaves"
-        return Doing("handing over", ", ".join(filter(None, (cause, step))), drain_until)
+    if view.handover is not None:
+        handover = view.handover.record
+        step = f", all leave after step {handover.step:,}" if handover.step else ""
+        return Doing("handing over", handover.cause + step, drain_until)
+    if drain_until is not None:
+        return Doing("handing over", "this node leaves", drain_until)
     if view.leads and view.complete and view.short_since is not None:
         missing = me.spec.min_nodes - len(view.members)
         here = f"{list_names(view.members)} here, {missing} missing"
         return Doing("waiting for nodes", here, view.short_since + me.spec.join_timeout_s)
     generation = view.generation.record if view.generation is not None else None
-    if generation is not None and generation.attempt != me.attempt:  # Of the attempt before this one.
-        generation = None
-    seated = generation is not None and view.seat_of(me.record.node, me.record.incarnation) is not None
-    if not seated and generation is not None and view.roster_known:
+    runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
+    if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
+        if workers:
+            return Doing(workers)
+        waits = isinstance(decision, Wait) and decision.until is not None
+        return Doing("waiting", decision.reason) if waits else None
+    if generation is not None and runs and view.roster_known:
         return Doing("standing by", f"generation {generation.number} has {counted(generation.nodes, 'node')}")
-    if seated and workers:
-        return Doing(workers)
-    if not seated and not me.record.warm:
+    if not me.record.warm:
         return Doing("importing torch")
-    if not seated:
-        return Doing("waiting for the others", decision.reason)
-    if isinstance(decision, Wait) and decision.until is not None:
-        return Doing("waiting", decision.reason)
-    return None
+    return Doing("waiting for the others", decision.reason)
 
 
 def in_words(found: Doing, since: float, now: float) -> str:

@@ -184,18 +184,12 @@ class StoreRequests:
 
     def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
         current, record = self._preparation(request.name)
-        stale = record is None or record.version != version_of(request.version)
-        if record is not None and not stale:
-            if record.state == "done":
-                return Reply(request.request, False, "done")
+        if current is not None and record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
                 return Reply(request.request, True)
-            if record.state == "building" and current is not None and current.lease != asked.lease:
-                return Reply(request.request, False, f"wait: {record.node}")
-            if record.state == "failed" and record.generation == asked.generation:
-                return Reply(request.request, False, f"failed: {record.error}")
-            # It failed in an earlier generation, or its builder was an earlier life of this agent: that one's workers
-            # have ended, although its lease lives on. This one may try again.
+            refusal = _taken(asked, record, current.lease)
+            if refusal:
+                return Reply(request.request, False, refusal)
         claimed = _preparing(asked, request, "building")
         seen_mod = current.mod_revision if current is not None else 0
         txn = transactions.claim(
@@ -224,6 +218,19 @@ class StoreRequests:
         key = self._keys.preparation(name)
         current = self._store.read(key, exact=True).get(key)
         return current, decode(Preparation, key, current.value) if current is not None else None
+
+
+def _taken(asked: StoreRequest, record: Preparation, lease: int) -> str:
+    """Why a preparation with this `record`, bound to `lease`, cannot be claimed; "" if it can."""
+    if record.state == "done":
+        return "done"
+    if record.state == "building" and lease != asked.lease:
+        return f"wait: {record.node}"
+    if record.state == "failed" and record.generation == asked.generation:
+        return f"failed: {record.error}"
+    # It failed in an earlier generation, or its builder was an earlier life of this agent: that life's workers have
+    # ended, although its lease goes on.
+    return ""
 
 
 def _preparing(

@@ -26,7 +26,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "no nonce read-back": ((_COMMIT, "StoreRequests._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (
-        (_COMMIT, "StoreRequests._save", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
+        (_COMMIT, "StoreRequests._refusal", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
     ),
     "resume where the last generation did": (
         (_LED, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
@@ -105,7 +105,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_COMMIT, "StoreRequests._settle", "record.incarnation != asked.incarnation or ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
-    "two build": ((_COMMIT, "StoreRequests._claim", "current.lease != asked.lease", "False"),),
+    "two build": ((_COMMIT, "_taken", "lease != asked.lease", "False"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),
