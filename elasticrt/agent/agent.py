@@ -1,8 +1,7 @@
 """One node's agent, from its options to its exit code.
 
-The loop itself is `agent.event_loop`, what it decides `rendezvous.member`. Here is what an agent with workers of its
-own does about it: how they are started and stopped is in `agent.supervisor`, how the store is reached in
-`agent.membership`.
+`agent.event_loop` is the loop, `rendezvous.member` decides. This file is what an agent with workers of its own adds:
+`agent.supervisor` starts and stops them, `agent.membership` reaches the store, `agent.console` speaks to people.
 """
 
 from __future__ import annotations
@@ -51,22 +50,22 @@ from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, Wor
 log = logging.getLogger(__name__)
 
 KILLED_S = 5.0
-"""SIGKILL takes milliseconds; a process that is stuck in the kernel is not waited for longer than this."""
+"""SIGKILL takes milliseconds. A process that is stuck in the kernel may take for ever."""
 
 END_GRACE_S = 5.0
 ALONE_S = 5.0
-"""Agents that were started together have found each other by then."""
+"""Agents that are started together find each other within this time."""
 
 AT_ONCE_S = 1.0
-"""What a node gets after a second signal to end its workers and to tell the others, which takes milliseconds."""
+"""From a second signal to the end of the agent. Ending workers and deregistering takes milliseconds."""
 
 TURN_S = 1.0
-"""A loop that has nothing to do goes round so often all the same, when somebody may ask whether it does."""
+"""With a health port, an idle loop goes round this often to show that it can."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the workers of other nodes are in a generation, as their agents say; `nodes`: the addresses of all."""
+    """Where the workers of other nodes are in a generation, by their agents' answers; `nodes`: all addresses."""
 
     generation: int
     nodes: Mapping[str, str]
@@ -74,12 +73,12 @@ class Positions:
 
 
 class Agent(Side):
-    """An agent. `run` is its life. To its loop it is a `Side`.
+    """An agent, from `run` to its exit code. Its loop knows it as a `Side`.
 
     Args:
         settings: its own options.
         spec: what it must agree on with the other nodes of the run.
-        edges: all that it touches besides its own state; None: this machine's.
+        edges: clock, network, processes and files; None: this machine's.
     """
 
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
@@ -98,13 +97,13 @@ class Agent(Side):
         self.drain_until: float | None = None
         self.alone_at: float | None = None
         self.hurry = False
-        self.spared: set[str] = set()  # Nodes that were drained because they were slow.
+        self.spared: set[str] = set()  # Nodes that were drained for being slow.
         self.last_signal = signal.SIGTERM
         self._signals = 0
         self._decision: Decision = Wait("not decided yet")
 
     def run(self) -> int:
-        """Take part in the run until it ends, or until this agent is told to leave; the exit code."""
+        """Take part in the run until it ends, or until a signal tells this agent to leave. Returns the exit code."""
         allow_files(self.settings.workers, self.spec.max_nodes)
         check_loopback()
         for number in self.settings.options.signals:
@@ -112,7 +111,7 @@ class Agent(Side):
         code = EXIT_BUG
         self.loop.watch_threads()
         try:
-            self.node.open()  # First of all, because importing torch takes longest.
+            self.node.open()  # Importing torch takes longest, so it begins first.
             self.voice.open_last_line()
             for note in self.settings.notes:
                 self.voice.warn(note)
@@ -127,12 +126,12 @@ class Agent(Side):
                 self.health.close()
             self.voice.stopped(code)
             self.loop.unwatch_threads()
-            # Python takes its handlers back before its process ends, and the alarm's own way is to kill.
+            # Python restores the default handlers before it exits, and SIGALRM's default is to kill.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
         return code
 
     def _told(self, number: int, _frame: object) -> None:
-        """A signal has come, in the middle of anything. After the second one nothing is waited for, not even etcd."""
+        """Signal handler. The second signal sets an alarm, so that the agent ends even where etcd does not answer."""
         self.queue.put(signal.Signals(number))
         self._signals += 1
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
@@ -140,7 +139,7 @@ class Agent(Side):
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
 
     def _end_at_once(self, _number: int, _frame: object) -> None:
-        """As if killed: the workers' death signal ends them, and the others find out by themselves."""
+        """End as if killed: the workers get their death signal, and the other nodes miss this one's lease."""
         self.voice.close_last_line()
         tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
@@ -158,10 +157,10 @@ class Agent(Side):
 
     @property
     def member(self) -> Member:
-        """What it is in the run; not before it begins to join."""
+        """This agent's member of the run. Not set before it begins to join."""
         return self.loop.member
 
-    # What the loop wants of its side.
+    # The loop's `Side`.
 
     def do_what_is_due(self, now: float) -> None:
         """See `Side`."""
@@ -169,11 +168,7 @@ class Agent(Side):
         self._attend()
         ended = [each.record.node for each in view.reports.values() if each.record.status in ("finishing", "ok")]
         self.node.do_what_is_due(now, [other for other in ended if other != node])
-        asks = self.node.asks_for_positions(now)
-        if asks:
-            nodes = {seat.node: seat.address for seat in view.order()}
-            others = [seat for seat in view.order() if seat.node != node]
-            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(asks, nodes, found)))
+        self._ask_for_positions(now)
         if self.drain_until is not None and now >= self.drain_until:
             self.drain_until = None
             late = f"not handed over within {self.settings.options.drain_timeout_s:g} s"
@@ -187,19 +182,28 @@ class Agent(Side):
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
             self.voice.tick(now, at, self.node.progress.step())
 
+    def _ask_for_positions(self, now: float) -> None:
+        """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
+        generation = self.node.asks_for_positions(now)
+        if generation:
+            seats = self.member.view.order()
+            nodes = {seat.node: seat.address for seat in seats}
+            others = [seat for seat in seats if seat.node != self.member.me.record.node]
+            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(generation, nodes, found)))
+
     def _attend(self) -> None:
-        """Where workers go on in place, what this node has no worker for sets up beside them."""
+        """Where workers go on in place, let the workers that this node lacks set up beside them."""
         me, view = self.member.me, self.member.view
         if view.generation is None or not view.roster_known or me.leaving or me.record.draining:
             return
         seat = view.seat_of(me.record.node, me.record.incarnation)
-        seated = seat is None or me.started >= view.number  # Else its workers are about to get their seats.
+        seated = seat is None or me.started >= view.number  # Otherwise its workers are about to get their seats.
         if seated and others_go_on(view, me.record.node):
             generation = view.generation.record
             self.node.attend(generation, generation.nodes if seat is None else seat.index)
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`. Where workers go on in place before a generation says so, the leader's key does."""
+        """See `Side`. The leader's key says that workers go on in place, until a generation says so."""
         view = self.member.view
         tells = view.leads and view.generation is not None and not view.generation.record.in_place
         goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
@@ -208,15 +212,21 @@ class Agent(Side):
         return self.node.describe(me, now)
 
     def decided(self, decision: Decision) -> None:
-        """See `Side`. Who asks for this agent's health is told what is so now."""
+        """See `Side`. Notes what the health port answers from now on."""
         self._decision = decision
         if self.health is None:
             return
-        member, step = self.member, self.node.progress.step()
-        since = {"away_since": member.outage.since, "alone_since": member.outage.alone_since}
-        now = self.clock.monotonic()
-        since["answer_s"] = self.loop.session.answer_s
-        self.health.noted = health_state.member(self.settings.run_id, member.me, member.view, now, step=step, **since)
+        member = self.member
+        self.health.noted = health_state.member(
+            self.settings.run_id,
+            member.me,
+            member.view,
+            self.clock.monotonic(),
+            away_since=member.outage.since,
+            alone_since=member.outage.alone_since,
+            step=self.node.progress.step(),
+            answer_s=self.loop.session.answer_s,
+        )
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""
@@ -250,7 +260,7 @@ class Agent(Side):
                 self._ask_store(event)
             case Commit():
                 took_s = round(self.node.saving_s(), 3)
-                self.voice.event(events.Committed(event.step, event.generation, event.size, took_s))
+                self.voice.events.write(events.Committed(event.step, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
             case Stacks():
@@ -260,7 +270,7 @@ class Agent(Side):
                 self._give_up_straggler(nodes)
 
     def _give_up_straggler(self, seated: Collection[str]) -> None:
-        """Have a node drained that was slow for too long, where another one stands by. `seated`: all that train."""
+        """Have a node drained that was slow for too long, if another one stands by. `seated`: all that train."""
         slow = self.node.hangs.comparison.is_to_go(self.settings.options.evict_stragglers)
         if not slow or slow in self.spared:
             return
@@ -274,7 +284,7 @@ class Agent(Side):
             self.spared.add(slow)
             self.voice.say(f"{slow} has been slow for long, and {follows} stands by: {slow} is drained")
 
-    # Coming.
+    # Joining.
 
     def _answer_for_health(self) -> None:
         if self.settings.options.health is None:
@@ -288,7 +298,7 @@ class Agent(Side):
         self.voice.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
-        """Become a member and say how others can. False when the run has succeeded already."""
+        """Become a member, and print how others join. False if the run has succeeded already."""
         settings, address = self.settings, self.membership.meeting.address
         self.probes = self.edges.probe_server(
             self.loop.prober,
@@ -326,13 +336,13 @@ class Agent(Side):
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
         self.voice.joined(self.member.me, self.membership.meeting)
         if self.health is not None:
-            self.voice.event(events.Health(url=self.health.url))
+            self.voice.events.write(events.Health(url=self.health.url))
         if settings.alone:
             self.alone_at = self.clock.monotonic() + ALONE_S
         return True
 
     def _known(self) -> Iterable[Seat]:
-        """The seats of its generation that this agent knows, the leader's by its key. From any thread."""
+        """The seats of its generation that this agent knows; the leader's it knows by its key. From any thread."""
         if not self.member.me.started:
             return ()
         view = self.member.view
@@ -340,13 +350,7 @@ class Agent(Side):
         return (*view.seats.values(), *seats_for([leader] if leader is not None else []))
 
     def left_out(self, reason: str) -> bool:
-        """See `Side`. The workers go first, then whatever this node was, it is a newcomer."""
-        self._kill_workers()
-        self.voice.warn(f"this node comes back as a new member: {reason}")
-        return True
-
-    def _kill_workers(self) -> None:
-        """End the workers and see them gone: nothing of theirs may come after what this agent writes next."""
+        """See `Side`. Kills the workers and waits for their end: they must do nothing after the new registration."""
         self.node.kill()
         deadline = self.clock.monotonic() + KILLED_S
         while not self.node.are_gone() and (left := deadline - self.clock.monotonic()) > 0:
@@ -354,24 +358,21 @@ class Agent(Side):
                 self.loop.handle(self.queue.get(timeout=left))
             except queue.Empty:
                 log.warning("workers that were killed are still there after %g s", KILLED_S)
+        self.voice.warn(f"this node comes back as a new member: {reason}")
+        return True
 
-    # Trouble with etcd.
+    # The store.
 
     def revive_store(self) -> None:
-        """See `Side`."""
-        if self.membership.embedded_died():
-            self._start_over()
-
-    def _start_over(self) -> None:
-        """This machine's own etcd has died. It is not durable: a fresh one, and the newest checkpoint on disk."""
+        """See `Side`. The embedded etcd is not durable: the run goes on from the newest checkpoint on disk."""
+        if not self.membership.embedded_died():
+            return
         self.voice.warn(
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
         )
         self.node.kill()
         self.membership.open_fresh(self.member)
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
-
-    # Leading and serving.
 
     def published(self, decision: Publish, before: View) -> None:
         """See `Side`."""
@@ -381,8 +382,9 @@ class Agent(Side):
         member, request = self.member, said.message
         view, me = member.view, member.me
         assert isinstance(request, Request)
-        # The revision is that of the worker's own generation. If another is current, no transaction can pass.
-        number = said.generation or view.number  # Who sets up beside the training prepares data for what goes on.
+        # A worker that sets up beside the training prepares data for the generation that goes on.
+        number = said.generation or view.number
+        # The transaction compares the revision of the worker's own generation, and fails when another one is current.
         current = view.generation is not None and view.number == number
         self.membership.proxy.send(
             StoreRequest(
@@ -393,11 +395,11 @@ class Agent(Side):
                 node=me.record.node,
                 incarnation=me.record.incarnation,
                 lease=member.lease_id,
-                answer=lambda reply: self.node.reply(said, reply),
+                answer=lambda reply: self.node.group.reply(said.local_rank, reply, said.generation),
             )
         )
 
-    # Going.
+    # Leaving.
 
     def _end(self, decision: End | Leave | Halt) -> int:
         if self.health is not None:
@@ -412,8 +414,8 @@ class Agent(Side):
             case Leave():
                 self.voice.close_last_line()
                 self.voice.say(f"leaving: {decision.reason}", "leaving")
-                told = self._say_goodbye()
-                # One that was asked for beyond the usual ones means something to the script: it gets that very one.
+                told = self.membership.leave(self.member, seat_too=True)
+                # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
                 if self.voice.narrates:
@@ -425,7 +427,7 @@ class Agent(Side):
                 raise halted(decision, self.settings.run_id)
 
     def _signalled(self, number: signal.Signals) -> None:
-        """Told to leave: hand over first if the workers can, but not for ever; a second signal ends the patience."""
+        """Begin to leave: by a handover if the workers can, within a time limit. A second signal ends the wait."""
         self.last_signal = number
         reason = f"{number.name} received"
         member, leaves = self.member, self.member.me.record.draining or bool(self.member.me.leaving)
@@ -436,21 +438,13 @@ class Agent(Side):
             self.drain(reason)
 
     def drain(self, reason: str) -> None:
-        """See `Side`. Workers that cannot hand over are ended."""
+        """See `Side`. Workers that cannot hand over are ended at once."""
         if not self.node.progress.can_hand_over():
             self.member.me = replace(self.member.me, leaving=reason)
             return
         self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         self.member.drain()
-
-    def _say_goodbye(self) -> bool:
-        try:
-            self.membership.driver.run(self.member.leave(seat_too=True))
-        except StoreError as error:
-            log.warning("etcd could not be told: %s; the lease will tell the others", error)
-            return False
-        return True
 
     def _newest(self) -> Commit | None:
         try:
@@ -460,7 +454,7 @@ class Agent(Side):
             return None
 
     def _impatient(self) -> bool:
-        """Fold the ends of workers; whether a second signal has come."""
+        """Fold the ends of workers. Returns whether a second signal has come."""
         while not self.queue.empty():
             event = self.queue.get_nowait()
             self.hurry = self.hurry or isinstance(event, signal.Signals)
@@ -470,7 +464,7 @@ class Agent(Side):
 
 
 def halted(decision: Halt, run_id: str) -> ElasticError:
-    """The error that an agent of the run `run_id` ends with when going on would not be safe, by its `decision`."""
+    """The error that an agent of the run `run_id` ends with because of its `decision`."""
     if decision.code == DuplicateError.exit_code:
         kind: type[ElasticError] = DuplicateError
         remedy = "Start this node again with the run's options"

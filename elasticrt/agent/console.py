@@ -1,4 +1,4 @@
-"""What an agent says: events for machines, lines on stderr for people, and at a terminal a last line that changes."""
+"""What an agent says: events for programs, lines on stderr for people, and at a terminal a last line that changes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from elasticrt.story.report import summary
 from elasticrt.text import log_line, plain, shell
 
 WAIT_SAID_EVERY_S = 10.0
-"""Who is waited for is said in a line of its own at most so often."""
+"""At most this often a line says which nodes are waited for."""
 
 DRAWN_EVERY_S = 0.4
-"""The last line changes at most so often."""
+"""The last line changes at most this often."""
 
 GOODPUT_EVERY_S = 5.0
 _STANDS_BY_UNTIL = {
@@ -44,17 +44,19 @@ _STANDS_BY_UNTIL = {
 }
 
 SPEED_OVER_S = 5.0
-"""Steps per second are those of so long."""
+"""Steps per second are an average over this time."""
 
 
 class Console:
-    """One agent's, of its `settings`, in the world of its `edges`.
+    """The console of one agent.
 
-    Lines are left out when somebody reads the events instead.
+    Args:
+        settings: the agent's.
+        edges: makes the event log, and the lines that say how to join.
 
     Attributes:
         events: the node's event log.
-        story: what this agent has written in it, folded.
+        story: the events that this agent has written, folded.
     """
 
     def __init__(self, settings: Settings, edges: Edges) -> None:
@@ -62,7 +64,7 @@ class Console:
         self._how_to_join = edges.how_to_join
         self._unheard = False
         self._joined = False
-        self._stood_by = 0  # The newest generation without this node that people know of.
+        self._stood_by = 0  # The newest generation without this node that was printed.
         self.events = edges.event_log(settings.node, settings.run_dir, settings.options.events_fd)
         self.story = Story()
         self._changes = Changes(self.story, whole=False)
@@ -71,7 +73,7 @@ class Console:
         self._last_line: LastLine | None = None
         self._draw_at = self._goodput_at = 0.0
         self._goodput = 0.0
-        self._steps: deque[tuple[float, int]] = deque()  # When which step was seen.
+        self._steps: deque[tuple[float, int]] = deque()  # Steps, and when they were seen.
         self._doing: Doing | None = None
         self._doing_since = 0.0
         self._waiting_said, self._wait_said_at = "", 0.0
@@ -79,11 +81,11 @@ class Console:
 
     @property
     def narrates(self) -> bool:
-        """Whether people are told anything: not where somebody reads the events instead, or nobody reads our lines."""
+        """Whether lines are printed: not with --events-fd, whose reader gets events, nor after stderr was closed."""
         return self._settings.options.events_fd < 0 and not self._unheard
 
     def say(self, text: str, kind: str = "said", *, level: str = "info", **fields: Any) -> None:
-        """Tell people `text`, each line with our name before it; programs get its `kind`, `level` and `fields`, too."""
+        """Print `text`, each line after our name. With --log-format json, `kind`, `level` and `fields` are added."""
         if not self.narrates or (self._settings.options.quiet and level == "info"):
             return
         if self._settings.options.log_format == "json":
@@ -93,22 +95,22 @@ class Console:
             lines = "".join(f"elasticrt: {line}\n" for line in plain(text).splitlines())
         try:
             self._unheard = not write(sys.stderr, lines)
-        except Unwritable as error:  # A full disk, or a terminal that is gone: the run does not end of that.
+        except Unwritable as error:  # A full disk or a closed terminal must not end the run.
             self._unheard = True
-            self.event(events.Unheard(problem=str(error)))
+            self.events.write(events.Unheard(problem=str(error)))
 
     def warn(self, text: str) -> None:
-        """Tell people of something that should not be so."""
+        """Print a warning."""
         self.say(text, "warning", level="warning")
 
     def _hear(self, record: events.Record) -> None:
         told = self._changes.tell(record)
         self._told += told if self.narrates else []
 
-    # The last line of a terminal, and what is due.
+    # The last line of a terminal.
 
     def open_last_line(self) -> None:
-        """Keep a line at the end of the terminal, if there is one, and people are told of more than trouble."""
+        """Keep a line at the end of the terminal, if stderr is one and --quiet is not given."""
         options = self._settings.options
         if self.narrates and not options.quiet and options.log_format == "text" and fits(sys.stderr, os.environ):
             self._last_line = LastLine(sys.stderr)
@@ -116,19 +118,19 @@ class Console:
             self._last_line.draw(f"run {self._settings.run_id}: looking for the others")
 
     def close_last_line(self) -> None:
-        """Take it away."""
+        """Remove the last line."""
         std_streams.keep_last_line(None)
         if self._last_line is not None:
             self._last_line.draw("")
         self._last_line = None
 
     def tick(self, now: float, doing: Doing | None, step: int | None = None) -> None:
-        """Say what is due at `now` (monotonic), and draw the last line.
+        """Print what is due, and draw the last line.
 
         Args:
-            now: seconds.
-            doing: what is waited for; None: nothing.
-            step: the last one that this node's workers have finished, as far as it is known.
+            now: seconds of the monotonic clock.
+            doing: what the agent waits for; None: nothing.
+            step: the last step that this node's workers have finished, if it is known.
         """
         if self._doing is None or doing is None or doing.what != self._doing.what:
             self._doing_since = now
@@ -145,7 +147,7 @@ class Console:
             self._last_line.draw("  ".join(filter(None, (words, self._standing(now, step)))))
 
     def alarms(self, now: float) -> list[float]:
-        """When, after `now`, `tick` is due again, by the monotonic clock."""
+        """When `tick` is due after `now`, by the monotonic clock."""
         due = self._changes.due() if self.narrates else None
         found = [due - self._zero] if due is not None else []
         if self.narrates and self._doing is not None and self._doing.what == "waiting for nodes":
@@ -156,12 +158,12 @@ class Console:
 
     @property
     def _zero(self) -> float:
-        """What the monotonic clock counts from, in seconds since 1970, as the story has it."""
+        """The zero of the monotonic clock in the story's time, which is seconds since 1970."""
         first = self.story.lives[0] if self.story.lives else None
         return first.begin - first.started_at if first is not None else 0.0
 
     def _say_changes(self, now: float) -> None:
-        # A moment later: sums of such numbers are rounded, and an alarm does not come twice.
+        # A millisecond later: the sum is rounded, and an alarm that came too early would not come again.
         told, self._told = [*self._told, *self._changes.tick(now + self._zero + 1e-3)], []
         for chapter, text in told:
             generation, pids = self.story.workers.get(self._node, (0, {}))
@@ -171,7 +173,7 @@ class Console:
             self.say(text + (here if chapter.world_size > len(pids) else ""), "generation", **fields)
 
     def _standing(self, now: float, step: int | None) -> str:
-        """Where the run stands, for the last line."""
+        """The state of the run, for the last line."""
         story, at = self.story, now + self._zero
         newest = max(story.newest, step or 0)
         if not self._steps or newest < self._steps[-1][1]:
@@ -185,12 +187,8 @@ class Console:
             self._goodput_at, self._goodput = now + GOODPUT_EVERY_S, story.goodput(at)
         return sentences.now_at(story, at, speed, self._goodput if newest else None, step=newest)
 
-    def event(self, event: events.Event) -> None:
-        """Tell machines of an `event`."""
-        self.events.write(event)
-
     def joined(self, me: Me, meeting: Meeting) -> None:
-        """This agent is a member, by the etcd of `meeting`; how others become one."""
+        """Say that this agent has become a member, in the etcd of `meeting`, and how other nodes join."""
         settings, etcd, name = self._settings, ",".join(map(str, meeting.endpoints)), me.record.node
         self.events.rename(name)
         self._node, self._joined = name, True
@@ -204,46 +202,46 @@ class Console:
             max_nodes=me.spec.max_nodes,
             workers=settings.workers,
         )
-        self.event(started)
-        self.event(events.Registered(incarnation=me.record.incarnation, attempt=me.attempt))
+        self.events.write(started)
+        self.events.write(events.Registered(incarnation=me.record.incarnation, attempt=me.attempt))
         self.say(f"run {settings.run_id}, node {name}, etcd {etcd}, logs in {settings.run_dir}")
         if me.spec.max_nodes > 1:
             for line in self._how_to_join(settings, me.spec, meeting):
                 self.say(line)
 
     def left_out_fresh(self, step: int) -> None:
-        """The run goes on from `step`: `--fresh` is for a new one. A node may not throw away what others have done."""
+        """Say that the run goes on from `step`: no node may discard what others have done, so --fresh is ignored."""
         self.say(f"run {self._settings.run_id} goes on from step {step:,}: --fresh is for its first start only")
         self.say("to start from the beginning, give another --run-id")
 
     def nothing_to_do(self, result: Result) -> None:
-        """The run has succeeded before, with this `result`."""
+        """Say that the run has succeeded before, with this `result`."""
         self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
 
     def published(self, decision: Publish, before: Mapping[str, str]) -> None:
-        """A generation was published by `decision`; `before`: incarnations by node of the one that it replaces."""
+        """Note which nodes the published generation has lost. `before`: incarnations by node of the one it replaces."""
         after = {seat.node: seat.incarnation for seat in decision.seats}
         if decision.draft.kind == "lost":
             for name in sorted(name for name in before if after.get(name) != before[name]):
-                self.event(events.MemberLost(lost=name, how=decision.draft.cause))
+                self.events.write(events.MemberLost(lost=name, how=decision.draft.cause))
 
     def generation(self, view: View, me: Me) -> None:
-        """`view` may have a generation without this node (`me`): say it once. Those with it are in the story."""
+        """Say once that the generation of `view` runs without this node, `me`. Others are in the story."""
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
             return
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
-        if new.attempt != me.attempt or seat is not None:  # Of the attempt before this one: nobody stands by there.
+        if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
             return
         self._stood_by = view.number
         alive = {each.record.incarnation for each in view.members.values()}
         if not view.complete or not alive.isdisjoint(each.incarnation for each in view.seats.values()):
-            # Else it ended before this node came; the next one is on its way.
+            # Otherwise that generation ended before this node joined, and the next one follows.
             size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
             until = _STANDS_BY_UNTIL[me.spec.join]
             self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
 
     def left(self, decision: Leave, head: Commit | None) -> None:
-        """This node has gone, by `decision`: what is saved by now (`head`), and how to go on."""
+        """Say what is saved (`head`) when this node leaves by `decision`, and how to go on."""
         if decision.others_go_on:
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return
@@ -254,20 +252,20 @@ class Console:
         self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
     def stopped(self, code: int) -> None:
-        """This agent ends with `code`. One that was never a member says nothing: its name may be another's."""
+        """This agent ends with `code`. If it was never a member, its name may be another agent's: no event then."""
         self.close_last_line()
         if self._joined:
-            self.event(events.AgentStopped(code=code))
+            self.events.write(events.AgentStopped(code=code))
         self.events.close()
 
     def ended(self, result: Result, *, leads: bool) -> None:
-        """The run has its `result`; the node that `leads` shows the report."""
+        """Say the `result` of the run; the node that `leads` shows the failure's report."""
         self._say_changes(math.inf)
         self.close_last_line()
         if result.text and leads:
-            self.event(events.Failure(text=result.text))
+            self.events.write(events.Failure(text=result.text))
             self.say(result.text, "failure", level="error")
-        self.event(events.Result(status=result.status, code=result.code, reason=result.reason))
+        self.events.write(events.Result(status=result.status, code=result.code, reason=result.reason))
         for line in summary(self.story):
             self.say(line, "summary")
         if self.story.chapters:
@@ -278,7 +276,7 @@ class Console:
 
 
 def _machine() -> str:
-    """This machine since it booted: where the monotonic clock counts from."""
+    """The id of this machine's boot: monotonic times of one boot can be compared."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What an agent waits for, for the people at its terminal: what takes longer than a moment has a name. Pure."""
+"""What an agent waits for, in words for its terminal. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Doing:
     """Something that takes time.
 
     Attributes:
-        what: its name; as long as that is the same it is the same thing.
-        more: in what state it is.
-        until: when it ends at the latest, by the monotonic clock; None: that is open.
+        what: its name, which identifies it.
+        more: its state.
+        until: when it ends at the latest, by the monotonic clock; None: unknown.
     """
 
     what: str
@@ -29,39 +29,37 @@ class Doing:
 
 
 def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: float | None) -> Doing | None:
-    """What `me` is at, beside training; None: nothing.
+    """What a member does besides training; None: nothing.
 
     Args:
-        me: the member's own state.
+        me: its own state.
         view: what it knows of the run.
-        decision: the newest one.
+        decision: its newest decision.
         workers: what its workers do before their first step; "" when they train.
         drain_until: until when it waits for its workers to hand over; None: it does not leave.
     """
-    handover = view.handover.record if view.handover is not None else None
-    if drain_until is not None or handover is not None:
-        step = f"all leave after step {handover.step:,}" if handover is not None and handover.step else ""
-        cause = handover.cause if handover is not None else "this node leaves"
-        return Doing("handing over", ", ".join(filter(None, (cause, step))), drain_until)
+    if view.handover is not None:
+        handover = view.handover.record
+        step = f", all leave after step {handover.step:,}" if handover.step else ""
+        return Doing("handing over", handover.cause + step, drain_until)
+    if drain_until is not None:
+        return Doing("handing over", "this node leaves", drain_until)
     if view.leads and view.complete and view.short_since is not None:
         missing = me.spec.min_nodes - len(view.members)
         here = f"{list_names(view.members)} here, {missing} missing"
         return Doing("waiting for nodes", here, view.short_since + me.spec.join_timeout_s)
     generation = view.generation.record if view.generation is not None else None
-    if generation is not None and generation.attempt != me.attempt:  # Of the attempt before this one.
-        generation = None
-    seated = generation is not None and view.seat_of(me.record.node, me.record.incarnation) is not None
-    if not seated and generation is not None and view.roster_known:
+    runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
+    if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
+        if workers:
+            return Doing(workers)
+        waits = isinstance(decision, Wait) and decision.until is not None
+        return Doing("waiting", decision.reason) if waits else None
+    if generation is not None and runs and view.roster_known:
         return Doing("standing by", f"generation {generation.number} has {counted(generation.nodes, 'node')}")
-    if seated and workers:
-        return Doing(workers)
-    if not seated and not me.record.warm:
+    if not me.record.warm:
         return Doing("importing torch")
-    if not seated:
-        return Doing("waiting for the others", decision.reason)
-    if isinstance(decision, Wait) and decision.until is not None:
-        return Doing("waiting", decision.reason)
-    return None
+    return Doing("waiting for the others", decision.reason)
 
 
 def in_words(found: Doing, since: float, now: float) -> str:

@@ -1,7 +1,7 @@
-"""All that an agent touches besides its own state: time, chance, network, processes, files. One value, handed in.
+"""What an agent touches besides its own state: time, random numbers, network, processes, files. One value.
 
-Nothing else of an agent reads a clock, opens a connection or starts a thread directly, so the simulator in
-`tests/virtual` runs the production agent by giving it other edges.
+No other file of the agent reads a clock, opens a connection or starts a thread, so the simulator in `tests/virtual`
+runs the production agent with other edges.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from elasticrt.rendezvous.records import SEATS_PER_CHUNK
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.lease_session import LeaseSession
+from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.store_ports import StorePorts
 
 
@@ -42,16 +43,17 @@ class Edges:
         clock: the monotonic clock of this machine.
         queue: makes the queue that the agent's loop reads.
         token: draws 64 random bits, as 16 hex digits: an incarnation, a nonce.
-        meet: finds an etcd or starts this machine's own.
-        how_to_join: the lines that tell people how to bring more nodes.
+        meet: finds an etcd or starts an embedded one.
+        how_to_join: the lines that tell people how to add nodes.
         lease_session: grants a lease and keeps it alive.
         store_proxy: carries out what workers ask of the store.
-        prober: asks other agents whether they live, in the background.
+        prober: asks other agents whether they are alive, in the background.
         probe: asks one agent the same, and waits for the answer.
         probe_server: answers such questions.
-        store_ports: holds the sockets for stores of generations to come.
-        event_log: writes events for machines.
-        supervisor: starts and stops workers.
+        store_ports: holds the sockets for the stores of future generations.
+        event_log: writes events for programs.
+        supervisor: decides when workers start and stop.
+        worker_group: starts and signals their processes.
         take_stacks: asks workers for their stacks.
         state_of: the kernel's letter for what a process is doing.
         close_file: closes a file descriptor that a worker has sent.
@@ -71,6 +73,7 @@ class Edges:
     store_ports: Callable[[], StorePorts] = StorePorts
     event_log: Callable[..., EventLog] = EventLog
     supervisor: Callable[..., Supervisor] = Supervisor
+    worker_group: Callable[..., WorkerGroup] = WorkerGroup
     take_stacks: Callable[..., None] = stacks.take
     state_of: Callable[[int], str] = proc.state_of
     close_file: Callable[[int], None] = os.close

@@ -1,8 +1,8 @@
 """The loop of every member: decide, carry out, wait for events, handle them.
 
 One thread owns all state; watches, workers, probes and signals only put events into its queue. `rendezvous.member`
-decides. The loop's owner is a `Side`: an `Agent` with workers of its own, or torchrun's plug-in (`Participant`), whose
-workers another launcher starts.
+decides. What belongs to the workers is done by a `Side`: an `Agent`, which starts them, or torchrun's plug-in
+(`Participant`), whose workers another launcher starts.
 """
 
 from __future__ import annotations
@@ -49,60 +49,60 @@ log = logging.getLogger(__name__)
 PROBE_S = 2.0
 
 OWN_THREADS = "elasticrt-"
-"""All threads of ours are named so. What other libraries' threads die of is theirs."""
+"""Prefix of the names of our threads. Errors in other libraries' threads do not concern the member."""
 
 
 @dataclass(frozen=True)
 class ThreadDied:
-    """A thread of this member has ended with an error that nothing was prepared for: who waits for it waits long."""
+    """A thread of this member has ended with an unexpected error. What waits for it would wait for ever."""
 
     name: str
     error: BaseException
 
 
 class Side:
-    """Whose workers a member's loop is about. What a kind of side has no use for, it leaves as it is here."""
+    """The workers' side of a member's loop. Methods that do nothing here are optional."""
 
     def describe(self, me: Me, now: float) -> Me:
-        """The member's own state as of `now`: what its key and its report should say. Only looks."""
+        """The member's own state at `now`: what its key and its report should say. Changes nothing."""
         raise NotImplementedError
 
     def run_generation(self, generation: Generation, seat: Seat) -> None:
-        """Start the workers of `generation` in this node's `seat`, as soon as those of the one before are gone."""
+        """Start the workers of `generation` in this node's `seat`, as soon as those of the one before have ended."""
         raise NotImplementedError
 
     def left_out(self, reason: str) -> bool:
-        """A generation goes on without this life (`reason`): end its workers. Whether the next can begin at once."""
+        """End the workers: a generation goes on without this life, for this `reason`. Whether they have ended yet."""
         raise NotImplementedError
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """Do this node's part of a handover, as of `decision`."""
+        """Do this node's part of a handover, as `decision` says."""
         raise NotImplementedError
 
     def drain(self, reason: str) -> None:
-        """This member is to hand over and leave, for this `reason`."""
+        """Begin to hand over and leave, for this `reason`."""
         raise NotImplementedError
 
     def handle(self, event: Any) -> None:
-        """Take note of an event that only this kind of side has."""
+        """Take note of an event that the loop does not know."""
         raise NotImplementedError
 
     def do_what_is_due(self, now: float) -> None:
         """Do what is due at `now` (seconds of the monotonic clock)."""
 
     def alarms(self, now: float) -> Iterable[float]:
-        """When, from `now` on, to decide anew even if nothing has happened."""
+        """When, from `now` on, to decide again even if no event has come."""
         del now
         return ()
 
     def decided(self, decision: Decision) -> None:
-        """This `decision` was made; it is carried out next."""
+        """Take note of a `decision`, before it is carried out."""
 
     def published(self, decision: Publish, before: View) -> None:
-        """This member has published a generation, by `decision`; `before`: what it knew before that."""
+        """Take note that this member has published a generation. `before`: the view before that."""
 
     def revive_store(self) -> None:
-        """If the store was this machine's own and has died, begin anew with another one. Raises StoreUnavailable."""
+        """If an embedded store of this machine has died, start another one. Raises StoreUnavailable."""
 
 
 class EventLoop:
@@ -110,13 +110,13 @@ class EventLoop:
 
     Args:
         run_id: the run.
-        side: whose workers it is about.
+        side: the workers' side.
         edges: clock, queue and prober.
 
     Attributes:
         queue: takes all events.
-        prober: asks other agents whether they live.
-        member, driver, session: set by `begin`: the member, what carries its requests out, and what keeps its lease.
+        prober: asks other agents whether they are alive.
+        member, driver, session: set by `begin`: the member, what carries out its requests, and what keeps its lease.
     """
 
     member: Member
@@ -135,20 +135,20 @@ class EventLoop:
         self._hook = threading.excepthook
 
     def begin(self, member: Member, driver: StoreDriver, session: LeaseSession) -> None:
-        """Go round for `member` from now on, with what carries out its requests, and what keeps its lease."""
+        """Use this `member` from now on, with what carries out its requests and what keeps its lease."""
         self.member, self.driver, self.session = member, driver, session
 
     def watch_threads(self) -> None:
-        """From now on a thread of ours that dies ends the member's loop, with its reason."""
+        """From now on an error in one of our threads ends the member's loop."""
         self._hook, threading.excepthook = threading.excepthook, self._thread_died
 
     def unwatch_threads(self) -> None:
-        """Give the hook back."""
-        if threading.excepthook == self._thread_died:  # Else somebody has put theirs before it, and calls it.
+        """Restore the hook."""
+        if threading.excepthook == self._thread_died:  # Otherwise another hook was installed after it, and calls it.
             threading.excepthook = self._hook
 
     def _thread_died(self, what: threading.ExceptHookArgs) -> None:
-        """Called by a thread as the last that it does, whichever it is: none ends in silence."""
+        """Called on any thread that ends with an error."""
         name = what.thread.name if what.thread is not None else ""
         if name.startswith(OWN_THREADS) and what.exc_value is not None:
             log.error("the thread %s has ended: %r", name, what.exc_value)
@@ -157,7 +157,7 @@ class EventLoop:
             self._hook(what)
 
     def take_part(self) -> End | Leave | Halt:
-        """Go round until there is nothing more to take part in; why."""
+        """Go round until the run has ended for this member. Returns the decision that says why."""
         while True:
             decision = self._decide()
             if isinstance(decision, End | Leave | Halt):
@@ -190,7 +190,7 @@ class EventLoop:
             self.member.outage.end(now)
 
     def _do(self, decision: Decision) -> float | None:
-        """Carry out a decision. Returns until when to wait for events: None for ever, 0 not at all."""
+        """Carry out a decision. Returns until when to wait for events: None: for ever, 0: not at all."""
         try:
             until = self._carry_out(decision)
         except (StoreUnavailable, LeaseLost, StoreFull) as error:
@@ -210,7 +210,7 @@ class EventLoop:
             case Drain():
                 side.drain(decision.reason)
             case Probe():
-                # A wrong word about a node costs little where workers go on in place: there, two agree sooner.
+                # Evicting a healthy node is cheap where workers go on in place, so two witnesses are enough there.
                 self.prober.ask(decision.seats, member.view.witnesses if member.me.record.has_state else no_witnesses)
                 return self._clock.monotonic() + PROBE_S
             case Rejoin():
@@ -227,14 +227,14 @@ class EventLoop:
         return 0.0
 
     def _absorb(self, until: float | None) -> None:
-        """Wait for an event (or until a time), take note of all that have come, and complete the view."""
+        """Wait for an event, or until a time; handle all events that have come, and complete the view."""
         now = self._clock.monotonic()
         alarms = [*self._side.alarms(now), until, self.session.look_at()]
         until = min((at for at in alarms if at is not None), default=None)
         with contextlib.suppress(queue.Empty):
             timeout = None if until is None else max(0.0, until - now)
             self.handle(self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait())
-        # Also after a pause of this process: nothing may be decided before its lease has been judged anew.
+        # This process may have been paused: nothing may be decided before the lease is checked again.
         self.session.look()
         with contextlib.suppress(queue.Empty):
             while True:

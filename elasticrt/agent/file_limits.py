@@ -1,4 +1,4 @@
-"""How many files an agent may have open: raised to what it needs, or said before anything has been started."""
+"""Raises an agent's limit of open files to what it needs, or says that this is impossible before anything starts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from elasticrt.liveness.probe import CONNECTIONS_MAX
 from elasticrt.liveness.prober import OPEN_AT_ONCE
 
 FILES_OF_AGENT = 64
-"""Of the agent itself: modules being loaded, etcd, the worker parent, logs, the copies in memory. About 30 in use."""
+"""For modules being loaded, etcd, the worker parent, logs, the copies in memory. About 30 are in use."""
 
 FILES_OF_WORKER = 9
-"""Kept: two pipes, two logs, the channel; while it starts also its ends of these, and its status page."""
+"""Two pipes, two logs and the channel; while the worker starts also its ends of these, and its status page."""
 
 
 def files_needed(workers: int, nodes: int) -> int:
-    """Open files of an agent with so many workers, in a run of up to so many nodes, which ask each other. Pure."""
+    """How many files an agent with so many `workers` opens, in a run of up to so many `nodes`. Pure."""
     return FILES_OF_AGENT + FILES_OF_WORKER * workers + min(nodes, OPEN_AT_ONCE) + min(nodes, CONNECTIONS_MAX)
 
 
 def allow_files(workers: int, nodes: int) -> None:
-    """Raise this process's soft limit to what is needed. Raises ConfigError where the hard limit is below that.
+    """Raise this process's soft limit to what is needed. Raises ConfigError if the hard limit is lower.
 
     `workers` and `nodes` are as in `files_needed`. Workers inherit the limit.
     """

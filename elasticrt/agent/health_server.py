@@ -1,8 +1,8 @@
 """Answers `GET /live`, `/ready` and `/metrics` over HTTP, for schedulers, Prometheus and people with curl.
 
-In a thread of its own that only reads what the agent last noted (`agent.health_state`): it neither waits for the agent
-nor asks etcd, so that it answers while both are stuck, and it cannot hold the agent up. It serves no secrets and takes
-no orders. A client that is slow, or says too much, is cut off.
+Its thread only reads what the agent last noted (`agent.health_state`). It neither waits for the agent nor asks etcd, so
+it answers while both are stuck, and it cannot delay the agent. It serves no secrets and takes no orders. A client that
+is slow, or sends too much, is disconnected.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import time
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from elasticrt import events
 from elasticrt.agent import health_state
 from elasticrt.agent.health_state import Finding, HealthState
-from elasticrt.agent.metrics import CONTENT_TYPE, INSTALL, Metrics
 from elasticrt.errors import ConfigError, explain
 from elasticrt.ipc.request_server import Client, RequestServer
 from elasticrt.ipc.selector_thread import SelectorThread
 
+if TYPE_CHECKING:
+    from elasticrt.agent.metrics import Metrics
+
 log = logging.getLogger(__name__)
+
+INSTALL = "metrics need prometheus-client on this node: pip install 'elasticrt[metrics]'"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 REQUEST_S = 2.0
 """From the connection to the end of the answer."""
@@ -51,7 +57,7 @@ class HealthServer:
         noted: the first of what the agent notes.
 
     Attributes:
-        noted: the newest; the agent puts others in its place as often as it likes.
+        noted: the newest; the agent replaces it each time its loop goes round.
         url: where it answers.
 
     Raises ConfigError when the address or the port cannot be had.
@@ -64,7 +70,9 @@ class HealthServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         self._metrics: Metrics | None = None
         self._no_metrics = INSTALL
-        with contextlib.suppress(ImportError):  # Then the answer says what is missing.
+        with contextlib.suppress(ImportError):  # Without prometheus-client the answer says what to install.
+            from elasticrt.agent.metrics import Metrics
+
             self._metrics = Metrics()
         self._thread = SelectorThread("elasticrt-health")
         self._server = RequestServer(
@@ -79,7 +87,7 @@ class HealthServer:
         self._server.start()
 
     def tell(self, record: events.Record) -> None:
-        """Let the metrics know of an event, on the thread that answers. From any thread."""
+        """Pass an event to the metrics, on the thread that answers. From any thread."""
         if self._metrics is not None:
             self._thread.call(partial(self._of_metrics, lambda metrics: metrics.tell(record)))
 
@@ -106,7 +114,7 @@ class HealthServer:
         self._server.answer(client, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
 
     def _of_metrics(self, act: Callable[[Metrics], bytes | None]) -> bytes | None:
-        """What `act` gives; None where there are no metrics. No number is worth a run: an error ends them alone."""
+        """What `act` returns; None without metrics. An error ends the metrics, and nothing else."""
         try:
             return act(self._metrics) if self._metrics is not None else None
         except Exception as error:
@@ -116,7 +124,7 @@ class HealthServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Another agent's port must be refused, not shared: its answers would be taken for ours."""
+    """A listening socket. A port in use is refused, not shared: the other agent would answer for this one."""
     try:
         host.encode("idna")  # UnicodeError for what is no name at all, before there is a socket.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -134,10 +142,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def is_foreign(fields: Iterable[str], names: Container[str]) -> bool:
-    """Whether a request means another host than this one, by its header `fields`. Pure.
+    """Whether the header `fields` of a request name a host that is not this one. Pure.
 
-    Pages of a browser can ask anybody's port if their own name leads there for a moment; but they ask it by that name.
-    Addresses are no names, and a client that gives no host is no browser. `names`: those of this machine.
+    By DNS rebinding a web page can make a browser ask this port, but the browser then sends the page's own host name.
+    IP addresses cannot be rebound, and a client that sends no host is no browser. `names`: those of this machine.
     """
     for field in fields:
         name, _, value = field.partition(":")

@@ -1,9 +1,10 @@
-"""Whether an agent is well, from what it last noted about itself. Pure.
+"""Whether an agent is live and its node ready, from what the agent notes about itself. Pure.
 
-*Live* means that its loop goes round: an agent that does not is replaced by the scheduler. *Ready* means that the
-node is of use to the run: it trains, or it stands by and could train at once. A node whose etcd is away trains on, so
-it stays ready: taking it out would only make things worse. So does one that starts its workers anew, because the run
-goes on with it. One that hears neither etcd nor any other node of its generation is of no use to anybody.
+*Live*: the agent's loop goes round. A scheduler replaces an agent whose loop does not.
+
+*Ready*: the node is of use to the run, because it trains or could train at once. A node whose etcd is away trains on,
+so it stays ready; so does one that starts its workers anew. One that hears neither etcd nor another node of its
+generation is not ready.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.view import View
 
 CUT_OFF_S = 10.0
@@ -22,24 +24,29 @@ LIVE_S = 60.0
 
 
 @dataclass(frozen=True)
+class Finding:
+    """The answer to one question, with its reason."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class HealthState:
     """What an agent notes about itself each time its loop goes round. Times are on its monotonic clock, in seconds.
 
     Attributes:
+        run_id, node: the run, and this node's name.
         phase: "joining" before it is a member, then "member", then "ending".
-        turned_at: when its loop last went round (or when the phase began).
+        turned_at: when its loop last went round, or when the phase began.
         limit_s: how long its loop may rightly not go round in this phase.
+        readiness: of a member: whether its node is ready.
         lease: "connected", "suspended" or "lost"; "" before there is one.
         etcd_answer_s: how long etcd's newest answer took; None before there was one.
-        etcd_away_s: since how long etcd has not answered; None while it does.
-        peers_away_s: since how long no other node of its generation has answered either; None while one does, while
-            etcd does, and where there is none.
+        etcd_away_s: how long etcd has not answered; None while it does.
         generation, nodes, world_size: of the run; 0 before the first generation.
-        running: the generation whose workers live on this node, 0 for none.
         ranks: first and last rank of this node in the run's generation; None without a seat in it.
-        step: the last step that all its workers have finished; None when that is not known (yet).
-        warm: it could start workers at once.
-        leaving: why it is on its way out, "" when it is not.
+        step: the last step that all its workers have finished; None while that is unknown.
     """
 
     run_id: str
@@ -47,27 +54,15 @@ class HealthState:
     phase: str
     turned_at: float
     limit_s: float
-    incarnation: str = ""
+    readiness: Finding | None = None
     lease: str = ""
     etcd_answer_s: float | None = None
     etcd_away_s: float | None = None
-    peers_away_s: float | None = None
     generation: int = 0
     nodes: int = 0
     world_size: int = 0
-    running: int = 0
     ranks: tuple[int, int] | None = None
     step: int | None = None
-    warm: bool = False
-    leaving: str = ""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The answer to one question, with its reason."""
-
-    ok: bool
-    reason: str
 
 
 def member(
@@ -81,89 +76,92 @@ def member(
     step: int | None,
     answer_s: float | None = None,
 ) -> HealthState:
-    """What a member notes about itself as its loop goes round.
+    """What a member notes about itself as its loop goes round. Times are seconds of the monotonic clock.
 
     Args:
         run_id: the run.
         me: its own state.
         view: what it knows of the others.
-        now: the time; this and the others in seconds of the monotonic clock.
+        now: the time.
         away_since: since when etcd does not answer; None while it does.
-        alone_since: since when no other node does either.
+        alone_since: since when no other node of its generation answers either.
         step: the last step that all its workers have finished.
         answer_s: how long etcd's newest answer took.
     """
-    record = me.record
-    seat = view.seat_of(record.node, record.incarnation) if view.roster_known else None
+    seat = view.seat_of(me.record.node, me.record.incarnation) if view.roster_known else None
     generation = view.generation.record if view.generation else None
+    away_s = round(now - away_since, 1) if away_since is not None else None
+    alone_s = now - alone_since if alone_since is not None else 0.0
     return HealthState(
         run_id=run_id,
-        node=record.node,
+        node=me.record.node,
         phase="member",
         turned_at=now,
         limit_s=LIVE_S,
-        incarnation=record.incarnation,
+        readiness=readiness(me, seat, view.number, away_s=away_s, alone_s=alone_s),
         lease=me.lease,
         etcd_answer_s=answer_s,
-        etcd_away_s=_age_s(away_since, now),
-        peers_away_s=_age_s(alone_since, now),
-        generation=generation.number if generation else 0,
+        etcd_away_s=away_s,
+        generation=view.number,
         nodes=generation.nodes if generation else 0,
         world_size=generation.world_size if generation else 0,
-        running=me.running,
         ranks=(seat.rank_offset, seat.rank_offset + seat.workers - 1) if seat else None,
         step=step,
-        warm=record.warm,
-        leaving=me.leaving or ("draining" if record.draining else ""),
     )
 
 
-def _age_s(since: float | None, now: float) -> float | None:
-    return round(now - since, 1) if since is not None else None
+def readiness(me: Me, seat: Seat | None, generation: int, *, away_s: float | None, alone_s: float) -> Finding:
+    """Whether a member trains, or stands by and could train.
 
-
-def live(vitals: HealthState, now: float) -> Finding:
-    """Whether the agent's loop goes round, by its `vitals`, at `now`."""
-    still_s = now - vitals.turned_at
-    if still_s > vitals.limit_s:
-        return Finding(False, f"the agent has been {vitals.phase} without a turn for {still_s:.0f} s")
-    return Finding(True, f"the agent's last turn was {still_s:.1f} s ago")
-
-
-def ready(vitals: HealthState, now: float) -> Finding:
-    """Whether the node trains, or stands by and could, by its `vitals`, at `now`."""
-    alive = live(vitals, now)
-    if not alive.ok:
-        return alive
-    if vitals.phase != "member":
-        return Finding(False, f"{vitals.phase}: not a member of the run")
-    if vitals.leaving:
-        return Finding(False, f"on its way out: {vitals.leaving}")
-    if vitals.lease == "lost":
+    Args:
+        me: its own state.
+        seat: its seat in the run's generation.
+        generation: that generation's number, 0 before the first.
+        away_s: how long etcd has not answered; None while it does.
+        alone_s: how long no other node of its generation has answered either.
+    """
+    if me.leaving or me.record.draining:
+        return Finding(False, f"on its way out: {me.leaving or 'draining'}")
+    if me.lease == "lost":
         return Finding(False, "not a member of the run: etcd has given its lease up")
-    away = f"; etcd has not answered for {vitals.etcd_away_s:.0f} s" if vitals.etcd_away_s is not None else ""
-    if vitals.ranks is not None and vitals.running == vitals.generation:
-        return _training(vitals, away)
-    if not vitals.warm:
+    away = f"; etcd has not answered for {away_s:.0f} s" if away_s is not None else ""
+    if seat is not None and me.running == generation:
+        if alone_s > CUT_OFF_S:
+            silence = f"neither etcd nor another node has answered for {alone_s:.0f} s"
+            return Finding(False, f"cut off in generation {generation}: {silence}")
+        return Finding(True, f"trains in generation {generation}{away}")
+    if not me.record.warm:
         return Finding(False, f"stands by, but is still importing what its workers need{away}")
-    if vitals.ranks is not None:
-        what = "its workers of generation {0} have ended" if away else "starts its workers of generation {0}"
-        return Finding(not away, what.format(vitals.generation) + away)
+    if seat is not None and away:
+        return Finding(False, f"its workers of generation {generation} have ended{away}")
+    if seat is not None:
+        return Finding(True, f"starts its workers of generation {generation}")
     if away:
         return Finding(False, f"stands by, but cannot be called{away}")
-    what = f"generation {vitals.generation} runs without it" if vitals.generation else "waits for the first generation"
+    what = f"generation {generation} runs without it" if generation else "waits for the first generation"
     return Finding(True, f"stands by: {what}")
 
 
-def _training(vitals: HealthState, away: str) -> Finding:
-    if vitals.peers_away_s is not None and vitals.peers_away_s > CUT_OFF_S:
-        silence = f"neither etcd nor another node has answered for {vitals.peers_away_s:.0f} s"
-        return Finding(False, f"cut off in generation {vitals.generation}: {silence}")
-    return Finding(True, f"trains in generation {vitals.generation}{away}")
+def live(noted: HealthState, now: float) -> Finding:
+    """Whether the agent's loop goes round, by what it has `noted`, at `now`."""
+    still_s = now - noted.turned_at
+    if still_s > noted.limit_s:
+        return Finding(False, f"the agent has been {noted.phase} without a turn for {still_s:.0f} s")
+    return Finding(True, f"the agent's last turn was {still_s:.1f} s ago")
 
 
-def body(vitals: HealthState, finding: Finding) -> dict[str, Any]:
-    """What is answered: the `finding` and the `vitals`, as JSON values."""
-    noted = asdict(vitals)
-    del noted["turned_at"], noted["limit_s"]
-    return {"ok": finding.ok, "reason": finding.reason, **noted}
+def ready(noted: HealthState, now: float) -> Finding:
+    """Whether the node is ready, by what its agent has `noted`, at `now`."""
+    alive = live(noted, now)
+    if not alive.ok:
+        return alive
+    if noted.phase != "member" or noted.readiness is None:
+        return Finding(False, f"{noted.phase}: not a member of the run")
+    return noted.readiness
+
+
+def body(noted: HealthState, finding: Finding) -> dict[str, Any]:
+    """The `finding`, and what was `noted`, as JSON values."""
+    facts = asdict(noted)
+    del facts["turned_at"], facts["limit_s"], facts["readiness"]
+    return {"ok": finding.ok, "reason": finding.reason, **facts}

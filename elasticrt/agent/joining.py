@@ -1,7 +1,7 @@
-"""Workers that set up beside the training: replacements of those that died, and newcomers, until they are let in.
+"""Workers that set up beside the training until they get seats: newcomers, and replacements of workers that died.
 
-They run the script up to its loop in a world of one, however long that takes. One that fails there is tried again,
-after a while that grows.
+They run the script up to its loop in a world of one, however long that takes. A worker that fails there is started
+again, with a delay that grows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from elasticrt.rendezvous.view import View
 
 
 class JoiningWorkers:
-    """One node's. It only remembers: its owner starts them and ends them.
+    """The joining workers of one node. It starts and ends no process; its owner does.
 
     Attributes:
-        ranks: local ranks that set up, or have.
-        ending: those whose processes are being ended: only then another one is started.
-        at: when the next try is due; None when nothing has failed.
-        beside: the generation that they set up beside, and this node's index in it; None: none shall.
+        ranks: local ranks of workers that set up, or have finished that.
+        ending: local ranks whose processes are being ended; they get no new one before that.
+        at: when the next try is due; None if nothing has failed.
+        beside: the generation that they set up beside, and this node's index in it; None: nothing to set up beside.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class JoiningWorkers:
         self._tries = 0
 
     def attend(self, generation: Generation, index: int) -> None:
-        """Workers go on in place in `generation`, where this node has `index`: what it lacks sets up beside it."""
+        """Set up beside `generation` from now on, in which this node has `index`."""
         self.beside = (generation, index)
 
     def start(self, workers: int, seated: Collection[int], now: float) -> list[int]:
-        """The local ranks, of so many `workers` without those `seated`, to start at `now`. They count as started."""
+        """The local ranks to start at `now`, which then count as started: of all `workers`, those not `seated`."""
         if self.beside is None or (self.at is not None and now < self.at):
             return []
         self.at = None
@@ -44,12 +44,12 @@ class JoiningWorkers:
         return missing
 
     def let_in(self, local_rank: int) -> None:
-        """The worker with `local_rank` has a seat now."""
+        """The worker with `local_rank` has got a seat."""
         self.ranks.discard(local_rank)
         self._tries = 0
 
     def ended(self, local_rank: int, now: float) -> float | None:
-        """The process of `local_rank` has ended at `now`. After how many seconds it is tried again; None: it is not."""
+        """The process of `local_rank` has ended at `now`. Returns the seconds to the next try, None for no try."""
         self.ending.discard(local_rank)
         if local_rank not in self.ranks:
             return None
@@ -60,7 +60,7 @@ class JoiningWorkers:
         return wait_s
 
     def stop(self) -> bool:
-        """None shall join any more, or all begin anew. Whether there are processes to end."""
+        """Let no worker join any more. Returns whether there are processes to end."""
         doomed = bool(self.ranks)
         self.ranks, self.ending = set(), self.ending | self.ranks
         self.beside = self.at = None
@@ -68,7 +68,7 @@ class JoiningWorkers:
 
 
 def others_go_on(view: View, node: str) -> bool:
-    """Whether, by `view`, workers of others than `node` train on, so that what it lacks is set up beside them."""
+    """Whether workers of other nodes than `node` train on, so that its missing workers can set up beside them."""
     if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
         return False
     known = [entry.record for entry in view.members.values() if entry.record.node != node]

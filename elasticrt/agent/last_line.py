@@ -1,8 +1,7 @@
-"""The last line of a terminal, which changes while all that is printed goes by above it.
+"""The last line of a terminal, which changes while other output scrolls by above it.
 
-What it says is `story.sentences`' affair. It has no thread of its own: its owner draws it, and whoever writes to the
-terminal takes it away meanwhile (`ipc.std_streams.aside`). While a line of a worker is unfinished, as a progress bar's
-is, that one is the last.
+Its text comes from `story.sentences`. It has no thread: its owner draws it, and every writer to the terminal removes it
+meanwhile (`ipc.std_streams.aside`). An unfinished line of a worker, such as a progress bar's, takes its place.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from contextlib import contextmanager
 from typing import TextIO
 
 LOCK_S_MAX = 0.5
-"""A terminal that is stopped (Ctrl-S) holds whoever writes there: nobody waits for that longer than this."""
+"""A terminal that is stopped (Ctrl-S) blocks its writer. Other threads wait no longer than this for it."""
 
 FLOOD_S = 0.05
-"""What is printed faster than this goes by without the line, which comes back at the next drawing."""
+"""Output that comes faster than this is printed without the line, which returns when it is drawn next."""
 
 
 def fits(stream: TextIO | None, env: Mapping[str, str]) -> bool:
-    """Whether `stream` is a terminal that can take a line back."""
+    """Whether `stream` is a terminal that can erase a line."""
     return stream is not None and stream.isatty() and env.get("TERM", "") not in ("", "dumb", "unknown")
 
 
@@ -39,7 +38,7 @@ class LastLine:
         self._drawn_at = 0.0
 
     def draw(self, text: str) -> None:
-        """Show `text` from now on; "" for nothing."""
+        """Show `text` from now on; "": no line."""
         with self._held():
             if text != self._text or not self._there:
                 self._text = text
@@ -47,7 +46,7 @@ class LastLine:
 
     @contextmanager
     def aside(self, ends_line: bool) -> Iterator[None]:
-        """Somebody writes to the terminal in this context."""
+        """Remove the line while something else is written to the terminal, in this context."""
         with self._held():
             if self._there:
                 self._there = False
@@ -84,5 +83,5 @@ class LastLine:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # The terminal is gone. Who has something to say finds out and says so.
+        except (OSError, ValueError):  # The terminal was closed. The next real output reports that.
             self._text = ""

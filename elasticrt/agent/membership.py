@@ -1,6 +1,6 @@
-"""This agent's way to the store: the connection, the lease, what its member asks of the store, and what workers do.
+"""How an agent reaches the store: the connection, the lease, its member's requests, and those of its workers.
 
-Opened once, and a second time only when this machine's own etcd has died and a fresh one takes its place.
+It is opened once, and a second time only when an embedded etcd has died and a fresh one takes its place.
 """
 
 from __future__ import annotations
@@ -29,19 +29,31 @@ CLOSE_S = 2.0
 
 
 class Membership:
-    """One agent's. Used by the agent's thread only."""
+    """The membership of one agent. Used by the agent's thread only.
+
+    Args:
+        settings: the agent's.
+        events: the queue of its loop.
+        edges: how etcd is found and reached.
+
+    Attributes:
+        meeting: the open store.
+        session, driver, proxy: set by `open`: what keeps the lease, what carries out the member's requests, and what
+            carries out those of the workers.
+    """
+
+    session: LeaseSession
+    driver: StoreDriver
+    proxy: StoreProxy
 
     def __init__(self, settings: Settings, events: queue.SimpleQueue[Any], edges: Edges) -> None:
         self._edges = edges
         self._settings = settings
         self._queue = events
         self.meeting: Meeting = edges.meet(settings, self.told_to_leave)
-        self.session: LeaseSession
-        self.driver: StoreDriver
-        self.proxy: StoreProxy
 
     def open(self, member: Member) -> Result | None:
-        """Have the member join. A Result when the run has succeeded before. Raises DuplicateError, StoreError."""
+        """Let the member join. Returns a Result if the run has succeeded before. Raises DuplicateError, StoreError."""
         settings, edges, store, put = self._settings, self._edges, self.meeting.store, self._queue.put
         self.session = edges.lease_session(store, member.me.spec.lease_ttl_s, put)
         self.driver = StoreDriver(
@@ -64,32 +76,37 @@ class Membership:
         return None
 
     def _has_succeeded(self, member: Member) -> str:
-        """How the run ended, if it is told to nobody but by its logs: this machine's etcd has ended with it."""
+        """How the run has succeeded before, by its logs: an embedded etcd, with its result, has ended with the run."""
         alone = len(member.view.members) == 1
         asked = alone and self.meeting.served is not None and not self._settings.options.again
         return success(self._settings.run_dir) if asked else ""
 
     def embedded_died(self) -> bool:
-        """Whether this machine's own etcd was used and its keeper is gone."""
+        """Whether an embedded etcd was used and its keeper has ended."""
         served = self.meeting.served
         return served is not None and not served.lives()
 
     def open_fresh(self, member: Member) -> None:
-        """Begin again with a fresh embedded etcd, in a new life. Raises as `open` does."""
+        """Join again with a fresh embedded etcd, as a new incarnation. Raises as `open` does."""
         self.close()
         self.meeting = self._edges.meet(self._settings, self.told_to_leave)
         member.begin_anew()
         self.open(member)
 
-    def leave(self, member: Member) -> None:
-        """Take the key out, whatever state it is in; if etcd does not answer, its lease does that."""
+    def leave(self, member: Member, *, seat_too: bool = False) -> bool:
+        """Delete the member key, whatever state it is in; with `seat_too` its seat is given up as well.
+
+        Returns whether etcd has answered. If not, the key is deleted when the lease ends.
+        """
         try:
-            self.driver.run(member.leave(seat_too=False))
+            self.driver.run(member.leave(seat_too=seat_too))
         except StoreError as error:
-            log.info("the member key stays until its lease ends: %s", error)
+            log.warning("etcd could not be told: %s; the lease will tell the others", error)
+            return False
+        return True
 
     def close(self) -> None:
-        """Stop following, end the lease, close the connections."""
+        """Stop the watches, revoke the lease, close the connections."""
         if hasattr(self, "proxy"):
             self.proxy.close(CLOSE_S)
             self.driver.close()
@@ -98,7 +115,7 @@ class Membership:
         self.meeting.store.close()
 
     def told_to_leave(self) -> bool:
-        """Whether a signal is among the events so far; all of them are put back."""
+        """Whether a signal is among the queued events; all of them are put back."""
         seen = []
         while not self._queue.empty():
             seen.append(self._queue.get_nowait())

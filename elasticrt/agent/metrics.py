@@ -1,6 +1,6 @@
-"""What an agent tells Prometheus: views of the story that its own events tell, and of what it last noted about itself.
+"""What an agent exports to Prometheus, from its own events and from what it last noted about itself.
 
-Used by the thread of the health port alone. The extra `metrics` brings prometheus-client.
+Used by the thread of the health port alone, and imported only there: the extra `metrics` brings prometheus-client.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 
 import elasticrt
 from elasticrt import events
@@ -18,12 +27,6 @@ from elasticrt.agent.health_state import HealthState
 from elasticrt.story.buckets import BUCKETS
 from elasticrt.story.fold import Story
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
-INSTALL = "metrics need prometheus-client on this node: pip install 'elasticrt[metrics]'"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 PAUSE = "pause"
 """The label of a whole recovery, beside those of its phases."""
 
@@ -31,11 +34,9 @@ LIMITS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Metrics:
-    """One node's. Raises ImportError without prometheus-client."""
+    """The metrics of one node."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry
-
         self._story = Story()
         self._spent: Counter[str] = Counter(dict.fromkeys(BUCKETS, 0.0))
         self._saved: events.Committed | None = None
@@ -58,8 +59,6 @@ class Metrics:
 
     def text(self, noted: HealthState, now: float) -> bytes:
         """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
-        from prometheus_client import generate_latest
-
         self._noted, self._now = noted, now
         return generate_latest(self._registry)
 
@@ -71,8 +70,6 @@ class Metrics:
         yield from self._of_story(self._story)
 
     def _of_node(self, noted: HealthState) -> Iterator[Metric]:
-        from prometheus_client.core import InfoMetricFamily
-
         about = {"run_id": noted.run_id, "node": noted.node, "version": elasticrt.__version__}
         yield InfoMetricFamily("elasticrt", "The run and the node.", about)
         ready = health_state.ready(noted, self._now).ok
@@ -111,8 +108,6 @@ class Metrics:
 
 def _gauge(name: str, text: str, value: float | None) -> Metric:
     """One number; none where it is not known."""
-    from prometheus_client.core import GaugeMetricFamily
-
     found = GaugeMetricFamily(f"elasticrt_{name}", text)
     if value is not None:
         found.add_metric([], value)
@@ -121,8 +116,6 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
 
 def _by_rank(name: str, text: str, known: Mapping[int, Sequence[tuple[float, float]]]) -> Metric:
     """The newest number of each rank."""
-    from prometheus_client.core import GaugeMetricFamily
-
     found = GaugeMetricFamily(f"elasticrt_{name}", text, labels=["rank"])
     for rank, numbers in known.items():
         found.add_metric([str(rank)], numbers[-1][1])
@@ -131,8 +124,6 @@ def _by_rank(name: str, text: str, known: Mapping[int, Sequence[tuple[float, flo
 
 def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
     """Numbers that only grow, by the values of `label`; "": one without."""
-    from prometheus_client.core import CounterMetricFamily
-
     found = CounterMetricFamily(f"elasticrt_{name}", text, labels=[label] if label else [])
     for of, value in values.items():
         found.add_metric([of] if label else [], value)
@@ -141,8 +132,6 @@ def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric
 
 def _recoveries(story: Story) -> Metric:
     """How long recoveries took on this node, as a whole and by phase."""
-    from prometheus_client.core import HistogramMetricFamily
-
     seconds: dict[str, list[float]] = {PAUSE: []}
     for chapter in story.chapters:
         if chapter.pause_s is not None:

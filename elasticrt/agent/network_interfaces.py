@@ -1,4 +1,4 @@
-"""This machine's network interfaces and their addresses: gloo and NCCL are told interfaces, not addresses."""
+"""This machine's network interfaces and their addresses. Gloo and NCCL take names of interfaces, not addresses."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _Entry._fields_ = [
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this IP address; "" when none has it."""
+    """The name of the interface that has this IP address; "" if none has it."""
     wanted = ipaddress.ip_address(address)
-    if wanted.is_loopback:  # All of 127.0.0.0/8 is, and only one of them is listed.
+    if wanted.is_loopback:  # All of 127.0.0.0/8 is loopback, but only one address of it is listed.
         return LOOPBACK
     zone = getattr(wanted, "scope_id", None)
     if zone is not None:
@@ -39,7 +39,7 @@ def interface_of(address: str) -> str:
 
 
 def interfaces() -> dict[str, set[str]]:
-    """All of them that are up, with their addresses."""
+    """All interfaces that are up, with their addresses."""
     found: dict[str, set[str]] = {}
     for name, address in _addresses():
         found.setdefault(name, set()).add(str(address))
@@ -47,7 +47,7 @@ def interfaces() -> dict[str, set[str]]:
 
 
 def why_no_loopback() -> str:
-    """Why processes of this machine cannot talk to each other, as in a network namespace where `lo` is down; or ""."""
+    """Why loopback does not work, as in a new network namespace where `lo` is down; "" if it works."""
     try:
         with socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect(("127.0.0.1", 9))  # Sends nothing: it only asks the kernel for the route.
@@ -57,7 +57,7 @@ def why_no_loopback() -> str:
 
 
 def check_loopback() -> None:
-    """Raises ConfigError where processes of this machine cannot talk to each other."""
+    """Raises ConfigError if loopback does not work: workers of this machine would wait for each other for ever."""
     error = why_no_loopback()
     if error:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Whether this node's hardware may train: asked of a command, in the background, before workers start here.
+"""Checks in the background, by a command, whether this node's hardware may train.
 
-A node that is not found fit stays a member, gets no seat, and starts no worker; the others train on without it. It is
-asked at first where there is a command of the user's, and after a failure that blames one of its GPUs.
+A node that fails the check stays a member, gets no seat and starts no worker; the others train without it. It is
+checked at the start if the user has given a command, and after a failure that blames one of its GPUs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from elasticrt.clock import Clock
 from elasticrt.ipc import leash
 
 COOL_DOWN_S = 10.0
-"""From a failure to the first question: a driver that resets a GPU takes some seconds. Doubled with each refusal."""
+"""From a failure to the first check: a driver takes some seconds to reset a GPU. Doubled with each failed check."""
 COOL_DOWN_S_MAX = 600.0
 CHECK_S_MAX = 120.0
 LOOK_S, GLANCE_S = 0.2, 0.002
-"""How often the answer is looked for while the command runs, and how long that takes."""
+"""How often the running command is polled, and for how long each time."""
 
 NVIDIA_SMI = (
     "nvidia-smi",
@@ -32,15 +32,15 @@ NVIDIA_SMI = (
 )
 
 _LOST = re.compile(r"is lost|fallen off the bus|Unknown Error|ERR!", re.IGNORECASE)
-"""What nvidia-smi says of a GPU that does not answer, with an exit code of 0 where others do."""
+"""nvidia-smi's words for a GPU that does not answer. Its exit code is 0 if another GPU does."""
 
 
 class NodeCheck:
-    """One node's.
+    """The check of one node.
 
     Args:
-        command: the user's own, which ends with 0 on a node that may train. Empty: nvidia-smi is asked after a failure.
-        say: tells people.
+        command: the user's, which ends with 0 on a node that may train; empty: nvidia-smi, after a failure of a GPU.
+        say: prints a line for people.
         clock: the agent's.
     """
 
@@ -63,13 +63,13 @@ class NodeCheck:
         return self._clock.monotonic() + LOOK_S if self._asking is not None else self._due
 
     def doubt(self, reason: str) -> None:
-        """A GPU of this node has failed."""
+        """Check the node again before workers start, because a GPU has failed for this `reason`."""
         if self.is_fit:
             self._say(f"no worker starts on this node until its GPUs are found fit: {reason}")
             self._due = self._clock.monotonic() + self._wait_s
 
     def look(self, now: float) -> None:
-        """Ask when that is due, and take note of the answer."""
+        """Start the check if it is due at `now`, or take note of its result."""
         found = None
         if self._asking is not None:
             found = self._answer(self._asking, now)
@@ -86,7 +86,7 @@ class NodeCheck:
         self._wait_s = min(2 * self._wait_s, COOL_DOWN_S_MAX)
 
     def close(self) -> None:
-        """Ask no more."""
+        """End a check that runs."""
         if self._asking is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._asking.pid, signal.SIGKILL)
@@ -123,7 +123,10 @@ class NodeCheck:
 
 
 def refusal(code: int, output: str, gpus: int) -> str:
-    """Why a node is not fit by what its check has said, "" if it is. `gpus`: how many lines there should be."""
+    """Why a node is not fit, from its check's exit `code` and `output`; "" if it is.
+
+    `gpus`: how many GPUs nvidia-smi has to list; 0 for a command of the user's.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if code:
         return f"exit code {code}" + (f": {lines[-1][:200]}" if lines else "")
@@ -132,6 +135,6 @@ def refusal(code: int, output: str, gpus: int) -> str:
         return lost[:200]
     if len(lines) < gpus:
         return f"{len(lines)} of {gpus} GPUs answer"
-    # Of nvidia-smi: the GPU's number, errors since it was last reset, rows that wait to be replaced or cannot be.
+    # nvidia-smi lists the GPU's number, errors since its reset, rows to be remapped, and whether that has failed.
     bad = [line for line in lines if gpus and re.search(r", *([1-9]\d*|Yes) *(,|$)", line)]
     return f"errors in the memory of GPU {bad[0].partition(',')[0]}, which has to be reset" if bad else ""

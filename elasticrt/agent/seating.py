@@ -1,4 +1,4 @@
-"""How a node's workers get their seats: new ones are started in them, living ones are told of them."""
+"""How a node's workers get their seats: new workers are started in them, living workers are sent theirs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elasticrt.agent.network_interfaces import interface_of
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
-from elasticrt.workers.environment import network, worker_env, worker_environment
+from elasticrt.workers.environment import beside_env, network, worker_env, worker_environment
 from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.snapshot_cache import SnapshotCache
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 class Seating:
-    """One node's. Used by the agent's thread.
+    """The seats of one node. Used by the agent's thread.
+
+    Args:
+        settings: the agent's.
+        group: the workers.
+        edges: gives the sockets, and closes files.
 
     Attributes:
         env: the environment that all workers and their parent share.
@@ -29,57 +34,51 @@ class Seating:
         memory: the states that workers may resume from.
     """
 
-    def __init__(self, settings: Settings, edges: Edges) -> None:
+    def __init__(self, settings: Settings, group: WorkerGroup, edges: Edges) -> None:
         self._settings = settings
+        self._group = group
         self.env = worker_environment(os.environ, settings.workers, fresh=settings.fresh)
         self.ports = edges.store_ports()
         self.memory = SnapshotCache(edges.close_file)
 
-    def start(self, group: WorkerGroup, generation: Generation, seat: Seat, *, shared: bool) -> None:
-        """Start new workers for all of a seat. `shared`: they inherit the store's socket; else they bind it anew."""
-        copy = generation.memory
+    def start(self, generation: Generation, seat: Seat, *, shared: bool) -> None:
+        """Start new workers for all of a `seat` in `generation`.
+
+        `shared`: they inherit the store's socket; otherwise they bind its port anew.
+        """
+        copy, leads = generation.memory, seat.index == 0
         self.memory.renew(copy)
         envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
-        listen = self.ports.take(generation.master_port, shared=shared) if seat.index == 0 else None
-        state = self.memory.descriptors(copy if seat.index == 0 else None)
-        self._start(group, generation.number, envs, listen, state)
+        listen = self.ports.take(generation.master_port, shared=shared) if leads else None
+        self._start(generation.number, envs, listen, self.memory.descriptor(copy) if leads else -1)
         if listen is not None:
             self.ports.bind(self.ports.address)
 
-    def start_beside(self, group: WorkerGroup, envs: Sequence[WorkerEnv]) -> None:
-        """Start workers that set up beside the training."""
-        self._start(group, 0, envs, None, {})
+    def start_beside(self, generation: Generation, index: int, local_ranks: Sequence[int]) -> None:
+        """Start workers that set up beside `generation`, in which this node has `index`."""
+        self._start(0, [beside_env(self._settings, generation, index, rank) for rank in local_ranks], None, -1)
 
-    def reseat(
-        self, group: WorkerGroup, generation: Generation, seat: Seat, chosen: Sequence[tuple[int, int]]
-    ) -> dict[int, int]:
-        """Give living workers new seats; the global ranks, by local rank, of those that had not ended meanwhile.
+    def reseat(self, generation: Generation, seat: Seat, chosen: Sequence[tuple[int, int]]) -> dict[int, int]:
+        """Send living workers their seats in `generation`; the global ranks, by local rank, of those that still lived.
 
-        `chosen`: the local rank of each, and the generation that it is in now.
+        `chosen`: the local rank of each worker, and the generation that it is in now.
         """
         ranks = {}
         for place, (local_rank, was) in enumerate(sorted(chosen)):
             env = worker_env(self._settings, generation, seat, local_rank, place)
             listen = self.ports.take(generation.master_port, shared=True) if env.rank == 0 else None
-            if group.reseat(local_rank, was, env, listen):
+            if self._group.reseat(local_rank, was, env, listen):
                 ranks[local_rank] = env.rank
             if env.rank == 0:
                 self.ports.bind(self.ports.address)
         return ranks
 
     def close(self) -> None:
-        """Give sockets and memory back."""
+        """Close sockets and memory files."""
         self.ports.close()
         self.memory.close()
 
-    def _start(
-        self,
-        group: WorkerGroup,
-        number: int,
-        envs: Sequence[WorkerEnv],
-        listen: socket.socket | None,
-        state: dict[str, int],
-    ) -> None:
-        settings, address = self._settings, self.ports.address
-        interface = network(interface_of(address), self.env, told=settings.address is not None)
-        group.start(number, envs, settings.command, listen, {**self.env, **interface}, Path.cwd(), {0: state})
+    def _start(self, number: int, envs: Sequence[WorkerEnv], listen: socket.socket | None, state_fd: int) -> None:
+        settings = self._settings
+        interface = network(interface_of(self.ports.address), self.env, told=settings.address is not None)
+        self._group.start(number, envs, settings.command, listen, {**self.env, **interface}, Path.cwd(), state_fd)

@@ -1,4 +1,4 @@
-"""Where the agents of a run meet: which etcd, at which address of ours, and how others are told to come."""
+"""Finds the etcd where the agents of a run meet, this machine's address on the way there, and the line to join."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from elasticrt.text import shell
 log = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-"""Enough for any network that training makes sense on; only for the first contact, where a wrong name is likely."""
+"""For the first contact only, where a wrong name is likely. Enough for any network that is fit for training."""
 
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address that is nobody's (RFC 5737), behind every default route."""
+"""An address that no machine has (RFC 5737): the way there is the default route."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Meeting:
     """An open store, and how it is reached.
 
     Attributes:
-        store: it has answered once.
+        store: the store, which has answered once.
         endpoints: where it listens.
-        served: what serves it; None for an etcd that is not ours.
-        address: of this machine, where other nodes reach it.
+        served: the embedded etcd; None for an external one.
+        address: the address at which other nodes reach this machine.
     """
 
     store: Store
@@ -48,9 +48,9 @@ class Meeting:
 
 
 def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
-    """Find the etcd of `settings`, or start this machine's own, and get its first answer.
+    """Find the etcd of `settings`, or start an embedded one, and wait for its first answer.
 
-    `told_to_leave`: whether waiting has become pointless. Raises StoreError, ConfigError.
+    `told_to_leave`: whether a signal has made waiting pointless. Raises StoreError, ConfigError.
     """
     served = None
     endpoints = settings.etcd
@@ -72,18 +72,18 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
 
 
 def _first_answer(settings: Settings, endpoints: tuple[Address, ...]) -> Conversation[str]:
-    """See that etcd works, and where others reach this machine. Raises StoreUnavailable."""
-    # A connection alone proves nothing: members that start together listen before they have a majority.
+    """Read from etcd; returns the address at which others reach this machine. Raises StoreUnavailable."""
+    # A connection alone proves nothing: etcd members that start together listen before they have a majority.
     yield Read(Keys(settings.run_id).spec)
     return settings.address if settings.address is not None else address_towards(settings.serve or endpoints[0])
 
 
 def _unheard(notice: Notice) -> None:
-    """Nothing is followed yet."""
+    """Called by no watch, since none is open yet."""
 
 
 def check_listening(endpoints: tuple[Address, ...]) -> None:
-    """Raises StoreError at once when nothing listens at any endpoint: a name or port is wrong, or etcd does not run."""
+    """Raises StoreError if nothing listens at any endpoint: a name or port is wrong, or etcd does not run."""
     troubles = []
     for endpoint in endpoints:
         try:
@@ -119,12 +119,12 @@ def address_towards(endpoint: Address) -> str:
                 remedy="Check the name, or give this node's own address with --local-addr",
             )
         ) from error
-    # Where etcd is on this machine, and its name is 127.0.1.1 here, others come to another address of ours.
+    # On the machine of etcd its host name may resolve to 127.0.1.1, where no other machine reaches it.
     return outward_address() or address if is_loopback(Address("http", address, 0)) else address
 
 
 def outward_address() -> str:
-    """This machine's address on the way to others; "" when there is none."""
+    """This machine's address on its default route; "" without one."""
     try:
         return _route(*ELSEWHERE)
     except OSError:
@@ -132,7 +132,7 @@ def outward_address() -> str:
 
 
 def _route(host: str, port: int) -> str:
-    """The address of ours that a packet would come from. Raises OSError."""
+    """The source address of packets to `host`. Raises OSError."""
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)  # Sends nothing: it only asks the kernel for the route.
@@ -140,7 +140,7 @@ def _route(host: str, port: int) -> str:
 
 
 def how_to_join(settings: Settings, spec: RunSpec, meeting: Meeting) -> list[str]:
-    """The lines that tell people how to bring more nodes. Pure but for the addresses of this machine.
+    """The lines that tell people how to add nodes. Pure but for the addresses of this machine.
 
     `settings`: this node's; `spec`: the run's; `meeting`: its etcd.
     """
@@ -164,6 +164,6 @@ def _line(*words: str) -> str:
 
 
 def _etcd(endpoints: tuple[Address, ...]) -> tuple[str, ...]:
-    """The words for this etcd. Who joins there without TLS has to accept that, as this node has."""
+    """The options for this etcd. A node that joins without TLS has to accept that, as this node has."""
     open_to_all = any(each.scheme == "http" and not is_loopback(each) for each in endpoints)
     return ("--etcd", ",".join(map(str, endpoints)), *(["--insecure-etcd"] if open_to_all else []))

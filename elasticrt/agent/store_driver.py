@@ -1,8 +1,7 @@
-"""Carries out what a member asks of the world around it: `rendezvous.requests`, on a store."""
+"""Carries out the requests of a member (`rendezvous.requests`) on a store."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,27 +27,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def unknown(address: str, port: int, incarnation: str) -> str:
-    """What asking an agent finds where nobody can be asked."""
-    del address, port, incarnation
-    return "silent"
-
-
-def no_lease() -> Lease:
-    """What asking for a lease finds where nobody becomes a member."""
-    raise AssertionError("this driver has no lease session")
-
-
 class StoreDriver:
-    """One member's. Used by one thread; only `emit` is called from others.
+    """Carries out the requests of one member. Used by one thread; only `emit` is called from others.
 
     Args:
         store: where reads, transactions and watches go.
         emit: gets what the watches deliver.
-        clock: of this machine.
-        grant: gets a lease, in place of the last one if there was any.
+        clock: this machine's.
+        grant: gets a lease, in place of the last one; None: this driver is for reading only.
         probe: asks the agent at an address and port whether it is this incarnation.
-        told_to_leave: whether waiting has become pointless.
+        told_to_leave: whether a signal has made waiting pointless.
     """
 
     def __init__(
@@ -57,8 +45,8 @@ class StoreDriver:
         emit: Callable[[Notice], None],
         clock: Clock,
         *,
-        grant: Callable[[], Lease] = no_lease,
-        probe: Callable[[str, int, str], str] = unknown,
+        grant: Callable[[], Lease] | None = None,
+        probe: Callable[[str, int, str], str] = lambda *_: "silent",
         told_to_leave: Callable[[], bool] = lambda: False,
     ) -> None:
         self.store = store
@@ -70,7 +58,7 @@ class StoreDriver:
         self._watches: dict[int, Watch] = {}
 
     def run(self, conversation: Conversation[T]) -> T:
-        """Carry out a conversation to its end. Raises what it does not bear: StoreUnavailable, StoreError."""
+        """Carry out a conversation, and return its result. Raises StoreUnavailable or StoreError if it does."""
         try:
             request = next(conversation)
             while True:
@@ -97,24 +85,21 @@ class StoreDriver:
                 log.debug("transaction: %s", txn.why)
                 return self.store.commit(txn)
             case Follow(number, range_, from_revision):
-                sink = functools.partial(self._delivered, number, range_)
+
+                def deliver(item: Changes | Resync) -> None:
+                    self._emit(Notice(number, range_, item))
+
                 exact = not range_.endswith("/")
-                self._watches[number] = self.store.watch(range_, sink, from_revision=from_revision, exact=exact)
+                self._watches[number] = self.store.watch(range_, deliver, from_revision=from_revision, exact=exact)
             case Unfollow(number):
                 self._watches.pop(number).cancel()
             case Grant():
+                assert self._grant is not None
                 return self._grant()
             case AskOwner(member):
                 return self._probe(member.address, member.probe_port, member.incarnation)
-            case Pause(seconds):
-                self._pause(seconds)
+            case Pause(seconds) if seconds:
+                if self._told_to_leave():
+                    raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
+                self._clock.sleep(seconds)
         return None
-
-    def _delivered(self, number: int, range_: str, item: Changes | Resync) -> None:
-        self._emit(Notice(number, range_, item))
-
-    def _pause(self, seconds: float) -> None:
-        if seconds:
-            if self._told_to_leave():
-                raise StoreError("told to leave before the run was joined (signal). Nothing has been started")
-            self._clock.sleep(seconds)

@@ -1,15 +1,15 @@
-"""What workers ask of etcd, carried out for them: commits and shared preparations, all fenced by their generation.
+"""Carries out what workers ask of etcd: commits and shared preparations, all fenced by their generation.
 
-On a thread of its own, so that a slow etcd delays the one worker that asked and never the agent's loop. Each request is
-answered exactly once. An answer of "no" says why; the worker warns its user and goes on training. After one that is
-unsure, because etcd is away, it asks again.
+It has a thread of its own, so that a slow etcd delays the worker that asked and never the agent's loop. Each request is
+answered exactly once. A refusal has a reason: the worker warns its user and trains on. When etcd is away the answer
+begins with `UNSURE`, and the worker asks again.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,11 +29,6 @@ from elasticrt.text import unpacked
 log = logging.getLogger(__name__)
 
 
-ASK_AGAIN_S = 0.5
-"""Between two questions about a commit whose outcome is unknown. They go on until the outcome is known: a worker that
-took a commit for refused that did happen would have all its later ones refused."""
-
-
 @dataclass(frozen=True)
 class StoreRequest:
     """A request with the generation it comes from; `generation_mod` is that record's revision in the store."""
@@ -49,80 +44,69 @@ class StoreRequest:
 
 
 class StoreProxy:
-    """Carries out requests one after the other, on a thread that lives as long as there are any.
-
-    Args:
-        store: where they are carried out.
-        keys: the run's.
-        committed: told of every new head, from that thread.
-    """
-
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
-        self._closing = threading.Event()
-        self._requests = StoreRequests(store, keys, committed, lambda: not self._closing.wait(ASK_AGAIN_S))
-        self._lock = threading.Lock()  # Guards what follows.
-        self._waiting: deque[StoreRequest] = deque()
-        self._thread: threading.Thread | None = None
-
-    def send(self, asked: StoreRequest) -> None:
-        """Queue a request."""
-        with self._lock:
-            self._waiting.append(asked)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
-                self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        """End after the request under way, which is waited for at most `timeout_s`.
-
-        Those still queued are never carried out (their workers are gone).
-        """
-        self._closing.set()
-        with self._lock:
-            self._waiting.clear()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        self._requests.release()
-
-    def _work(self) -> None:
-        while (asked := self._next()) is not None:
-            asked.answer(self._requests.carry_out(asked))
-
-    def _next(self) -> StoreRequest | None:
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            self._thread = None
-            return None
-
-
-class StoreRequests:
-    """What a request does to the store. No thread and no clock of its own.
+    """Carries out requests one after the other, on a thread that the first one starts. Used by the agent's thread.
 
     Args:
         store: where requests are carried out.
         keys: the run's.
-        committed: told of every new head.
-        pause: waits a little while, and says whether to go on asking.
+        committed: called with every new head, on that thread.
     """
 
-    def __init__(
-        self, store: Store, keys: Keys, committed: Callable[[Commit], None], pause: Callable[[], bool]
-    ) -> None:
-        self._pause = pause
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
+        self._requests = StoreRequests(store, keys, committed)
+        self._closing = False
+        self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, asked: StoreRequest) -> None:
+        """Queue a request."""
+        self._waiting.put(asked)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="elasticrt-store-proxy", daemon=True)
+            self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End after the request under way, for which it waits at most `timeout_s` seconds.
+
+        Requests that are still queued are dropped: their workers have ended.
+        """
+        self._closing = True
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self._requests.release()
+
+    def _work(self) -> None:
+        while (asked := self._waiting.get()) is not None and not self._closing:
+            asked.answer(self._requests.carry_out(asked))
+
+
+class StoreRequests:
+    """What a request does to the store. It has no thread and no clock.
+
+    Args:
+        store: where requests are carried out.
+        keys: the run's.
+        committed: called with every new head.
+    """
+
+    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
         self._store = store
         self._keys = keys
         self._committed = committed
         self._holdings: dict[str, Holding] = {}
 
     def release(self) -> None:
-        """Let go of the checkpoint directories."""
+        """Release the checkpoint directories."""
         for holding in self._holdings.values():
             holding.release()
 
     def carry_out(self, asked: StoreRequest) -> Reply:
-        """Carry out one request; the answer, whatever happens."""
+        """Carry out one request, once. When etcd does not answer, the outcome is unsure: the worker asks again.
+
+        A commit is recognised by its nonce when it is asked for again, so that it is never refused after it succeeded:
+        all later commits of that worker would be refused.
+        """
         request = asked.request
         try:
             if isinstance(request, Save):
@@ -142,39 +126,33 @@ class StoreRequests:
             head = Commit.from_fields(request.commit)
         except ValueError as error:
             return Reply(request.request, False, f"not a commit: {error}")
-        if head.generation != asked.generation:  # Its writer has moved on, and asked before that.
-            return Reply(request.request, False, f"generation {head.generation} is over")
+        current, known = self._head()
+        if known is not None and known.nonce == head.nonce:  # An earlier try succeeded, and its answer was lost.
+            return self._accepted(request, head)
+        refusal = self._refusal(asked, request, head, known)
+        if refusal:
+            return Reply(request.request, False, refusal)
+        head_mod = current.mod_revision if current is not None else 0
+        txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
+        if self._store.commit(txn).succeeded:
+            return self._accepted(request, head)
+        # An earlier try may have taken effect after the head was read, and made this one fail.
+        _, known = self._head()
+        if known is not None and known.nonce == head.nonce:
+            return self._accepted(request, head)
+        return Reply(request.request, False, f"generation {asked.generation} is over")
+
+    def _refusal(self, asked: StoreRequest, request: Save, head: Commit, known: Commit | None) -> str:
+        """Why `head` must not replace `known`, the head as it was read; "" when it may."""
+        if head.generation != asked.generation:  # The worker has got another seat since it began to save.
+            return f"generation {head.generation} is over"
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
         if other is not None:
-            return Reply(request.request, False, f"taken: {other}")
-        sent = False
-        while True:
-            try:
-                current, known = self._head()
-                if known is not None and known.nonce == head.nonce:
-                    return self._accepted(request, head)  # An earlier try whose answer was lost.
-                if (known.nonce if known is not None else "") != request.replaces:
-                    return Reply(request.request, False, "another checkpoint has become the head")
-                head_mod = current.mod_revision if current is not None else 0
-                txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
-                again, sent = sent, True
-                if self._store.commit(txn).succeeded:
-                    return self._accepted(request, head)
-                if again:
-                    # What made this try fail can be an earlier one that took effect in the meantime.
-                    _, known = self._head()
-                    if known is not None and known.nonce == head.nonce:
-                        return self._accepted(request, head)
-                return Reply(request.request, False, f"generation {asked.generation} is over")
-            except StoreUnavailable as error:
-                if not sent:
-                    raise
-                log.warning("commit of step %d: outcome unknown, reading back (%s)", head.step, error)
-            if not self._pause():
-                return Reply(
-                    request.request, False, f"{UNSURE}etcd does not answer: the outcome of the commit is unknown"
-                )
+            return f"taken: {other}"
+        if (known.nonce if known is not None else "") != request.replaces:
+            return "another checkpoint has become the head"
+        return ""
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
         current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
@@ -185,7 +163,7 @@ class StoreRequests:
         return Reply(request.request, True)
 
     def _own(self, asked: StoreRequest, request: Own) -> Reply:
-        """The head of a directory, and that no other live run saves to it."""
+        """Take a checkpoint directory, unless another live run saves to it; answer with its head."""
         key = self._keys.place(request.place)
         found = self._store.read(key, exact=True)
         if request.take:
@@ -206,18 +184,12 @@ class StoreRequests:
 
     def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
         current, record = self._preparation(request.name)
-        stale = record is None or record.version != version_of(request.version)
-        if record is not None and not stale:
-            if record.state == "done":
-                return Reply(request.request, False, "done")
+        if current is not None and record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
                 return Reply(request.request, True)
-            if record.state == "building" and current is not None and current.lease != asked.lease:
-                return Reply(request.request, False, f"wait: {record.node}")
-            if record.state == "failed" and record.generation == asked.generation:
-                return Reply(request.request, False, f"failed: {record.error}")
-            # It failed in an earlier generation, or its builder was a former life of this agent, whose workers are gone
-            # and whose lease lives on: this one may try again.
+            refusal = _taken(asked, record, current.lease)
+            if refusal:
+                return Reply(request.request, False, refusal)
         claimed = _preparing(asked, request, "building")
         seen_mod = current.mod_revision if current is not None else 0
         txn = transactions.claim(
@@ -246,6 +218,19 @@ class StoreRequests:
         key = self._keys.preparation(name)
         current = self._store.read(key, exact=True).get(key)
         return current, decode(Preparation, key, current.value) if current is not None else None
+
+
+def _taken(asked: StoreRequest, record: Preparation, lease: int) -> str:
+    """Why a preparation with this `record`, bound to `lease`, cannot be claimed; "" if it can."""
+    if record.state == "done":
+        return "done"
+    if record.state == "building" and lease != asked.lease:
+        return f"wait: {record.node}"
+    if record.state == "failed" and record.generation == asked.generation:
+        return f"failed: {record.error}"
+    # It failed in an earlier generation, or its builder was an earlier life of this agent: that life's workers have
+    # ended, although its lease goes on.
+    return ""
 
 
 def _preparing(

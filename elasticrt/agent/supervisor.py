@@ -1,12 +1,12 @@
 """The agent's side of this node's workers: the worker parent, the worker group, and their state.
 
-It has no loop of its own. The agent passes events in (`fold`), carries decisions out through it (`run`, `hold`, ...),
-lets it act on time (`do_what_is_due`), and asks for its state (`describe`). A generation's workers start when three
-things have happened, in any order: the decision to run it, a warm parent, and the end of the generation before.
+The agent passes events in (`fold`), carries decisions out (`run`, `hold`, ...), calls `do_what_is_due`, and asks for
+the state (`describe`). A generation's workers start when three things have happened, in any order: the decision to run
+it, a warm parent, and the end of the generation before.
 
-The division of labour: `workers.group_state` is the state as a value, `workers.group` starts and signals processes,
-`workers.worker_io` reads them, `agent.worker_pages` reads their status pages, `agent.seating` gives them their seats,
-`agent.joining` remembers who sets up beside the training, `liveness.hang_monitor` notices hangs.
+`workers.group_state` is the state as a value, `workers.group` starts and signals processes, `workers.worker_io` reads
+their output, `agent.worker_pages` their status pages. `agent.seating` gives workers their seats, `agent.joining`
+remembers which set up beside the training, `liveness.hang_monitor` notices hangs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Damaged, Left, Reply, Step, Warm
+from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
 from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
@@ -33,11 +33,9 @@ from elasticrt.liveness.stacks import Stacks
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.settings import Settings
-from elasticrt.workers.environment import beside_env
 from elasticrt.workers.failures import lost_peer, stopped
 from elasticrt.workers.fork_server import ParentLost, WorkerParent, keeps_dying, note
 from elasticrt.workers.gpu_failures import suspects_gpu
-from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.group_state import GroupState
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
 
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PARENT_TRIES = 3
-"""A worker parent that dies so often before it is warm will not come: what it imports is broken."""
+"""A worker parent that dies more often than this before it is warm cannot start: what it imports is broken."""
 
 
 class Supervisor:
@@ -57,8 +55,15 @@ class Supervisor:
         settings: the agent's.
         put: takes events that come back to `fold` and `stalled`, from any thread.
         event_log: the node's event log.
-        say: tells people.
-        edges: all that is not the agent's own state: clock, files, sockets.
+        say: prints a line for people.
+        edges: clock, processes, files and sockets.
+
+    Attributes:
+        group: the workers.
+        seating: what the workers are given: seats, sockets, saved states.
+        pages: what their status pages say.
+        progress: how far they are.
+        hangs: whether they hang.
     """
 
     def __init__(
@@ -78,23 +83,23 @@ class Supervisor:
         self._parent: WorkerParent | None = None
         self._parent_deaths = 0
         self._method = ""  # How the parent starts workers; "" until it can.
-        self._group: WorkerGroup | None = None
         self._state = GroupState()
-        self._newest = 0  # The newest generation that was decided to run,
-        self._wanted: tuple[Generation, Seat] | None = None  # and it, if its workers are still to be started.
+        self._newest = 0  # The newest generation that was decided to run, and the names of its nodes.
         self._names: tuple[str, ...] = ()
-        self._leaves = False  # Whether this node's workers are ended because it leaves.
-        self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed when.
-        self._late_at: float | None = None  # When to look for those that have not taken their new seat.
+        self._wanted: tuple[Generation, Seat] | None = None  # The same, while its workers are not started yet.
+        self._leaves = False  # Whether the workers are ended because this node leaves.
+        self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed, and when.
+        self._late_at: float | None = None  # When to look for workers that have not taken their new seat.
         self._joining = JoiningWorkers()
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
-        self.seating = Seating(settings, edges)
-        self.pages = WorkerPages(lambda: self._workers)
+        self.group = edges.worker_group(put, logs=settings.logs)
+        self.seating = Seating(settings, self.group, edges)
+        self.pages = WorkerPages(self.group)
         self.progress = Progress(lambda: self.pages.of(self._state), event_log, edges.clock)
         self.hangs = HangMonitor(settings, put, event_log, say, take=edges.take_stacks, state_of=edges.state_of)
 
     def open(self) -> None:
-        """Start the worker parent: it imports what the workers need while the agents are still meeting."""
+        """Start the worker parent. It imports what the workers need while the agents are still meeting."""
         command, settings = self._settings.command, self._settings
         self._parent = WorkerParent(
             method=settings.start_method,
@@ -104,22 +109,19 @@ class Supervisor:
             kind=command.kind,
             target=command.argv[0],
         )
-        if self._group is None:
-            self._group = WorkerGroup(self._parent, self._put, logs=settings.logs)
-        else:
-            self._group.use(self._parent)
+        self.group.use(self._parent)
 
-    # What is so.
+    # State.
 
     def describe(self, me: Me, now: float) -> Me:
-        """The member's own state as of now: what its key and its report should say. Changes nothing."""
+        """The member's own state at `now`: what its key and its report should say. Changes nothing."""
         state, able = self._state, self._able()
         ready = len(able) + len(self.pages.ready_beside(self._joining.ranks))
         has_state = self.pages.have_state(state, able)
         seated = state.is_of(me.record.incarnation)
         generation = state.number if state.generation is not None and state.running else 0
         wanted = {
-            # Workers of its other GPUs that can go on in place do.
+            # Where a GPU has failed, workers of the other GPUs go on in place if they can.
             "warm": bool(self._method) and (self._check.is_fit or bool(able)),
             "port": self.seating.ports.port,
             "generation": generation,
@@ -146,13 +148,13 @@ class Supervisor:
         )
 
     def alarms(self) -> list[float]:
-        """When something may be due again."""
+        """When something may be due, by the monotonic clock."""
         again_at = self._joining.at if self._can_start_beside() else None
         late = [at for at in (self._late_at, again_at, self._check.alarm()) if at is not None]
         return [*late, *([self._kill_late[1]] if self._kill_late else []), *self.hangs.wake_at()]
 
     def doing(self) -> str:
-        """What its workers do before their first step, in words; "" when they train, or there are none."""
+        """What the workers do before their first step, in words; "" when they train, or there are none."""
         if self._wanted is not None:
             return "ending the workers of before" if self._method else "importing torch"
         return self.pages.doing(self._state)
@@ -162,18 +164,13 @@ class Supervisor:
         return not self._state.running and not self._joining.ending
 
     def _able(self) -> list[int]:
-        """Local ranks that take part and can go on in another generation without ending."""
+        """Local ranks of workers that can go on in another generation without ending."""
         return [] if self._wanted is not None else self.pages.able(self._state)
 
     def _can_start_beside(self) -> bool:
         return self._wanted is None and bool(self._method) and self._check.is_fit and not self._state.well
 
-    @property
-    def _workers(self) -> WorkerGroup:
-        assert self._group is not None
-        return self._group
-
-    # What is due.
+    # Deadlines.
 
     def do_what_is_due(self, now: float, elsewhere: Sequence[str]) -> None:
         """End workers that are late at `now`, start those that are missing, look for hangs.
@@ -181,33 +178,33 @@ class Supervisor:
         `elsewhere`: nodes where some workers of the generation have ended.
         """
         self._check.look(now)
-        self._kill_those_late_to_end(now)
+        self._kill_overdue(now)
         self.progress.look(self._state.number, now)
-        self._end_those_late_to_come(now)
+        self._end_unseated(now)
         self._start_missing(now)
         self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
         self._end_stopped(now)
-        if self._state.failed_at is None and self._state.running and not self._state.holding:
-            self.hangs.look_closer(now, self.pages.of(self._state), self._workers, self._state.number)
         if self._state.failed_at is None and self._state.running:
-            self.hangs.ask_if_stalled(now, self._workers, self._state.number)
+            if not self._state.holding:
+                self.hangs.look_closer(now, self.pages.of(self._state), self.group, self._state.number)
+            self.hangs.ask_if_stalled(now, self.group, self._state.number)
         self.look_for_laggards(now, elsewhere)
 
-    def _kill_those_late_to_end(self, now: float) -> None:
-        """Kill workers that had a reason to live on a while and do not end."""
+    def _kill_overdue(self, now: float) -> None:
+        """Kill workers that were given time to end, and have used it up."""
         if self._kill_late is None:
             return
         generation, at = self._kill_late
-        if not self._state.running or generation != self._state.number:  # The next one's may have started meanwhile.
+        if not self._state.running or generation != self._state.number:  # The next generation has started meanwhile.
             self._kill_late = None
         elif self.pages.building(self._state):
             self._kill_late = (generation, max(at, now + EXIT_HOOKS_S))
         elif now >= at:
             self._kill_late = None
-            self._workers.kill(generation)
+            self.group.kill(generation)
 
-    def _end_those_late_to_come(self, now: float) -> None:
-        """End those that do not take the seats that they were given."""
+    def _end_unseated(self, now: float) -> None:
+        """End workers that do not take the seats that they were given."""
         state = self._state
         if self._late_at is None or now < self._late_at:
             return
@@ -215,7 +212,7 @@ class Supervisor:
         self._late_at = None if age_s >= SEATED_S_MAX else now + SEATED_S_MAX - age_s
         late = [rank for rank in sorted(state.seated) if self.pages.is_late(state, rank)]
         if late and self._late_at is not None:
-            self.hangs.ask(self._workers, Stacks("late", state.number, 0, age_s, False), late)
+            self.hangs.ask(self.group, Stacks("late", state.number, 0, age_s, False), late)
         elif late and state.seat is not None:
             text = f"{len(late)} of {len(state.seated)} workers did not take their new seats in {SEATED_S_MAX:g} s"
             self._say(f"{text}: they are ended")
@@ -223,11 +220,11 @@ class Supervisor:
             self._fail_in_place(state.seat, text)
 
     def _end_stopped(self, now: float) -> None:
-        """End those that a signal has stopped while others wait for them."""
+        """End workers that a signal has stopped while others wait for them."""
         state = self._state
         if not state.running or state.seat is None or state.hung:
             return
-        pids = {rank: pid for rank, pid in self._workers.pids(state.number).items() if rank in state.seated}
+        pids = {rank: pid for rank, pid in self.group.pids(state.number).items() if rank in state.seated}
         found = self.hangs.stopped(now, pids, lambda rank: self.pages.is_awaited(state, rank))
         if not found:
             return
@@ -239,24 +236,23 @@ class Supervisor:
         self._failed(failure)
 
     def _give_up(self, local_ranks: Sequence[int]) -> None:
-        """End workers that live and are of no use. What is being ended is of no generation any more."""
-        self._workers.kill(self._state.number, local_ranks)
+        """End workers that live and are of no use. From now on they belong to no generation."""
+        self.group.kill(self._state.number, local_ranks)
         self._joining.ending |= set(local_ranks)
         self._state = self._state.lost(frozenset(local_ranks))
 
     def _start_missing(self, now: float) -> None:
-        """Start beside the training what this node has no worker for."""
+        """Start workers beside the training for the seats that have none."""
         if not self._can_start_beside():
             return
         missing = self._joining.start(self._settings.workers, self._state.seated, now)
         if missing and self._joining.beside is not None:
-            envs = [beside_env(self._settings, *self._joining.beside, rank) for rank in missing]
-            self.seating.start_beside(self._workers, envs)
+            self.seating.start_beside(*self._joining.beside, missing)
 
     def asks_for_positions(self, now: float) -> int:
-        """The generation in which it is time `now` to ask the other nodes about their workers; 0: it is not.
+        """The generation whose other nodes are to be asked at `now` where their workers are; 0: none.
 
-        The node of rank 0 asks.
+        Only the node of rank 0 asks.
         """
         state = self._state
         due, first = self.hangs.is_to_ask(now), state.seat is not None and state.seat.index == 0
@@ -264,9 +260,9 @@ class Supervisor:
         return state.number if due and first and state.running else 0
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, object]) -> None:
-        """The other nodes have said where their workers are in `generation`, and how long these wait for others.
+        """Find out who holds the training up, from what the `others` say of their workers in `generation`.
 
-        `nodes`: the addresses of all nodes.
+        Both are by node: `nodes` has the addresses of all of them, `others` the answers of those that were asked.
         """
         if self._state.running and generation == self._state.number:
             said = {node: each for node, each in others.items() if isinstance(each, dict)}
@@ -275,31 +271,29 @@ class Supervisor:
             self.hangs.compare(generation, said)
 
     def saving_s(self) -> float:
-        """For how long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: not known."""
+        """How long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: unknown."""
         begun_ns = max((page.saving_ns for page in self.pages.of(self._state)), default=0)
         return max(0, self._clock.monotonic_ns() - begun_ns) / 1e9 if begun_ns else 0.0
 
     def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""
         state = self._state
-        if self._group is None:
-            return
         ended = [f"rank {rank}" for rank in state.well] + [f"those on {node}" for node in elsewhere]
         concerned = state.generation is not None and state.running and state.failed_at is None and bool(ended)
-        pids = self._workers.pids(state.number) if concerned else {}
+        pids = self.group.pids(state.number) if concerned else {}
         left = [rank for rank in pids if state.ranks.get(rank) not in state.well]
-        self.hangs.ask_if_waited_for(now, self._workers, state.number, ended, left)
+        self.hangs.ask_if_waited_for(now, self.group, state.number, ended, left)
 
-    # What was decided.
+    # Decisions.
 
     def attend(self, generation: Generation, index: int) -> None:
-        """Workers go on in place in `generation`, where this node has `index`: what it lacks sets up beside them."""
+        """Let workers that this node lacks set up beside `generation`, which goes on in place; its `index` there."""
         if self._state.hung and self._state.running and generation.number > self._state.number:
             self._end_workers()
         self._joining.attend(generation, index)
 
     def run(self, generation: Generation, seat: Seat, names: tuple[str, ...]) -> None:
-        """Run `generation` in this node's `seat`, as soon as the one before is gone. `names`: its nodes, for events."""
+        """Run `generation` in this node's `seat`, as soon as the one before has ended. `names`: its nodes."""
         self._newest, self._names = generation.number, names
         self._state = self._state.replaced()
         self.progress.replaced(generation.number)
@@ -313,26 +307,26 @@ class Supervisor:
         if self._state.running:
             self.progress.remember()
             if len(self._state.handed) == len(self._state.ranks) or self.pages.building(self._state):
-                # Their exit hooks get a moment; and who builds what the next generation needs as well may finish that.
+                # Exit hooks get a moment. A worker that prepares data may finish: the next generation needs them too.
                 self._kill_late = (self._state.number, self._clock.monotonic() + EXIT_HOOKS_S)
             else:
                 self._end_workers()
         self._start_if_possible()
 
     def hold(self, handover: int) -> None:
-        """Make all workers hold at the end of their step, for `handover`, and note how far they have been let in."""
+        """Make all workers hold at the end of their step, for `handover`, and note the furthest step that one began."""
         self.progress.disturbed()
         pages = self.pages.of(self._state)
         for page in pages:
             page.go = 0
             page.stop = 1
         self._clock.sleep(HOLD_SEEN_S)
-        entered = [page.entered for page in pages]  # 0 where one is in no Loop: such a script cannot hold.
+        entered = [page.entered for page in pages]  # 0 outside of a Loop: such a script cannot hold.
         furthest = max(entered) if entered and all(entered) else 0
         self._state = replace(self._state, holding=handover, entered=furthest, going=0)
 
     def go(self, step: int, *, save: bool) -> None:
-        """Tell workers that hold the `step` after which they leave; with `save` rank 0 commits a checkpoint first."""
+        """Give workers that hold the `step` after which they leave; with `save` rank 0 commits a checkpoint first."""
         self._state = replace(self._state, going=step)
         for page in self.pages.of(self._state):
             page.save = int(save)
@@ -345,42 +339,41 @@ class Supervisor:
         for page in self.pages.of(self._state):
             page.stop = page.go = 0
 
-    def reply(self, said: WorkerSaid, reply: Reply) -> None:
-        """Answer, with `reply`, the request that a worker has `said`. May be called from another thread."""
-        self._workers.reply(said.local_rank, reply, said.generation)
-
     # Ends.
 
     def kill(self) -> None:
-        """End the workers at once; nothing of theirs is reported, and what they left in memory is thrown away."""
+        """Kill the workers. Nothing of theirs is reported, and their copies in memory are dropped."""
         self.seating.memory.close()
         self._wanted = None
         self._stop_joining()
         if self._state.running:
             self.progress.remember()
-            self._workers.kill(self._state.number)
+            self.group.kill(self._state.number)
         self._state = replace(self._state, generation=None, seat=None)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
-        """Signal `number`, then `grace_s` seconds (until `hurry`, which also folds ends of workers), then SIGKILL."""
+        """Send the workers signal `number`, and SIGKILL after `grace_s` seconds or when `hurry` says so.
+
+        `hurry` is asked every few milliseconds; it also folds the ends of workers.
+        """
         self._wanted, self._leaves = None, True
         self._stop_joining()
         generation = self._state.number
         if self._state.handed >= self._state.seated and self._able():  # They wait for a seat, and get none.
-            self._workers.release(generation)
+            self.group.release(generation)
             self._wait_for_end(self._clock.monotonic() + grace_s, hurry)
         if self._state.running:
             self._announce_end()
-            self._wait_for_end(self._workers.terminate(grace_s, generation, number), hurry)
+            self._wait_for_end(self.group.terminate(grace_s, generation, number), hurry)
         if self._state.running:
-            self._workers.kill(generation)
+            self.group.kill(generation)
 
     def _wait_for_end(self, deadline: float, hurry: Callable[[], bool]) -> None:
         while self._state.running and self._clock.monotonic() < deadline and not hurry():
             self._clock.sleep(0.005)
 
     def finish(self, grace_s: float, *, well: bool) -> None:
-        """The run has ended, `well` or not: tell workers that still run, and wait for them for `grace_s` seconds."""
+        """The run has ended, `well` or not: release workers that still run, and wait `grace_s` seconds for them."""
         self._wanted = None
         self._stop_joining()
         self.progress.tell()
@@ -389,12 +382,12 @@ class Supervisor:
         generation = self._state.number
         if self._state.failed_at is not None or (not well and self._settings.restart_grace_s):
             self._end_workers()
-        elif not well:  # They may be failing of the same cause, and be writing about it.
+        elif not well:  # They may be failing of the same cause, and be writing their traceback.
             self._kill_late = (generation, self._clock.monotonic() + EXIT_HOOKS_S)
-        self._workers.release(generation)
+        self.group.release(generation)
         deadline = max(self._clock.monotonic() + grace_s, self._kill_late[1] if self._kill_late else 0.0)
-        while self._workers.pids(generation) and (now := self._clock.monotonic()) < deadline:
-            self._kill_those_late_to_end(now)
+        while self.group.pids(generation) and (now := self._clock.monotonic()) < deadline:
+            self._kill_overdue(now)
             self._clock.sleep(0.005)
         self.progress.tell()
 
@@ -402,30 +395,29 @@ class Supervisor:
         """End everything that this node has started."""
         self.progress.tell()
         if self._parent is not None:
-            # A parent that is still importing has no workers and reads no messages: it need not be waited for.
+            # A parent that is still importing has no workers and reads no messages: do not wait for it.
             self._parent.close(PARENT_END_S if self._method else 0.0)
-        if self._group is not None:
-            self._group.close()
+        self.group.close()
         self.seating.close()
         self._check.close()
 
     def _end_workers(self) -> None:
-        """End what runs of a generation that is over: at once, or with a grace time where one was asked for."""
+        """End the workers of a generation that is over: at once, or within the grace time that the user asked for."""
         grace_s, generation = self._settings.restart_grace_s, self._state.number
         if not grace_s:
-            self._workers.kill(generation)
+            self.group.kill(generation)
         elif self._kill_late is None or self._kill_late[0] != generation:
             self._announce_end()
-            self._kill_late = (generation, self._workers.terminate(grace_s, generation))
+            self._kill_late = (generation, self.group.terminate(grace_s, generation))
 
     def _announce_end(self) -> None:
-        """Workers that leave a signal from elsewhere to their agent obey the next one."""
+        """Let workers obey the next SIGTERM: they ignore those that do not come from their agent."""
         for page in self.pages.of(self._state):
             page.ending = 1
 
     def _stop_joining(self) -> None:
         if self._joining.stop():
-            self._workers.kill(0)
+            self.group.kill(0)
 
     # Seats.
 
@@ -438,11 +430,11 @@ class Supervisor:
         self.hangs.began()
         copy, resume = generation.memory, generation.resume
         self._tell_generation(generation, seat, copy.step if copy else resume.reached if resume else 0)
-        self.seating.start(self._workers, generation, seat, shared=self._method == "fork")
+        self.seating.start(generation, seat, shared=self._method == "fork")
 
     def _go_on(self, generation: Generation, seat: Seat) -> None:
-        """Let workers that live go on in `generation`: those of the one before first, then those that have set up."""
-        before, group = self._state, self._workers
+        """Let living workers go on in `generation`: first those of the one before, then those that have set up."""
+        before, group = self._state, self.group
         number = before.number if before.running else 0
         lives = [(rank, number) for rank in self.pages.able(before)]
         chosen = [*lives, *((rank, 0) for rank in self.pages.ready_beside(self._joining.ranks))][: seat.workers]
@@ -452,13 +444,13 @@ class Supervisor:
         self.progress.began()
         self.hangs.began()
         self._tell_generation(generation, seat, generation.resume.step if generation.resume else 0)
-        ranks = self.seating.reseat(group, generation, seat, chosen)
+        ranks = self.seating.reseat(generation, seat, chosen)
         for rank in ranks:
             self._joining.let_in(rank)
         by_rank = {global_rank: pids.get(rank, 0) for rank, global_rank in sorted(ranks.items())}
         self._state = before.went_on(generation, seat, ranks, by_rank, now_ns)
         others = [rank for rank in sorted(group.pids(number)) if rank not in ranks] if number else []
-        if others:  # They could not come along.
+        if others:  # They cannot go on in place.
             group.kill(number, others)
         self._tell_started()
         if len(ranks) < seat.workers:
@@ -489,10 +481,10 @@ class Supervisor:
         ranks = tuple(sorted(pids))
         self._events.write(events.WorkersStarted(self._state.number, ranks, tuple(pids[rank] for rank in ranks)))
 
-    # What happens.
+    # Events.
 
     def fold(self, event: Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | GroupEnded) -> None:
-        """Take note of an event, and do what follows from it on this node alone."""
+        """Take note of an event, and do what follows from it on this node."""
         match event:
             case Warm():
                 self._parent_deaths, self._method = 0, event.method
@@ -522,7 +514,7 @@ class Supervisor:
             case Step() as step if self._is_current(event):
                 self._stepped(event, step)
             case Damaged() as found if self._is_current(event):
-                # No node is to resume from this copy again; the next generation takes another one's, or the head.
+                # No generation may resume from this copy again: the next takes another node's copy, or the head.
                 self.seating.memory.forget()
                 self._events.write(events.CopyDamaged(event.generation, found.step, found.problem))
 
@@ -530,15 +522,16 @@ class Supervisor:
         return self._state.running and event.generation == self._state.number
 
     def stalled(self, event: Stacks) -> None:
-        """The stacks of workers that make no step, or are late; when that has been so for too long, they have failed.
+        """Take note of the stacks of workers that make no step, or are late; after too long, they have failed.
 
-        The next generation ends them. Were it done here, other nodes' would fail of that before they have shown theirs.
+        They are not ended here but by the next generation: other nodes' workers would fail of it before their stacks
+        were taken.
         """
         state = self._state
         if event.why == "closer":
             if self._is_current(event):
                 pages = dict(zip(sorted(state.seated), self.pages.of(state), strict=False))
-                self.hangs.placed(event, state.ranks, pages, self._workers.pids(state.number))
+                self.hangs.placed(event, state.ranks, pages, self.group.pids(state.number))
             return
         if event.why != "late" and (not self._is_current(event) or state.seat is None or state.failed_at is not None):
             return
@@ -570,10 +563,10 @@ class Supervisor:
             self._events.write(events.Step(event.generation, step.step, step.epoch, step.scalars))
 
     def _copied(self, event: WorkerSaid, copied: Copied) -> None:
-        """Keep it. Not after a failure: what has been reported then is what the others count on.
+        """Keep a copy of the state. Not after a failure: the others count on the copy that the report has named.
 
-        But where workers live on, no copy is counted on; and those whose collective in a pause has lost a peer leave
-        their newest step behind after that one's end was told.
+        Where workers go on in place no copy is counted on. A worker that lost a peer during a pause leaves its newest
+        step behind after that peer's end was reported.
         """
         generation = self._state.generation
         if event.fd < 0:
@@ -587,9 +580,9 @@ class Supervisor:
         self._events.write(events.Copied(event.generation, copied.step, copied.size))
 
     def _left(self, left: Left, event: WorkerSaid) -> None:
-        """A worker that lives has handed over, or lost its group: another one has ended, here or elsewhere."""
+        """A living worker has handed over, or lost its group because another worker has ended."""
         state = self._state
-        # It may have been seated in another generation while the news was under way.
+        # It may have got another seat while the message was under way.
         if not state.running or left.generation != state.number or state.seat is None:
             return
         if left.error and state.failed_at is None:
@@ -602,11 +595,11 @@ class Supervisor:
             self._state = replace(state, handed=state.handed | {event.local_rank})
 
     def _failed_by_itself(self, event: WorkerEnded) -> bool:
-        """Whether nothing else explains that it has ended: no handover, no end that this agent wanted."""
+        """Whether neither a handover nor this agent explains that a worker has ended."""
         if event.generation == 0:
             return event.local_rank in self._joining.ranks
         wanted = self._wanted is not None or self._leaves or event.local_rank in self._state.handed
-        first = all(failure.collateral for failure in self._state.failures)  # Then the others of this node are ended.
+        first = all(failure.collateral for failure in self._state.failures)  # After the first, all others are ended.
         return self._is_current(event) and first and not wanted
 
     def _worker_ended(self, event: WorkerEnded) -> None:
@@ -617,39 +610,44 @@ class Supervisor:
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)
         if event.generation == 0:
-            wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
-            if wait_s is not None:
-                what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
-                again = f"another try in {wait_s:g} s"
-                self._say(f"a worker that was to join failed while it set up: {what}; {again}")
+            self._joining_ended(event)
             return
         self._joining.ending.discard(event.local_rank)
-        if not self._is_current(event):
-            return
+        if self._is_current(event):
+            self._seated_ended(event)
+
+    def _joining_ended(self, event: WorkerEnded) -> None:
+        """A worker that was to set up beside the training has ended."""
+        wait_s = self._joining.ended(event.local_rank, self._clock.monotonic())
+        if wait_s is not None:
+            what = event.failure.summary if event.failure is not None else f"exit code {event.code}"
+            self._say(f"a worker that was to join failed while it set up: {what}; another try in {wait_s:g} s")
+
+    def _seated_ended(self, event: WorkerEnded) -> None:
+        """A worker of the present generation has ended."""
         stepped = self.progress.step() is not None
-        self.progress.remember()  # While its page is among those that are looked at.
+        self.progress.remember()  # Before its page is dropped from those that are looked at.
         self._state = replace(self._state, seated=self._state.seated - {event.local_rank})
         if event.local_rank in self._state.handed:
             return
-        if event.failure is None:
-            if event.code == 0:
-                self._state = replace(self._state, well=(*self._state.well, event.rank))
-            return
-        first, failure = self._state.failed_at is None, event.failure
-        if first:
-            self._state = replace(self._state, unmet=self._state.unmet + 1 if failure.unmet and not stepped else 0)
-        self._failed(failure)
+        if event.failure is not None:
+            if self._state.failed_at is None:
+                unmet = self._state.unmet + 1 if event.failure.unmet and not stepped else 0
+                self._state = replace(self._state, unmet=unmet)
+            self._failed(event.failure)
+        elif event.code == 0:
+            self._state = replace(self._state, well=(*self._state.well, event.rank))
 
     def _failed(self, failure: Failure) -> None:
         """A worker of the present generation has failed; the first failure ends it."""
         first = self._state.failed_at is None
-        # The end of a generation that has been replaced, and was let finish a build, is no news.
+        # A generation that was replaced may have been left to finish a build: its failures end nothing.
         self._state = self._state.failed(failure, self._clock.monotonic() if self._wanted is None else None)
         if not first:
             return
         self.progress.disturbed()
         self.progress.remember()
         if not self._able():
-            self._end_workers()  # The others of this node can only fail as well, or hang.
+            self._end_workers()  # The others of this node can only fail too, or hang.
         elif self._state.generation is not None and self._state.seat is not None:
             self.attend(self._state.generation, self._state.seat.index)

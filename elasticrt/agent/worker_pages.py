@@ -1,9 +1,9 @@
-"""What the status pages of this node's workers say of them. Only looks: it sends nothing, and waits for nothing."""
+"""What the status pages of this node's workers say. Everything here only looks: nothing is sent or waited for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from elasticrt.ipc.status_page import READY, StatusPage
 from elasticrt.ipc.time_bounds import STANDING_IN_PLACE_S
@@ -12,24 +12,24 @@ from elasticrt.workers.group_state import GroupState
 
 
 class WorkerPages:
-    """One node's. `group` gives its workers; `state`, everywhere, is what they are in."""
+    """The pages of the workers in `group`. `state`, everywhere, is the state of that group."""
 
-    def __init__(self, group: Callable[[], WorkerGroup]) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
     def of(self, state: GroupState) -> list[StatusPage]:
-        """The pages of all workers of the running generation; none when one has gone already."""
+        """The pages of all workers of the running generation; none when one of them has ended already."""
         try:
-            return [self._group().page(rank, state.number) for rank in sorted(state.seated)] if state.running else []
+            return [self._group.page(rank, state.number) for rank in sorted(state.seated)] if state.running else []
         except KeyError:
             return []
 
     def building(self, state: GroupState) -> bool:
-        """Whether one of the workers prepares data."""
+        """Whether a worker prepares data."""
         return any(page.building for page in self.of(state))
 
     def doing(self, state: GroupState) -> str:
-        """What they do before their first step in this generation, in words; "" when that is done, or there is none."""
+        """What the workers do before their first step in this generation, in words; "" from that step on."""
         pages = self.of(state)
         if any(page.building for page in pages):
             return "preparing data"
@@ -45,12 +45,12 @@ class WorkerPages:
         return "setting up, and restoring a saved state" if resumes else "setting up"
 
     def able(self, state: GroupState) -> list[int]:
-        """Local ranks that take part and can go on in another generation without ending."""
+        """Local ranks of the workers that can go on in another generation without ending."""
         seated = sorted(state.seated) if state.running and not state.hung else []
         return [rank for rank in seated if self._word(rank, state.number, "in_place")]
 
     def ready_beside(self, local_ranks: Iterable[int]) -> list[int]:
-        """Those of `local_ranks`, which set up beside the training, that have done so."""
+        """Which of `local_ranks`, whose workers set up beside the training, have finished that."""
         return [rank for rank in sorted(local_ranks) if self._word(rank, 0, "in_place") == READY]
 
     def have_state(self, state: GroupState, local_ranks: Sequence[int]) -> bool:
@@ -58,20 +58,20 @@ class WorkerPages:
         return any(self._word(rank, state.number, "restored_at_ns") for rank in local_ranks)
 
     def is_late(self, state: GroupState, local_rank: int) -> bool:
-        """Whether a worker should have taken its seat by now: not one that does something else than training."""
+        """Whether a worker should have taken its new seat; not while it does something else than training."""
         began, restored = (self._word(local_rank, state.number, word) for word in ("init_at_ns", "restored_at_ns"))
         return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") != 0)
 
     def is_awaited(self, state: GroupState, local_rank: int) -> bool:
-        """Whether others wait for a worker, although no step of this generation tells: it is late, or in the first."""
+        """Whether others wait for a worker that has made no step in this generation: it is late, or in its first."""
         stepping, stepped = (self._word(local_rank, state.number, word) for word in ("stepping", "step_at_ns"))
         return (stepping != 0 and not stepped) or self.is_late(state, local_rank)
 
     def unmet_since(self, state: GroupState, now: float) -> float | None:
-        """From when on workers in new seats have been waiting too long for their first step there; None: they have not.
+        """Since when workers in new seats have been waiting too long for their first step there; None: they have not.
 
-        A node that dies between its seat and the meeting breaks no connection: the others wait for it. `now` and the
-        answer are seconds of the monotonic clock.
+        A node that dies after it got its seat, and before the workers meet, breaks no connection: the others wait for
+        it. `now` and the answer are seconds of the monotonic clock.
         """
         if state.generation is None or not state.generation.in_place:
             return None
@@ -80,10 +80,10 @@ class WorkerPages:
         return at if now >= at else None
 
     def _word(self, local_rank: int, generation: int, word: str) -> int:
-        """What the page of one worker says; 0 without one."""
+        """A word of one worker's page; 0 for a worker without a page."""
         try:
-            value: int = getattr(self._group().page(local_rank, generation), word)
-        except (KeyError, ValueError):
+            value: int = getattr(self._group.page(local_rank, generation), word)
+        except KeyError:
             return 0
         return value
 

@@ -1,4 +1,4 @@
-"""What workers are told by their environment: who they are, whom they meet, which network they use. Pure."""
+"""The environment of workers: their ranks, where they meet, which network they use. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from elasticrt.settings import Settings
 
 DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # Torch asks for huge pages for large tensors on the host. After a change of the membership gradients, buckets and
-    # what a newcomer receives are new memory: touching small pages takes several times as long as writing to them.
+    # Lets torch use huge pages for large tensors on the host. After a change of the membership, gradients, buckets and
+    # received states are new memory, and touching small pages takes several times as long as writing to them.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""What workers have in their environment, unless the user's says otherwise."""
+"""Variables that the user's environment overrides."""
 
 
 def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = False) -> dict[str, str]:
-    """The user's environment as `workers` processes on one node get it; the worker parent is started with the same.
+    """The environment that `workers` processes on one node and their parent share, made from the user's.
 
-    As under torchrun, several workers share the cores by using one thread each, and errors of NCCL end the process that
-    meets them, unless the variables for that say otherwise. `fresh`: a new run does not resume from a directory.
+    As under torchrun, each of several workers gets one thread, and an NCCL error ends its process, unless the user's
+    variables say otherwise. `fresh`: a new run does not resume from a directory.
     """
     result = {**({"ELASTICRT_FRESH": "1"} if fresh else {}), **DEFAULTS, **inherited(env)}
     if workers > 1:
@@ -33,9 +33,9 @@ def worker_environment(env: Mapping[str, str], workers: int, *, fresh: bool = Fa
 def worker_env(
     settings: Settings, generation: Generation, seat: Seat, local_rank: int, place: int | None = None
 ) -> WorkerEnv:
-    """What the worker with `local_rank` is told of `generation` and its `seat`, and of the node's `settings`.
+    """The environment of the worker with `local_rank`, in its node's `seat` in `generation`.
 
-    `place`: its number among the seat's workers, where some are missing.
+    `place`: its number among the seat's workers, if some of them are missing.
     """
     return _env(
         settings,
@@ -54,7 +54,7 @@ def worker_env(
 
 
 def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -> WorkerEnv:
-    """What any worker is told of its run and node; `place`: who it is there."""
+    """The environment of any worker; `place`: its rank and the sizes of its world."""
     return WorkerEnv(
         local_rank=local_rank,
         master_addr=of.master_address,
@@ -75,9 +75,9 @@ def _env(settings: Settings, of: Generation, *, local_rank: int, **place: Any) -
 
 
 def beside_env(settings: Settings, generation: Generation, index: int, local_rank: int) -> WorkerEnv:
-    """What a worker is told that sets up beside `generation`: where it would be if it were let in now.
+    """The environment of a worker that sets up beside `generation`: the ranks that it would get if it joined now.
 
-    `index`: its node's in that generation; `local_rank`: its own there; `settings`: the node's.
+    `index` is its node's in that generation, or the next free one.
     """
     return _env(
         settings,
@@ -95,10 +95,10 @@ def beside_env(settings: Settings, generation: Generation, index: int, local_ran
 
 
 def network(interface: str, env: Mapping[str, str], *, told: bool) -> dict[str, str]:
-    """Variables that make workers use the `interface` with this node's address, unless the user's `env` says otherwise.
+    """Variables that make workers use the `interface` with this node's address, unless the user's `env` sets them.
 
-    Left alone, gloo announces whatever the host name resolves to on this machine: often 127.0.1.1, or nothing. NCCL
-    chooses for itself among all interfaces, and may use several: it is only bound to one when the address was `told`.
+    Without them gloo announces what the host name resolves to, often 127.0.1.1 or nothing. NCCL may use several
+    interfaces at once: it is bound to one only if the user gave the address (`told`).
     """
     found = {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if told else {})}
     return {name: value for name, value in found.items() if interface and name not in env}

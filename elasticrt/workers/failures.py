@@ -1,7 +1,7 @@
-"""Why a worker failed: from what is left of it to one `Failure`, a cause or collateral, with a text for people. Pure.
+"""Why a worker failed: makes a `Failure` of what a worker has left, with a text for people. Pure.
 
-When one worker dies, all others fail in their next collective. Those errors are *collateral*: true, and of no use. A
-report names the first cause, and gives every other worker one line.
+When one worker dies, all others fail in their next collective. Such failures are *collateral*: they say nothing about
+the cause. A report names the first cause in full, and has one line for each other worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import signal as signals
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticrt.ipc.collateral_errors import (
@@ -32,7 +32,8 @@ _MESSAGE_MAX_BYTES = 600
 _LINE_MAX_BYTES = 400
 _LAST_LINES_MAX = 30
 _LAST_LINES_MAX_BYTES = 4000
-"""The text of a report holds all of them, with what else it says: of too many lines the last are what matters."""
+"""The text of a report has room for these lines beside the rest. Of too many lines the last are kept."""
+
 WHO_KILLED = (
     "SIGKILL comes from the kernel when memory is short (see `dmesg`), from a scheduler at one of its limits (see "
     "`sacct`, `kubectl describe pod`), or from a person"
@@ -40,20 +41,45 @@ WHO_KILLED = (
 _FINAL: dict[str, FinalCode] = {"CheckpointError": 5, "PreparationError": 6, "DuplicateError": 7}
 """Errors that no restart can cure, by name, with the exit code of the run."""
 
+_CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
+"""Before the first step these mean that the script, or what is installed, has to be changed."""
+
+_OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "TimeoutError", "BrokenPipeError"}
+"""Raised twice, they may still not come a third time, because another machine may have been away."""
+
+_NOT_HERE = re.compile(
+    rf"\[Errno ({'|'.join(str(each) for each in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR))})\]"
+)
+"""Errors of starting a program that is missing, or is none. Others may come of too few processes or files."""
+
+_UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
+_NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
+_WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
+EXITS_OF_SHELLS = (126, 127)
+"""A shell's exit codes for a program that cannot be executed, and for one that is missing."""
+
+EXIT_USAGE = 2
+"""The exit code of argparse, click and most programs for arguments that they do not understand."""
+
+HOW_TO_MEND = "no restart cures this: correct the script, its arguments or what is installed, then start again"
+
+UNMET_MAX = 2
+"""Workers that do not reach each other in so many generations in a row, while their agents do, never will."""
+
 
 @dataclass(frozen=True)
 class Remains:
-    """What is left of a worker that has ended, or that could not be started.
+    """What a worker has left that has ended, or that could not be started.
 
     Attributes:
         code: exit code, or minus the signal number.
-        error_file: the content of torchelastic's error file, "" when there is none.
-        last_lines: the end of its error output; `log_path`: where the whole of it is, "" when it is not kept.
+        error_file: the content of torchelastic's error file, "" without one.
+        last_lines: the end of its error output; `log_path`: the file with all of it, "" when it is not kept.
         step: the last global step that it is known to have finished.
-        stepped: whether it had made a step, None where that is not seen.
+        stepped: whether it had made a step; None when that cannot be seen.
         beats: optimizer steps that it made, in a script without a Loop; `loaded`: as in `Failure`.
         start_error: why it could not be started, "" if it was.
-        lost: why the process that started it ended, if that took the worker along.
+        lost: why its parent ended, if that ended the worker as well.
         oom: the kernel's count of processes killed for memory went up meanwhile.
     """
 
@@ -72,9 +98,9 @@ class Remains:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a worker raised, as far as its error file or its output says: all empty for nothing.
+    """What a worker raised, as far as its error file or its output says; all empty for nothing.
 
-    `hint`: the exit code of the run that its error file asks for. `certain`: it comes again whatever is restarted.
+    `hint`: the exit code of the run that its error file asks for. `certain`: a restart would end in the same way.
     """
 
     exception: str = ""
@@ -85,7 +111,7 @@ class Raised:
 
 
 def raised(left: Remains) -> Raised:
-    """What a worker raised, from what is `left` of it."""
+    """What a worker raised, from what it has `left`."""
     found = _in_error_file(left.error_file)
     if found.exception or found.message or left.code <= 0:
         return found
@@ -93,54 +119,90 @@ def raised(left: Remains) -> Raised:
 
 
 def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
-    """The failure of a `worker` from what is `left` of it; its code is not 0."""
-    found, code, where = raised(left), left.code, f"rank {worker.rank} on {worker.node}"
+    """The failure of a `worker` from what it has `left`; its code is not 0."""
+    found = raised(left)
+    collateral = _is_collateral(found, left)
     message = left.start_error or left.lost or found.message
-    final: FinalCode = 0
-    if left.start_error:
-        collateral, final = False, 1 if _NOT_HERE.search(left.start_error) else 0
-    elif code > 0:
-        collateral = is_collateral(found.exception, found.message, found.callstack)
-        final = 1 if found.certain and not left.stepped else _final_code(found, stepped=left.stepped)
-    else:
-        collateral = _aborted_by_peer(code, left.last_lines)
-    unmet = collateral and NEVER_MET.search(message) is not None
     how = _how_it_ended(left, found.exception, message)
-    # A watchdog of NCCL throws where nobody can catch: what it says of its GPU is in the output alone.
-    said = "\n".join(left.last_lines) if code == -signals.SIGABRT else f"{found.exception}: {message}"
-    gpu = None if collateral else gpu_cause(said)
-    advice = [_how_to_meet(message)] if unmet else [f"{gpu.name}. {gpu.remedy}"] if gpu else []
-    place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
-    when = f", after step {left.step}" if left.step is not None else ""
-    lines = [
-        *advice,
-        f"rank {worker.rank} failed first, {place}{when}",
-        f"  {how}",
-        *([f"  {WHO_KILLED}"] if code == -signals.SIGKILL and not left.oom and not left.lost else []),
-        *(["  the end of its error output:"] if left.last_lines else []),
-        *(f"  | {line}" for line in _newest(left.last_lines)),
-        *([f"  log: {left.log_path}"] if left.log_path else []),
-        *([HOW_TO_MEND] if final == 1 else []),
-    ]
+    unmet = collateral and NEVER_MET.search(message) is not None
+    advice = _how_to_meet(message) if unmet else "" if collateral else _of_gpu(found, left)
+    final = _final_code(found, left)
     return Failure(
         rank=worker.rank,
-        code=code,
+        code=left.code,
         collateral=collateral,
-        summary=": ".join([where, *advice, how]).replace("\n", " "),
-        text="\n".join(lines),
+        summary=": ".join(filter(None, (f"rank {worker.rank} on {worker.node}", advice, how))).replace("\n", " "),
+        text="\n".join(_report(worker, left, how, advice, final)),
         final_code=final,
         unmet=unmet,
-        early=_digest(found) if left.stepped is False and not collateral and code > 0 else "",
+        early=_digest(found) if left.stepped is False and not collateral and left.code > 0 else "",
         beats=left.beats,
         loaded=left.loaded,
     )
 
 
-def lost_peer(*, rank: int, node: str, message: str) -> Failure:
-    """The failure of workers that live, and cannot go on where they are: a sign that another one is gone, no more.
+def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: FinalCode) -> Iterator[str]:
+    """The lines of a failure's text."""
+    if advice:
+        yield advice
+    place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
+    yield f"rank {worker.rank} failed first, {place}{f', after step {left.step}' if left.step is not None else ''}"
+    yield f"  {how}"
+    if left.code == -signals.SIGKILL and not left.oom and not left.lost:
+        yield f"  {WHO_KILLED}"
+    if left.last_lines:
+        yield "  the end of its error output:"
+        yield from (f"  | {line}" for line in _newest(left.last_lines))
+    if left.log_path:
+        yield f"  log: {left.log_path}"
+    if final == 1:
+        yield HOW_TO_MEND
 
-    `rank` and `node` say where; `message` what is known.
-    """
+
+def _is_collateral(found: Raised, left: Remains) -> bool:
+    if left.start_error:
+        return False
+    return is_collateral(found.exception, found.message, found.callstack) if left.code > 0 else _aborted_by_peer(left)
+
+
+def _aborted_by_peer(left: Remains) -> bool:
+    """Whether a peer's end made this process abort: NCCL's watchdog throws in a thread of C++, where none can catch."""
+    text = "\n".join(left.last_lines)
+    threw = "terminate called after throwing an instance of 'c10::Dist" in text
+    return left.code == -signals.SIGABRT and threw and bool(PEER_IS_GONE.search(text))
+
+
+def _final_code(found: Raised, left: Remains) -> FinalCode:
+    """The exit code of the run if no restart can cure this; 0 if one might."""
+    if left.start_error:
+        return 1 if _NOT_HERE.search(left.start_error) else 0
+    if left.code < 0:
+        return 0
+    if not left.stepped and (found.certain or found.exception in _CERTAIN):
+        return 1
+    hinted: FinalCode = next((code for code in _FINAL.values() if code == found.hint), 0)
+    return _FINAL.get(found.exception.rpartition(".")[2], hinted)
+
+
+def _of_gpu(found: Raised, left: Remains) -> str:
+    """Which failure of a GPU this is, and its remedy; "" for none."""
+    # NCCL's watchdog cannot write an error file: what it says of the GPU is only in the output.
+    aborted = left.code == -signals.SIGABRT
+    cause = gpu_cause("\n".join(left.last_lines) if aborted else f"{found.exception}: {found.message}")
+    return f"{cause.name}. {cause.remedy}" if cause else ""
+
+
+def _digest(found: Raised) -> str:
+    """A digest of what was raised, and where; "" for nothing, and for what may well not come again."""
+    if not found.exception or found.exception.rpartition(".")[2] in _OF_OTHERS:
+        return ""
+    places = [line.strip() for line in found.callstack.splitlines() if line.startswith('  File "')]
+    text = "\n".join((found.exception, found.message, *places[-1:]))
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+
+
+def lost_peer(*, rank: int, node: str, message: str) -> Failure:
+    """The collateral failure of a living worker, `rank` on `node`, that has lost its peers; `message`: how."""
     said = f"rank {rank} on {node}: {message}"
     return Failure(rank=rank, code=1, collateral=True, summary=said, text=said)
 
@@ -155,9 +217,9 @@ def stopped(ranks: Sequence[int], *, node: str, generation: int, step: int | Non
 
 
 def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Sequence[str]]) -> Failure:
-    """The failure of workers that do nothing, in `generation` on `node`; they will be killed.
+    """The failure of workers that make no step, in `generation` on `node`; the agent kills them.
 
-    `message` says for how long, `stacks` what each does, by rank. Only a person can tell which of them is the cause.
+    `message` says for how long, `stacks` what each does, by rank. Which of them is the cause only a person can tell.
     """
     lines = [f"{message} in generation {generation}, as seen on {node}"]
     for rank, stack in sorted(stacks.items()):
@@ -172,14 +234,10 @@ def stalled(*, node: str, generation: int, message: str, stacks: Mapping[int, Se
     )
 
 
-UNMET_MAX = 2
-"""Agents that reach each other while their workers do not, so often in a row, will not see that end."""
-
-
 def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: int = 0) -> Failure:
-    """What a node reports of its failures, in the order in which they came: the first cause, the others in a line.
+    """The report of a node about its failures, in the order of time: the first cause, and a line for each other.
 
-    `ended`: see `first_cause`. `unmet`: in so many generations in a row workers here could not reach the others.
+    `ended`: see `first_cause`. `unmet`: in how many generations in a row workers here could not reach the others.
     """
     cause = first_cause(failures, ended)
     assert cause is not None, "there is a failure to report"
@@ -208,45 +266,6 @@ def _how_it_ended(left: Remains, exception: str, message: str) -> str:
     return ": ".join(filter(None, (how, *said)))
 
 
-_CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
-"""Raised before the first step, they say that the script itself, or what is installed, has to be changed."""
-
-_NOT_HERE = re.compile(
-    rf"\[Errno ({'|'.join(str(each) for each in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR))})\]"
-)
-"""What starting a program says where it is none, or not there: other errors may come of too few processes or files."""
-
-_UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
-_NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
-_WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
-EXITS_OF_SHELLS = (126, 127)
-"""What shells end with when there is no such program, or none that can be executed."""
-
-EXIT_USAGE = 2
-"""What argparse, click and most programs end with when they do not understand their arguments."""
-
-HOW_TO_MEND = "no restart cures this: correct the script, its arguments or what is installed, then start again"
-
-_OF_OTHERS = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "TimeoutError", "BrokenPipeError"}
-"""Raised twice, they may still not come a third time: another machine may have been away."""
-
-
-def _digest(found: Raised) -> str:
-    """What was raised, and where; "" for nothing, and for what may well not come again."""
-    if not found.exception or found.exception.rpartition(".")[2] in _OF_OTHERS:
-        return ""
-    places = [line.strip() for line in found.callstack.splitlines() if line.startswith('  File "')]
-    text = "\n".join((found.exception, found.message, *places[-1:]))
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-
-
-def _final_code(found: Raised, *, stepped: bool | None) -> FinalCode:
-    if found.exception in _CERTAIN and not stepped:
-        return 1
-    hinted: FinalCode = next((code for code in _FINAL.values() if code == found.hint), 0)
-    return _FINAL.get(found.exception.rpartition(".")[2], hinted)
-
-
 def signal_name(number: int) -> str:
     """The name of signal `number`: SIGSEGV and so on; "signal 42" for one without."""
     try:
@@ -255,16 +274,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _aborted_by_peer(code: int, last_lines: Sequence[str]) -> bool:
-    # NCCL's watchdog throws in a thread of C++, which nobody can catch: the process aborts because a peer is gone.
-    if code != -signals.SIGABRT:
-        return False
-    text = "\n".join(last_lines)
-    return "terminate called after throwing an instance of 'c10::Dist" in text and bool(PEER_IS_GONE.search(text))
-
-
 def _how_to_meet(message: str) -> str:
-    """What to do about a worker that could not reach another one."""
+    """What to do when a worker could not reach another one."""
     address = announced_address(message)
     return (
         f"another worker is out of reach{f' at the address {address}, which it announced' if address else ''}. Check "
@@ -273,7 +284,7 @@ def _how_to_meet(message: str) -> str:
 
 
 def _in_error_file(content: str) -> Raised:
-    """What torchelastic's form says; nothing where the content is of another form."""
+    """What was raised, by torchelastic's error file; nothing if the content has another form."""
     try:
         fields = json.loads(content) if content else {}
     except (ValueError, RecursionError):
@@ -292,15 +303,15 @@ def _in_error_file(content: str) -> Raised:
 
 
 def _in_traceback(lines: Sequence[str]) -> Raised | None:
-    """What the last traceback in an error output says; None when there is none."""
+    """What was raised, by the last traceback in an error output; None without one."""
     starts = [index for index, line in enumerate(lines) if line.endswith(TRACEBACK)]
     found = exceptions_in("\n".join(lines[starts[-1] :])) if starts else []
     return Raised(*found[-1], "\n".join(lines)) if found else None
 
 
 def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
-    """What certainly comes again and has no traceback: a script that cannot be compiled, a module or a program that is
-    not there, arguments that the script refuses.
+    """What a restart cannot cure and has no traceback: a script that cannot be compiled, a module or a program that is
+    missing, arguments that the script refuses.
     """
     last = next((line for line in reversed(lines) if line.strip()), "")
     if found := _UNCOMPILED.fullmatch(last):

@@ -1,6 +1,6 @@
-"""The agent's side of the worker parent: start it, talk to it, notice its end.
+"""The agent's side of the worker parent: starts it, talks to it, notices its end.
 
-The parent is a program of its own (`elasticrt.bootstrap.fork_server_main`), because the agent has threads and must not
+The parent is a separate program (`elasticrt.bootstrap.fork_server_main`), because the agent has threads and must not
 import torch. It runs in its own session, so that Ctrl-C in a terminal reaches the agent alone.
 """
 
@@ -42,7 +42,7 @@ ParentEvent = FromParent | ParentLost
 
 
 def note(event: Warm, event_log: EventLog) -> None:
-    """Log, and record in `event_log`, that the worker parent can start workers, and how it will, as `event` says."""
+    """Log, and write to `event_log`, that the worker parent can start workers, and by which method."""
     event_log.write(events.ParentWarm(**asdict(event)))
     why = f": {event.reason}" if event.reason else ""
     level = logging.WARNING if event.reason.startswith("--preload") else logging.INFO
@@ -56,12 +56,12 @@ class WorkerParent:
 
     Args:
         method: "fork" or "exec".
-        env: what workers will have, less what differs between them (`workers.environment`): variables that
-            interpreter and libraries read while they load have to be right here already.
-        directory: where workers will run.
+        env: the environment that workers share (`workers.environment`). Interpreter and libraries read variables
+            while they load, so these must be right already.
+        directory: the workers' working directory.
         preload: modules to import in advance.
         kind: what the command will be, as in `Command`.
-        target: the script or module, where known: the parent reads it.
+        target: the script or module, if known: the parent reads it.
 
     Attributes:
         pid: the process id of the parent.
@@ -82,7 +82,7 @@ class WorkerParent:
         self._sending = threading.Lock()
         self._closing = False
         self._ended = threading.Event()
-        self._sessions: dict[int, int] = {}  # Of workers that run: process id -> start time, to tell it from a reuse.
+        self._sessions: dict[int, int] = {}  # Running workers by process id; the start time reveals a reused id.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(self._socket)
         order = {"method": method, "preload": list(preload), "kind": kind, "target": target}
@@ -104,14 +104,14 @@ class WorkerParent:
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send a message with `fds` (the caller keeps its own copies). ChannelClosed when the parent is gone."""
+        """Send a message with `fds`, which stay the caller's. Raises ChannelClosed when the parent has ended."""
         with self._sending:
             if self._closing:
                 raise ChannelClosed("the worker parent has been closed")
             self._channel.send(message, fds)
 
     def receive(self) -> list[ParentEvent]:
-        """What the parent has said by now. ParentLost is the last of it: then it has ended, and been reaped."""
+        """Messages of the parent that have arrived. ParentLost is the last: the parent has ended and been reaped."""
         found: list[ParentEvent] = []
         try:
             while received := self._channel.receive(0):
@@ -130,7 +130,7 @@ class WorkerParent:
         """End the parent and all workers, and wait for it; after `timeout_s` it is killed. May be called twice."""
         with self._sending:
             self._closing = True
-            # Only our sending side: the parent sees the end, and we still hear how its workers ended.
+            # Only our sending side: the parent sees the end of the channel, and can still report its workers' ends.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
         if not self._ended.wait(timeout_s):
@@ -141,12 +141,12 @@ class WorkerParent:
         try:
             code = self._process.wait(PARENT_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # It has closed its channel and does not end: nothing can be done with it any more.
+            self._process.kill()  # It has closed its channel and does not end: it is of no more use.
             code = self._process.wait()
         with self._sending:
             asked, self._closing = self._closing, True
             self._channel.close()
-        # Kill what a killed parent could not: it took its workers along, but not what these had started.
+        # A killed parent takes its workers along, but not the processes that these have started.
         for pid in in_sessions({pid for pid, at in self._sessions.items() if start_of(pid) in (0, at)}):
             with contextlib.suppress(OSError):  # It has ended by itself.
                 os.kill(pid, signal.SIGKILL)
@@ -156,7 +156,7 @@ class WorkerParent:
 
 
 def keeps_dying(node: str, reason: str) -> ConfigError:
-    """The error for a worker parent of `node` that dies again and again, at last of `reason`."""
+    """The error for a worker parent on `node` that has died too often, the last time for this `reason`."""
     return ConfigError(
         explain(
             "the process that starts workers keeps dying",

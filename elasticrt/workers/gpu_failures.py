@@ -1,7 +1,7 @@
-"""Which failure of a GPU ended a worker: from its last words to a cause with a remedy. Pure.
+"""Which failure of a GPU ended a worker, and its remedy, from the worker's last words. Pure.
 
-CUDA reports an error at whichever call comes next, and keeps it for the rest of the process: the traceback often points
-at innocent code. The words themselves are exact, so they are what is looked at.
+CUDA reports an error at the next call, and keeps it for the rest of the process, so the traceback often points at
+innocent code. The words are exact, so only they are matched.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GpuCause:
-    """What happened.
+    """A cause.
 
     Attributes:
         name: a few words.
         remedy: what to do about it.
-        suspect: whether the GPU itself may be bad: this node starts no worker before it has been found healthy.
+        suspect: whether the GPU may be bad, so that this node must be checked before it starts a worker again.
     """
 
     name: str
@@ -116,15 +116,15 @@ _CAUSES: tuple[tuple[re.Pattern[str], GpuCause], ...] = tuple(
         ),
     )
 )
-"""The first that fits: a GPU that is lost says several of these."""
+"""The first that matches counts: a GPU that is lost causes several of these messages."""
 
 _ANY = re.compile(r"\bCUDA error: (.{1,120})|\bAcceleratorError\b|\bCUBLAS_STATUS_\w+|\bCUDNN_STATUS_\w+")
 
 
 def gpu_cause(text: str) -> GpuCause | None:
-    """The cause that an exception's type and text name; None when they speak of no GPU.
+    """The cause that an exception's type and text name; None if they mention no GPU.
 
-    What else was printed does not count: it may be advice, or another failure that was dealt with.
+    Other output must not be passed: it may be advice, or about a failure that was handled.
     """
     for pattern, cause in _CAUSES:
         if pattern.search(text):
@@ -136,5 +136,5 @@ def gpu_cause(text: str) -> GpuCause | None:
 
 
 def suspects_gpu(summary: str) -> bool:
-    """Whether the summary of a failure names a cause for which the GPU itself may be bad."""
+    """Whether the summary of a failure names a cause that makes the GPU suspect."""
     return any(cause.suspect and cause.name in summary for _, cause in _CAUSES)

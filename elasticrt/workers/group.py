@@ -1,7 +1,7 @@
-"""The workers of this node: started for one generation at a time, listened to, stopped, and every end explained.
+"""The workers of this node: starts them for one generation at a time, and signals them.
 
-One thread reads all channels and all output, and only puts events into the sink. A new generation may start while
-workers of the one before are still dying: every event names its own.
+`worker_io` reads their channels and output, and explains their ends. A new generation may start while workers of the
+one before are still ending, so every event names its generation.
 """
 
 from __future__ import annotations
@@ -28,24 +28,20 @@ from elasticrt.workers.logs import Output, WorkerConsole, file_of
 from elasticrt.workers.worker_io import GroupEnded, GroupEvent, WorkerEnded, WorkerIO, WorkerState, oom_kills
 
 EXIT_CANNOT_START = 126
-"""What a shell says of a program that it cannot execute, and the worker parent of a worker it cannot start."""
+"""A shell's exit code for a program that it cannot execute, and ours for a worker that cannot be started."""
 
 
 class WorkerGroup:
-    """All workers of this node.
-
-    Methods are called from one thread, the agent's; events come from others.
+    """All workers of this node. Used by the agent's thread; `reply` may be called from any.
 
     Args:
-        parent: the worker parent to start them with; after it was lost, `use` another one.
-        sink: gets events, from the thread that reads.
-        logs: what of their output is kept and shown.
-        console: where it is shown.
+        sink: gets events, on the thread that reads.
+        logs: which output is kept and shown.
+        console: where output is shown.
     """
 
     def __init__(
         self,
-        parent: WorkerParent,
         sink: Callable[[GroupEvent], None],
         *,
         logs: LogOptions | None = None,
@@ -57,10 +53,9 @@ class WorkerGroup:
         self._workers: list[WorkerState] = []
         self._starts = 0
         self._io = WorkerIO(sink)
-        self.use(parent)
 
     def use(self, parent: WorkerParent) -> None:
-        """Start workers with this parent from now on."""
+        """Start workers with this parent from now on. Needed before the first start, and after a parent was lost."""
         self._parent = parent
         self._io.follow(parent)
 
@@ -72,21 +67,21 @@ class WorkerGroup:
         listen: socket.socket | None,
         base_env: Mapping[str, str],
         directory: str | Path,
-        memory: Mapping[int, Mapping[str, int]] | None = None,
+        state_fd: int = -1,
     ) -> None:
         """Start the workers of `generation`, one for each of `envs`. Call it after `Warm`.
 
-        What goes wrong is told by events: `WorkerEnded` with a failure, and in the end `GroupEnded`. The error file and
-        the logs go below `env.run_dir`.
+        Errors arrive as events: `WorkerEnded` with a failure, and at last `GroupEnded`. The error file and the logs
+        are below `env.run_dir`.
 
         Args:
             generation: its number; 0 for workers that set up beside the training.
-            envs: who each worker is.
+            envs: the ranks of each worker.
             command: what each runs, in `directory`.
             listen: the generation's listening socket when global rank 0 is here; it is closed on this side.
             base_env: from `workers.environment`.
             directory: the working directory.
-            memory: by local rank, further descriptors by name ("state"), which stay the caller's.
+            state_fd: the saved state that local rank 0 resumes from, which stays the caller's; -1: none.
         """
         self._starts = max(generation, self._starts + 1)
         workers: list[WorkerState] = []
@@ -96,14 +91,14 @@ class WorkerGroup:
                 worker, start, fds = self._prepare(env, command, base_env, directory)
                 workers.append(worker)
                 starts.append((start, fds))
-                for name, fd in (memory or {}).get(env.local_rank, {}).items():
-                    start.fd_names.append(name)
-                    fds.append(os.dup(fd))
+                if env.local_rank == 0 and state_fd >= 0:
+                    start.fd_names.append("state")
+                    fds.append(os.dup(state_fd))
                 if env.rank == 0 and listen is not None:
                     start.fd_names.append("listen")
                     fds.append(os.dup(listen.fileno()))
         except OSError as error:
-            # Nothing has been started: every worker of this node fails with the same words.
+            # Nothing has been started: all workers of this node fail with the same message.
             self._refuse(workers, envs, f"cannot prepare the workers: {error}")
             return
         else:
@@ -114,7 +109,7 @@ class WorkerGroup:
                 for start, fds in starts:
                     self._parent.send(start, fds)
             except ChannelClosed as error:
-                # Its own ParentLost may have come before there was anything to end.
+                # ParentLost may have been handled before these workers were known.
                 self._io.lose(workers, f"the worker parent is gone: {error}")
         finally:
             for _, fds in starts:
@@ -124,7 +119,7 @@ class WorkerGroup:
                 listen.close()
 
     def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
-        """Let the worker with `local_rank` in `generation` go on in the one of `env`. False: it has ended meanwhile.
+        """Let the worker with `local_rank` in `generation` go on in that of `env`. Returns False if it has ended.
 
         `listen` is as in `start`, for global rank 0; it is closed on this side.
         """
@@ -135,7 +130,6 @@ class WorkerGroup:
                     return False
                 worker.left.add(generation)
                 worker.env = replace(env, error_file=worker.env.error_file)
-                worker.step = None
                 page = worker.page
                 page.stop = page.go = page.save = 0
             worker.tell(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
@@ -145,11 +139,11 @@ class WorkerGroup:
                 listen.close()
 
     def kill(self, generation: int, local_ranks: Sequence[int] = ()) -> None:
-        """SIGKILL workers of `generation`, all or `local_ranks`, with all that they have started."""
+        """Send SIGKILL to workers of `generation`, all or `local_ranks`, and to all processes of their sessions."""
         self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
 
     def terminate(self, grace_s: float, generation: int, number: int = signal.SIGTERM) -> float:
-        """SIGTERM, or `number`, to the main processes of `generation`.
+        """Send SIGTERM, or `number`, to the main processes of `generation`.
 
         Returns when to `kill` them: in `grace_s` seconds, by time.monotonic().
         """
@@ -158,23 +152,23 @@ class WorkerGroup:
         return time.monotonic() + grace_s
 
     def signal(self, number: int, generation: int, local_ranks: Sequence[int] = ()) -> None:
-        """Pass any other signal on to main processes of `generation`, all or `local_ranks`. None shall end of it."""
+        """Send a signal that ends no process to workers of `generation`, all or `local_ranks`."""
         self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
 
     def look(self, generation: int) -> None:
-        """Have workers of `generation` write on their pages how many collectives they have begun."""
+        """Ask workers of `generation` to write on their pages how many collectives they have begun."""
         for worker in self._of(generation):
             worker.tell(Look())
 
     def release(self, generation: int) -> None:
-        """Let workers of `generation` end that wait for its end, for the sake of its store, or for another seat."""
+        """Let workers of `generation` end that linger because they hold its store, or wait for another seat."""
         for worker in self._of(generation):
             worker.tell(Release())
 
     def reply(self, local_rank: int, message: Reply, generation: int) -> None:
-        """Send `message` to the worker that asked as `local_rank` of `generation`, and may be in another by now.
+        """Send `message` to the worker that asked as `local_rank` of `generation`. Does nothing if it has ended.
 
-        Nothing happens when it has ended meanwhile.
+        It may be in another generation since.
         """
         worker = self._worker(local_rank, generation)
         if worker is None:
@@ -184,7 +178,7 @@ class WorkerGroup:
             worker.tell(message)
 
     def page(self, local_rank: int, generation: int) -> StatusPage:
-        """The status page of the worker with `local_rank` in `generation`. KeyError when there is none."""
+        """The status page of the worker with `local_rank` in `generation`. Raises KeyError without such a worker."""
         worker = self._worker(local_rank, generation)
         if worker is None:
             raise KeyError(f"no worker with local rank {local_rank} in generation {generation}")
@@ -195,13 +189,13 @@ class WorkerGroup:
         return {each.env.local_rank: each.pid for each in self._of(generation) if each.pid and not each.gone}
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop reading, within `timeout_s`. Close the parent first: that ends the workers; what they said is read."""
+        """Stop reading, within `timeout_s` seconds. Close the parent first: it ends the workers."""
         self._io.close(timeout_s)
 
     def _prepare(
         self, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
     ) -> tuple[WorkerState, Start, list[int]]:
-        """The worker's state, the message that starts it, and the descriptors to go with it. OSError: none is left."""
+        """The worker's state, the message that starts it, and its descriptors. Raises OSError without any leak."""
         with contextlib.ExitStack() as undo:
 
             def owned(fd: int) -> int:
@@ -260,7 +254,7 @@ class WorkerGroup:
             ranks = [each.env.local_rank for each in wanted if each.start == start]
             for worker in wanted:
                 worker.stopping |= stops
-            with contextlib.suppress(ChannelClosed):  # Without a parent there is no worker either.
+            with contextlib.suppress(ChannelClosed):  # The workers have ended with their parent.
                 self._parent.send(Signal(start, number, sessions, ranks))
 
     def _of(self, generation: int) -> list[WorkerState]:
@@ -272,14 +266,13 @@ class WorkerGroup:
 
 
 def _with_error_file(env: WorkerEnv) -> WorkerEnv:
-    """The same worker with a place for its error file, which is empty; without, where none can be made."""
-    default = file_of(env.run_dir, env.generation, env.rank, env.node, "error.json") if env.run_dir else ""
-    path = Path(env.error_file or default)
-    if path == Path():
+    """The same worker with the path of its error file, where there is no file yet; "" if none can be made."""
+    if not env.run_dir:
         return env
+    path = file_of(env.run_dir, env.generation, env.rank, env.node, "error.json")
     try:
         make_directory(path.parent)
         path.unlink(missing_ok=True)
     except OSError:
-        return replace(env, error_file="")  # The logs have the same problem, and say so.
+        return env  # The logs cannot be written either, and say so.
     return replace(env, error_file=str(path))

@@ -1,4 +1,4 @@
-"""What a node's workers are in, and how they have ended so far: a value, and how events change it. Pure."""
+"""The state of a node's workers in one generation, as a value, and how events change it. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class GroupState:
 
     Attributes:
         number: the generation's; 0 before the first.
-        generation: what they run, in `seat`; None before the first, and after they were killed for good.
-        running: some of their processes have not ended.
-        seated: local ranks whose processes live.
-        ranks: global ranks by local rank; `pids`: process ids by global rank, of those that have started.
-        seated_ns: when they were given their seats, if they went on in place (CLOCK_MONOTONIC).
-        well: global ranks that ended with code 0; `failures`: the others', as they came.
-        failed_at: when the first failed (seconds of the monotonic clock); None while none has, and for a generation
-            that has been replaced already.
-        unmet: in so many generations in a row, up to this one, workers here could not reach the others.
-        holding: they hold for the handover with this create revision, 0 for none; `entered`: then one of them had been
-            let into that step at most.
-        going: the step after which they were told to leave, 0 for none; `handed`: local ranks that have.
+        generation: what the workers run, in `seat`; None before the first, and after they were killed.
+        running: whether some processes have not ended.
+        seated: local ranks whose processes run.
+        ranks: global ranks by local rank; `pids`: process ids by global rank, of workers that have started.
+        seated_ns: when workers that went on in place got their seats (CLOCK_MONOTONIC, ns).
+        well: global ranks that ended with code 0; `failures`: those of the others, in the order of time.
+        failed_at: when the first one failed (seconds of the monotonic clock); None while none has, and for a generation
+            that has been replaced.
+        unmet: in how many generations in a row, up to this one, workers here could not reach the others.
+        holding: the create revision of the handover that they hold for, 0 for none; `entered`: the furthest step that
+            one of them had begun then.
+        going: the step after which they leave, 0 for none; `handed`: local ranks that have left.
     """
 
     number: int = 0
@@ -49,7 +49,7 @@ class GroupState:
     handed: frozenset[int] = frozenset()
 
     def started(self, generation: Generation, seat: Seat) -> GroupState:
-        """New workers of `generation` are started for all of a `seat`."""
+        """The state after new workers of `generation` were started for all of a `seat`."""
         ranks = {rank: seat.rank_offset + rank for rank in range(seat.workers)}
         seated = frozenset(ranks)
         return GroupState(generation.number, generation, seat, True, seated, ranks, unmet=self.unmet)
@@ -57,37 +57,37 @@ class GroupState:
     def went_on(
         self, generation: Generation, seat: Seat, ranks: Mapping[int, int], pids: Mapping[int, int], now_ns: int
     ) -> GroupState:
-        """Living workers got new seats in place at `now_ns`; `ranks` and `pids` (see the attributes) are theirs."""
+        """The state after living workers got new seats at `now_ns`; for `ranks` and `pids` see the attributes."""
         seated = frozenset(ranks)
         return GroupState(generation.number, generation, seat, bool(ranks), seated, ranks, pids, now_ns)
 
     def failed(self, failure: Failure, now: float | None) -> GroupState:
-        """One more failure. `now`: None where the generation has been replaced already."""
+        """The state after one more failure. `now`: None if the generation has been replaced already."""
         at = now if self.failed_at is None else self.failed_at
         return replace(self, failures=(*self.failures, failure), failed_at=at)
 
     def lost(self, local_ranks: frozenset[int]) -> GroupState:
-        """The processes of `local_ranks` are of this generation no more."""
+        """The state without the processes of `local_ranks`."""
         seated = self.seated - local_ranks
         return replace(self, seated=seated, running=self.running and bool(seated))
 
     def replaced(self) -> GroupState:
-        """Another generation has come: what was asked of this one is over."""
+        """The state after another generation was published: no handover, and no failure that matters."""
         return replace(self, failed_at=None, holding=0, entered=0, going=0)
 
     @property
     def hung(self) -> bool:
-        """Whether these workers are known to do nothing: they take no other seat, and are not asked to."""
+        """Whether these workers are known to hang, so that they get no other seat."""
         return any(failure.stalled for failure in self.failures)
 
     def is_of(self, incarnation: str) -> bool:
-        """Whether this is the group of the node's life `incarnation`."""
+        """Whether these workers belong to the node's life `incarnation`."""
         return self.seat is not None and self.seat.incarnation == incarnation
 
     def report(self, *, kept: Copy | None, ready: int, has_state: bool) -> Report | None:
-        """What the other nodes should be told; None as long as nothing has ended.
+        """The report to the other nodes; None as long as no worker has ended or holds.
 
-        A failure is final for the node's whole group: the rest is killed, so what they end with says nothing new.
+        After a failure it does not change: the node's other workers are killed, so their exit codes say nothing.
 
         Args:
             kept: the newest copy of the state in this node's memory.

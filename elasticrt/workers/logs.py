@@ -1,7 +1,7 @@
-"""What workers print: whole lines to the console, all of it to a file per rank and stream, its end to reports.
+"""The output of workers: whole lines go to the console, all of it to a file per rank and stream, its end to reports.
 
-Bytes go through as they are: a worker may print what is no text in any encoding. Nothing here may stop the training: a
-file that cannot be written is given up with one warning, and memory stays flat however much is printed.
+Bytes are passed on unchanged, because output need not be text. Nothing here may stop the training: a file that cannot
+be written is given up with one warning, and memory stays flat however much is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _LOG = logging.getLogger(__name__)
 TAIL_LINES_MAX = 60
 TAIL_MAX_BYTES = 16 * 1024
 LINE_MAX_BYTES = 64 * 1024
-"""A longer line is passed on in pieces: it may be mixed with other workers' output, but memory stays flat."""
+"""A longer line is passed on in pieces, between which other workers' output may come."""
+
 _CONSOLE_WAIT_S = 10.0
 
 
@@ -39,9 +40,9 @@ def file_of(directory: str | Path, generation: int, rank: int, node: str, kind: 
 
 
 def newest_generation(directory: str | Path) -> int:
-    """The highest generation that has logs in a run's directory, 0 for none: an embedded etcd does not outlive its run.
+    """The highest generation that has logs in a run's directory, 0 for none.
 
-    Its number is not given to another one, whose logs would be mixed with these.
+    An embedded etcd forgets its run's generations. Their numbers must not be used again: the logs would be mixed.
     """
     try:
         names = os.listdir(Path(directory, "logs"))  # noqa: PTH208  Names, not paths.
@@ -52,14 +53,14 @@ def newest_generation(directory: str | Path) -> int:
 
 
 class WorkerConsole:
-    """This process's own stdout and stderr (`fds`), shared by all workers: whole lines, each with a prefix."""
+    """This process's stdout and stderr (`fds`), which all workers share: whole lines, each with a prefix."""
 
     def __init__(self, fds: Mapping[str, int] | None = None) -> None:
         self._fds = dict(fds or {OUT: 1, ERR: 2})
         self._unfinished: dict[str, WorkerEnv | None] = {OUT: None, ERR: None}
 
     def write(self, worker: WorkerEnv, stream: str, prefix: bytes, text: bytes) -> None:
-        """Write `text` to `stream`: whole lines with `prefix`, or a piece. Another's unfinished line is ended."""
+        """Write `text`, whole lines or a piece of one, with `prefix`. Ends another worker's unfinished line first."""
         if stream not in self._fds:
             return
         owner = self._unfinished[stream]
@@ -86,29 +87,30 @@ class WorkerConsole:
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:
-                # Somebody who shares our terminal has made it non-blocking. Like a worker that prints there itself, we
-                # wait for the reader, but not for ever.
+                # Another process that shares this terminal has made it non-blocking. Wait for its reader, but not for
+                # ever.
                 if not select.select([], [fd], [], _CONSOLE_WAIT_S)[1]:
                     return
 
 
 class _File:
-    """One log file: created when something is written, never larger than its limit."""
+    """One log file: created by the first write, never larger than its limit."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
-        self.used = False
         self._left = max_bytes
         self._file: BinaryIO | None = None
-        self._closed = False
+
+    @property
+    def used(self) -> bool:
+        return self._file is not None
 
     def write(self, data: bytes) -> None:
-        if self._closed:
+        if self._left < 0:
             return
         if self._file is None:
             make_directory(self.path.parent)
             self._file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115  Kept; no opener there.
-            self.used = True
         self._file.write(data[: self._left])
         self._left -= len(data)
         if self._left < 0:
@@ -116,7 +118,7 @@ class _File:
             self.close()
 
     def close(self) -> None:
-        self._closed = True
+        self._left = -1
         if self._file is not None:
             self._file.close()
 
@@ -124,12 +126,12 @@ class _File:
 class Output:
     """The output of one `worker`, kept and shown by `options`, on a `console`."""
 
-    _warned: bool = False  # Of the class: a full disk is said once, not once per worker and generation.
+    _warned: bool = False  # Of the class: a full disk is reported once, not by each worker and generation.
 
     def __init__(self, worker: WorkerEnv, options: LogOptions, console: WorkerConsole) -> None:
         self._worker = worker
         self._console = console
-        # What a prefix can say of a worker, in torchrun's words and ours.
+        # The names that a prefix may contain: torchrun's and ours.
         names: dict[str, object] = {"node": worker.node, "rank": worker.rank, "local_rank": worker.local_rank}
         names |= {"generation": worker.generation, "role_name": worker.role}
         self._prefix = os.fsencode(Template(options.prefix).safe_substitute(names))
@@ -144,7 +146,7 @@ class Output:
 
     @property
     def path(self) -> str:
-        """The file with the error output, or with the plain output when there is only that; "" when neither is kept."""
+        """The file with the error output, or with the plain output if there is only that; "" if neither is kept."""
         return next((str(self._files[name].path) for name in (ERR, OUT) if self._has_file(name)), "")
 
     @property
@@ -153,7 +155,7 @@ class Output:
         return any(self._lines.values())
 
     def write(self, stream: str, data: bytes) -> None:
-        """Take `data` that was read from a worker's pipe of `stream`."""
+        """Take `data` that was read from the worker's `stream`."""
         if stream == ERR:
             self._tail += data[-TAIL_MAX_BYTES:]
             del self._tail[:-TAIL_MAX_BYTES]
@@ -162,7 +164,7 @@ class Output:
             return
         line = self._lines[stream]
         line += data
-        # A progress bar ends its "lines" with a carriage return, and wants to be seen moving.
+        # A progress bar ends its lines with a carriage return, and is to be seen moving.
         end = max(line.rfind(b"\n"), line.rfind(b"\r")) + 1
         if end == 0 and len(line) > LINE_MAX_BYTES:
             end = len(line)
@@ -171,7 +173,7 @@ class Output:
             del line[:end]
 
     def flush(self) -> None:
-        """Show pieces of lines as they are: nothing more is coming, or not soon (a prompt, dots of progress)."""
+        """Show unfinished lines as they are, because nothing more follows soon."""
         for stream, line in self._lines.items():
             if line:
                 self._console.write(self._worker, stream, self._prefix, bytes(line))
@@ -186,7 +188,7 @@ class Output:
         return lines[-TAIL_LINES_MAX:]
 
     def close(self) -> None:
-        """Show what is left and close the files."""
+        """Show what is left, and close the files."""
         self.flush()
         for file in self._files.values():
             file.close()

@@ -1,4 +1,4 @@
-"""The sockets that a node holds for stores of generations to come, in case it gets rank 0 in one of them."""
+"""The sockets that a node holds for the stores of future generations, in case it gets rank 0 in one of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elasticrt.errors import ConfigError, explain
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """A socket that listens at any free port of `address`, an IP address of this machine. Raises ConfigError.
+    """A socket that listens at a free port of `address`, an IP address of this machine. Raises ConfigError.
 
     `backlog`: how many connections may wait.
     """
@@ -38,8 +38,8 @@ class StorePorts:
     def bind(self, address: str) -> None:
         """Hold a new socket at `address`, an IP address of this machine. Raises ConfigError.
 
-        The one before is kept as well: should a leader choose again before it has heard of the new one, the old port
-        still works (what is stored there has the generation's nonce in its name).
+        The one before is kept as well, because a leader may still choose its port before it reads the new one. Keys in
+        a store have the generation's nonce in their name.
         """
         self.address = address
         bound = listen(address, 1024)
@@ -49,14 +49,14 @@ class StorePorts:
         self._held[self.port] = bound
 
     def take(self, port: int, *, shared: bool) -> socket.socket | None:
-        """The socket of that port, to be given away. `shared`: workers inherit it; others bind it anew."""
+        """The socket of `port`, for the caller. `shared`: workers inherit it; otherwise they bind the port anew."""
         held = self._held.get(port)
         if held is None or shared:
             return held.dup() if held is not None else None
         return self._held.pop(port)
 
     def close(self) -> None:
-        """Give all back."""
+        """Close all sockets."""
         for held in self._held.values():
             held.close()
         self._held.clear()

@@ -1,8 +1,7 @@
-"""One thread reads the output and the channels of all workers, and the channel of their parent.
+"""One thread that reads the output and the channels of all workers, and the channel of their parent.
 
-What it reads, and how workers end, it turns into events.
-
-Memory stays flat: a pipe is read as fast as its output can be passed on, and no faster.
+It turns messages and ends of workers into events. Memory stays flat: a pipe is read only as fast as its output can be
+passed on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from elasticrt.ipc.cgroups import memory_groups, text_of
 from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Step, Warm
+from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Warm
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
@@ -52,7 +51,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerSaid:
-    """The worker sent a message over its channel. `fd`: what came with it, for whoever gets this event; -1: nothing."""
+    """The worker sent a message. `fd`: the descriptor that came with it, which the receiver owns; -1: none."""
 
     generation: int
     rank: int
@@ -63,10 +62,10 @@ class WorkerSaid:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """The worker has ended, or is done and lingers. Said once for each worker that was asked for.
+    """The worker has ended, or is done and lingers. Exactly one such event comes for each worker.
 
-    `code` is the exit code or minus the signal number. `failure` is None after code 0, and for a worker that was ended
-    by this agent's own TERM or KILL.
+    `code` is the exit code or minus the signal number. `failure` is None after code 0, and after this agent's own
+    SIGTERM or SIGKILL.
     """
 
     generation: int
@@ -79,7 +78,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """No process of this generation's workers is left (0: of those that set up beside the training)."""
+    """All processes of this generation's workers have ended (0: of workers that set up beside the training)."""
 
     generation: int
 
@@ -88,11 +87,11 @@ GroupEvent = Warm | ParentLost | WorkerStarted | WorkerSaid | WorkerEnded | Grou
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How many processes of this control group the kernel has killed for memory so far; 0 where it does not say.
+    """How many processes of this control group the kernel has killed for memory so far; 0 if that is unknown.
 
-    A kill is counted in the group of the process, whichever group's limit was reached; by version 2 also in all around
-    it. So the own group's count is what we want, or that of the nearest group that has one. `root`: where /proc and
-    /sys are.
+    A kill is counted in the group of the process, whichever group's limit was reached; in version 2 also in the groups
+    around it. So the count of this process's own group is right, or that of the nearest group that has one. `root`:
+    where /proc and /sys are.
     """
     for group, names in memory_groups(root):
         for line in text_of(group / names.events).splitlines():
@@ -108,12 +107,11 @@ class WorkerState:
 
     Attributes:
         start: the number of the start that it was a part of, as its parent knows it.
-        env: who it is. It may go on in another generation: then that one's.
+        env: its ranks, in the generation that it is in now.
         left: the generations that it was in before.
         pid: 0 until it has been started.
-        ended: its end has been told; `gone`: there is no process any more.
+        ended: its `WorkerEnded` was sent; `gone`: its process has ended.
         stopping: the agent has told it to end.
-        step: the last step that it has said.
         read_at: when its output was last read (seconds of the monotonic clock).
         oom_kills: the count of processes killed for memory when it was started.
     """
@@ -131,22 +129,21 @@ class WorkerState:
     ended: bool = False
     gone: bool = False
     stopping: bool = False
-    step: int | None = None
     read_at: float = 0.0
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send it a message with `fds`. Nothing happens when it has ended, which its own event says."""
+        """Send it a message with `fds`. Does nothing if it has ended: an event says so."""
         with self.sending, contextlib.suppress(ChannelClosed, OSError):
             if not self.gone:
                 self.channel.send(message, fds)
 
 
 class WorkerIO:
-    """The thread. Its methods may be called from any other; the sink is called from the thread: it must only enqueue.
+    """The thread. Its methods may be called from any other. The sink is called on it, and must only enqueue.
 
     Attributes:
-        seating: held while a worker gets another generation, and while an end is told.
+        seating: held while a worker gets another generation, and while its end is reported.
     """
 
     def __init__(self, sink: Callable[[GroupEvent], None]) -> None:
@@ -161,15 +158,15 @@ class WorkerIO:
         self._thread.call(partial(self._thread.watch, parent, READ, partial(self._read_parent, parent)))
 
     def add(self, workers: Sequence[WorkerState]) -> None:
-        """Listen to workers from before they are started."""
+        """Listen to workers, before they are started."""
         self._thread.call(partial(self._add, workers))
 
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
-        """The parent of these workers is gone, for this `reason`, and they with it."""
+        """These workers have ended with their parent, for this `reason`."""
         self._thread.call(partial(self._lost, workers, reason))
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, after all that was there before, within `timeout_s` seconds."""
+        """End the thread within `timeout_s` seconds, after what has arrived was read."""
         self._thread.close(timeout_s)
 
     def _end(self) -> None:
@@ -218,7 +215,7 @@ class WorkerIO:
                 data = os.read(fd, _READ_BYTES)
             except BlockingIOError:
                 return
-            if not data:  # The worker has closed it, and may well go on without.
+            if not data:  # The worker has closed its end, and may go on without it.
                 self._thread.forget(fd)
                 os.close(worker.pipes.pop(stream))
                 return
@@ -234,7 +231,7 @@ class WorkerIO:
             self._thread.after(_FLUSH_AFTER_S, self._flush)
 
     def _flush(self) -> None:
-        """Show pieces of lines to which nothing has been added for a while."""
+        """Show unfinished lines to which nothing was added for a while: prompts, dots of progress."""
         self._flushing, quiet_since = False, time.monotonic() - _FLUSH_AFTER_S
         for worker in [each for each in self._workers if each.output.unfinished]:
             if worker.read_at <= quiet_since:
@@ -245,7 +242,7 @@ class WorkerIO:
     def _read_channel(self, worker: WorkerState) -> None:
         try:
             count = 0
-            # What is buffered has to be taken now: the selector does not know of it.
+            # Take what the channel has buffered: the selector does not see it.
             while count < _MESSAGES_PER_TURN or worker.channel.pending():
                 received = worker.channel.receive(0)
                 if received is None:
@@ -264,8 +261,6 @@ class WorkerIO:
             os.close(fd)
         if not isinstance(message, FromWorker):
             raise ValueError(f"a worker sent a {type(message).__name__}")  # noqa: TRY004  It came over a wire.
-        if isinstance(message, Step):
-            worker.step = message.step
         env = worker.env
         fd = fds[0] if fds and wanted else -1
         self._sink(WorkerSaid(env.generation, env.rank, env.local_rank, message, fd))
@@ -275,7 +270,7 @@ class WorkerIO:
                 worker.tell(Release())
 
     def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
-        """The process is no more: read what it has left, say how it ended, and let go of it."""
+        """The process has ended: read the rest of its output and messages, report its end, close its files."""
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
         if self._thread.watches(worker.channel):
@@ -311,7 +306,7 @@ class WorkerIO:
                 error_file=_read_text(env.error_file),
                 last_lines=worker.output.tail(),
                 log_path=worker.output.path,
-                step=worker.step or worker.page.step or None,
+                step=worker.page.step or None,
                 stepped=_stepped(worker),
                 beats=0 if worker.page.entered else worker.page.beats,
                 loaded=max((page.loaded for page in pages if page.beats), default=0),
@@ -326,10 +321,10 @@ class WorkerIO:
 
 
 def _stepped(worker: WorkerState) -> bool | None:
-    """Whether it has made a step; None when nobody has seen it begin: its steps would not have been seen either."""
+    """Whether it has made a step; None if its page was never used, because then its steps are not marked either."""
     page = worker.page
     seen = page.begun_at_ns or page.init_at_ns
-    return True if worker.step or page.step or page.beats else False if seen else None
+    return True if page.step or page.beats else False if seen else None
 
 
 def _read_text(path: str) -> str:
@@ -339,4 +334,4 @@ def _read_text(path: str) -> str:
         with Path(path).open("rb") as file:
             return file.read(_ERROR_FILE_MAX_BYTES).decode(errors="replace")
     except OSError:
-        return ""  # Nothing was written, as after every end that is not an exception.
+        return ""  # Only an exception writes the file.

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrt import events
 from elasticrt.agent.edges import Edges
-from elasticrt.agent.store_proxy import ASK_AGAIN_S, StoreRequest, StoreRequests
+from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.liveness.prober import Witnesses, no_witnesses
 from elasticrt.rendezvous.records import Seat
 from elasticrt.store.lease_session import KEEP_ALIVE_SHARE, LeaseSession
 from tests.virtual.engine import VirtualQueue, nanoseconds
 from tests.virtual.wire import Wire
+from tests.virtual.workers import VirtualGroup
 
 if TYPE_CHECKING:
     from tests.virtual.process import Process
@@ -56,6 +57,7 @@ def edges(process: Process, supervisor: Callable[..., Any]) -> Edges:
         store_ports=lambda: VirtualStorePorts(sim),
         event_log=functools.partial(VirtualEvents, sim),
         supervisor=supervisor,
+        worker_group=lambda put, **_: VirtualGroup(process, put),
         take_stacks=lambda *_: None,
         state_of=process.state_of,
         close_file=lambda _: None,
@@ -180,10 +182,9 @@ class VirtualStoreProxy:
 
     def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
         process = store.process
-        self._errands = StoreRequests(store, keys, committed, self._pause)
+        self._errands = StoreRequests(store, keys, committed)
         self._sim = process.sim
         self._process = process
-        self._closing = False
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)
         process.tasks.append(process.sim.engine.start(process, self._work, "store proxy"))
 
@@ -193,12 +194,7 @@ class VirtualStoreProxy:
 
     def close(self, timeout_s: float) -> None:
         """See `Courier`."""
-        self._closing = True
         self._waiting.put(None)
-
-    def _pause(self) -> bool:
-        self._process.sleep(ASK_AGAIN_S)
-        return not self._closing
 
     def _work(self) -> None:
         while (errand := self._waiting.get()) is not None:

@@ -26,7 +26,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "no nonce read-back": ((_COMMIT, "StoreRequests._save", _READ_BACK, "False"),),
     "a head that another wrote is overwritten": (
-        (_COMMIT, "StoreRequests._save", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
+        (_COMMIT, "StoreRequests._refusal", 'if (known.nonce if known is not None else "") != request.replaces:', "if False:"),
     ),
     "resume where the last generation did": (
         (_LED, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
@@ -95,14 +95,17 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "workers of the last generation live on": (
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),
-    "a node that was left out keeps its workers": ((_A + "agent", "Agent.left_out", "self._kill_workers()", "pass"),),
+    "a node that was left out keeps its workers": (
+        (_A + "agent", "Agent.left_out", "self.node.kill()", "pass"),
+        (_A + "agent", "Agent.left_out", "while not self.node.are_gone()", "while False"),
+    ),
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
         (_COMMIT, "StoreRequests._settle", "record.incarnation != asked.incarnation or ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
-    "two build": ((_COMMIT, "StoreRequests._claim", "current.lease != asked.lease", "False"),),
+    "two build": ((_COMMIT, "_taken", "lease != asked.lease", "False"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),

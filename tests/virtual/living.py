@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import (
     HANDED_OVER_CODE,
+    UNSURE,
     Built,
     Claim,
     Left,
@@ -30,7 +31,7 @@ from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, Wor
 from tests.virtual import disks
 from tests.virtual.copies import Copier, Trained
 from tests.virtual.engine import nanoseconds, require
-from tests.virtual.workers import POLL_S, Words
+from tests.virtual.workers import ASK_AGAIN_S, POLL_S, Words
 
 if TYPE_CHECKING:
     from tests.virtual.process_group import ProcessGroup
@@ -258,7 +259,10 @@ class Worker:
         """What the agent says."""
         if self.saving is not None and reply.request == self.saving[0]:
             (_, commit), self.saving = self.saving, None
-            if reply.ok:
+            if reply.reason.startswith(UNSURE):
+                self.saving = (0, commit)  # Not answered yet.
+                self.later(ASK_AGAIN_S, self._commit_again, commit)
+            elif reply.ok:
                 self.head = self.parent = commit.nonce
             return
         if self.group is not None or self.waiting or reply.request != self.requests:
@@ -406,6 +410,10 @@ class Worker:
     def go_back(self, to: Commit) -> None:
         """Rank 0 asks that an ancestor of the head be the head."""
         self._commit(replace(to, generation=self.own.generation))
+
+    def _commit_again(self, commit: Commit) -> None:
+        if self.saving == (0, commit):  # Otherwise it saves for another generation by now.
+            self._commit(commit)
 
     def _commit(self, commit: Commit) -> None:
         self.saving = (self.requests + 1, commit)

@@ -167,8 +167,6 @@ class VirtualSupervisor(Supervisor):
     def __init__(self, process: Process, settings: Settings, put: Callable[[Any], None], *more: Any) -> None:
         super().__init__(settings, put, *more)
         self._process = process
-        self.group = VirtualGroup(process, put)
-        self._group = self.group  # type: ignore[assignment]  It is one as far as a node can see.
 
     def open(self) -> None:
         """Start the worker parent: it is warm after a while."""

@@ -34,7 +34,7 @@ CHANGES: list[Plan] = [
         spec=spec_for(4, settle_quiet_s=0.0),
     ),
     story("a second attempt", 2, spec=spec_for(2, join="failure"), again=spec_for(2, join="failure"), safety_s=8.0),
-    story("a commit arrives twice", 2, Snag("n0", "commit step 4", "belated", 2.0)),
+    story("a commit arrives twice", 2, Snag("n0", "commit step 4", "belated", 4.0)),
     # The end.
     story(
         "a newcomer comes while a worker has ended well",

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import Built, Claim, Copied, Damaged, Left, Reply, Save
+from elasticrt.ipc.messages import UNSURE, Built, Claim, Copied, Damaged, Left, Reply, Save
 from elasticrt.ipc.status_page import PAGE_BYTES, StatusPage
 from elasticrt.workers.failures import Remains, failure_of
 from elasticrt.workers.worker_io import GroupEnded, WorkerEnded, WorkerSaid, WorkerStarted
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tests.virtual.simulator import Simulator
 
 POLL_S = 0.25
+
+ASK_AGAIN_S = 1.0
+"""As a worker asks its agent again about a commit, see `elasticrt.checkpoint.commits`."""
 
 
 class Words(StatusPage):
@@ -160,6 +163,9 @@ class Group:
         """What the agent says."""
         if not self.alive:
             return
+        if self.saving is not None and reply.reason.startswith(UNSURE):
+            self.sim.engine.after(ASK_AGAIN_S, self._commit_again, self.saving)
+            return
         if self.saving is not None:
             commit, self.saving = self.saving, None
             if reply.ok:
@@ -204,6 +210,10 @@ class Group:
         self.saving = replace(to, generation=self.generation)
         self._commit(self.saving)
 
+    def _commit_again(self, commit: Commit) -> None:
+        if self.alive:
+            self._commit(commit)
+
     def _commit(self, commit: Commit) -> None:
         replaces = self.head
         self.ask(lambda number: Save(number, asdict(commit), replaces))
@@ -222,16 +232,16 @@ class VirtualGroup:
 
     def start(  # noqa: PLR0917  As `WorkerGroup` has them.
         self, generation: int, envs: Sequence[WorkerEnv], command: object, listen: object, base: Mapping[str, str],
-        directory: object, descriptors: Mapping[int, Mapping[str, int]],
+        directory: object, state_fd: int,
     ) -> None:  # fmt: skip
         """See `WorkerGroup`."""
         if self.process.sim.plan.in_place:
-            self._start(generation, envs, descriptors)
+            self._start(generation, envs, state_fd)
             return
         group = self.groups[generation] = Group(self, envs)
         sim = self.process.sim
         sim.invariants.work.started(group)
-        problem = self._lacks_copy(group, descriptors[0])
+        problem = self._lacks_copy(group, state_fd)
         if problem:
             sim.engine.after(0.1, lambda: group.fail(problem, collateral=False))
             return
@@ -243,7 +253,7 @@ class VirtualGroup:
         else:
             sim.engine.after(start_s, sim.training(group).arrive, group)
 
-    def _start(self, generation: int, envs: Sequence[WorkerEnv], descriptors: Mapping[int, Mapping[str, int]]) -> None:
+    def _start(self, generation: int, envs: Sequence[WorkerEnv], state_fd: int) -> None:
         sim = self.process.sim
         started = [sim.worker(self, env) for env in envs]
         self.dead += [each for each in self.workers if each.told]
@@ -252,7 +262,7 @@ class VirtualGroup:
         if generation:
             sim.invariants.work.started(started[0])
             sim.invariants.work.has_ranks(started)
-        problem = self._lacks_copy(started[0], descriptors.get(0, {}))
+        problem = self._lacks_copy(started[0], state_fd)
         if problem:
             sim.engine.after(0.1, lambda: started[0].fail(problem, collateral=False))
             started = started[1:]
@@ -279,12 +289,12 @@ class VirtualGroup:
         found = [worker for worker in self._of(generation) if worker.env.local_rank == local_rank]
         return next((worker for worker in found if not worker.told), found[0] if found else None)
 
-    def _lacks_copy(self, group: Group | Worker, descriptors: Mapping[str, int]) -> str:
+    def _lacks_copy(self, group: Group | Worker, state_fd: int) -> str:
         """Why rank 0 cannot resume from the copy that it is to resume from, "" if it can; damage is told."""
         env = group.envs[0]
         if group.copy is None or env.rank != 0:
             return ""
-        if "state" not in descriptors:
+        if state_fd < 0:
             return "the copy is not in this node's memory"
         if group.copy.digest not in self.process.sim.spoilt:
             return ""

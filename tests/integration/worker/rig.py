@@ -47,7 +47,8 @@ class Rig:
         self.base_env = worker_environment({**os.environ, **(env or {})}, 2)
         self.parent = WorkerParent(method=method, env=self.base_env, directory=Path.cwd(), **options)
         logs = LogOptions(console_ranks=frozenset())
-        self.group = WorkerGroup(self.parent, self.events.put, logs=logs, console=WorkerConsole({}))
+        self.group = WorkerGroup(self.events.put, logs=logs, console=WorkerConsole({}))
+        self.group.use(self.parent)
         self.generation = 0
         self.run_dir = Path()
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elasticrt.agent.health_server import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
-from elasticrt.agent.health_state import CUT_OFF_S, LIVE_S, HealthState, live, member, ready
+from elasticrt.agent.health_state import CUT_OFF_S, LIVE_S, Finding, HealthState, live, member, readiness, ready
 from elasticrt.errors import ConfigError
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.prober import Prober
@@ -32,16 +32,19 @@ TRAINS = HealthState(
     phase="member",
     turned_at=100.0,
     limit_s=LIVE_S,
-    incarnation="0123456789abcdef",
+    readiness=Finding(True, "trains in generation 3"),
     lease="connected",
     generation=3,
     nodes=2,
     world_size=4,
-    running=3,
     ranks=(2, 3),
     step=41,
-    warm=True,
 )
+RECORD = Member(
+    node="alpha", incarnation="0123456789abcdef", address="127.0.0.1", pid=7, workers=2, probe_port=5, port=6, warm=True
+)
+SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
+SEAT = Seat(node="alpha", incarnation="0" * 16, index=1, rank_offset=2, workers=2, address="127.0.0.1", probe_port=5)
 
 
 @pytest.mark.parametrize(
@@ -63,34 +66,53 @@ def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: s
     assert reason in finding.reason
 
 
-STANDS_BY: dict[str, Any] = {"ranks": None, "running": 0, "step": None}
-CUT_OFF: dict[str, Any] = {"lease": "suspended", "etcd_away_s": 170.0, "peers_away_s": 168.0}
+STANDS_BY: dict[str, Any] = {"seat": None, "running": 0}
+CUT_OFF: dict[str, Any] = {"lease": "suspended", "away_s": 170.0, "alone_s": 168.0}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected", "reason"),
     [
         ({}, True, "trains in generation 3"),
-        ({"lease": "suspended", "etcd_away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
+        ({"lease": "suspended", "away_s": 7.2}, True, "trains in generation 3; etcd has not answered for 7 s"),
         ({"lease": "lost"}, False, "not a member of the run: etcd has given its lease up"),
         ({"running": 2}, True, "starts its workers of generation 3"),
         ({"running": 0}, True, "starts its workers of generation 3"),
         ({"running": 0, "warm": False}, False, "still importing what its workers need"),
-        ({"running": 0, "etcd_away_s": 3.0}, False, "its workers of generation 3 have ended"),
+        ({"running": 0, "away_s": 3.0}, False, "its workers of generation 3 have ended"),
         (CUT_OFF, False, "cut off in generation 3: neither etcd nor another node has answered for 168 s"),
-        ({**CUT_OFF, "peers_away_s": CUT_OFF_S}, True, "trains in generation 3; etcd has not answered for 170 s"),
+        ({**CUT_OFF, "alone_s": CUT_OFF_S}, True, "trains in generation 3; etcd has not answered for 170 s"),
         ({"leaving": "SIGTERM received"}, False, "on its way out: SIGTERM received"),
-        ({"phase": "joining"}, False, "joining: not a member"),
-        ({"phase": "ending"}, False, "ending: not a member"),
+        ({"draining": True}, False, "on its way out: draining"),
         (STANDS_BY, True, "stands by: generation 3 runs without it"),
         ({**STANDS_BY, "generation": 0}, True, "stands by: waits for the first generation"),
         ({**STANDS_BY, "warm": False}, False, "stands by, but is still importing"),
-        ({**STANDS_BY, "lease": "suspended", "etcd_away_s": 3.0}, False, "stands by, but cannot be called"),
+        ({**STANDS_BY, "lease": "suspended", "away_s": 3.0}, False, "stands by, but cannot be called"),
+    ],
+)
+def test_readiness(changes: dict[str, Any], expected: bool, reason: str) -> None:
+    """N03: ready is who trains, also while etcd is away, or could at once; in a change of generation nobody flaps."""
+    own = {"seat": SEAT, "generation": 3, "away_s": None, "alone_s": 0.0}
+    own |= {name: changes[name] for name in own if name in changes}
+    record = RECORD.model_copy(update={name: changes[name] for name in ("warm", "draining") if name in changes})
+    state = {name: changes[name] for name in ("lease", "leaving", "running") if name in changes}
+    me = Me(record=record, spec=SPEC, **{"lease": "connected", "running": 3, **state})
+    finding = readiness(me, own.pop("seat"), own.pop("generation"), **own)
+    assert finding.ok is expected
+    assert reason in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "reason"),
+    [
+        ({}, True, "trains in generation 3"),
+        ({"phase": "joining"}, False, "joining: not a member"),
+        ({"phase": "ending"}, False, "ending: not a member"),
         ({"turned_at": 0.0}, False, "member without a turn for 100 s"),
     ],
 )
 def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
-    """N03: ready is who trains, also while etcd is away, or could at once; in a change of generation nobody flaps."""
+    """N03: an agent that is stuck, or no member, is not ready, whatever it has noted before."""
     finding = ready(replace(TRAINS, **changes), 100.0)
     assert finding.ok is expected
     assert reason in finding.reason
@@ -98,17 +120,11 @@ def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
 
 def test_what_a_member_notes() -> None:
     """A newcomer's notes are its own state: no generation, no ranks, no steps, and since when etcd is away."""
-    record = Member(
-        node="alpha", incarnation="0123456789abcdef", address="127.0.0.1", pid=7, workers=2, probe_port=5, port=6
-    )
-    me = Me(
-        record=record.model_copy(update={"draining": True}),
-        spec=RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py")),
-    )
+    me = Me(record=RECORD.model_copy(update={"draining": True}), spec=SPEC)
     noted = member("digits", me, View("alpha"), 50.0, away_since=48.0, alone_since=49.0, step=None)
-    assert noted.peers_away_s == 1.0
-    assert (noted.phase, noted.turned_at, noted.etcd_away_s, noted.leaving) == ("member", 50.0, 2.0, "draining")
-    assert (noted.generation, noted.ranks, noted.step, noted.warm) == (0, None, None, False)
+    assert (noted.phase, noted.turned_at, noted.etcd_away_s) == ("member", 50.0, 2.0)
+    assert noted.readiness == Finding(False, "on its way out: draining")
+    assert (noted.generation, noted.ranks, noted.step) == (0, None, None)
 
 
 def test_since_when_a_node_hears_nobody() -> None:
@@ -169,7 +185,7 @@ def test_questions_and_answers(server: HealthServer) -> None:
     status, body = ask(f"{server.url}/ready")
     assert (status, body["ok"], body["generation"], body["ranks"], body["step"]) == (200, True, 3, [2, 3], 41)
     assert ask(f"{server.url}/live?verbose")[0] == 200
-    server.noted = replace(server.noted, leaving="SIGTERM received")
+    server.noted = replace(server.noted, readiness=Finding(False, "on its way out: SIGTERM received"))
     assert ask(f"{server.url}/ready")[0] == 503
     assert ask(f"{server.url}/live")[0] == 200
     server.noted = replace(server.noted, turned_at=time.monotonic() - LIVE_S - 1)

@@ -49,6 +49,7 @@ def test_at_the_health_port(installed: bool, monkeypatch: pytest.MonkeyPatch) ->
     """Prometheus gets its text; without prometheus-client it is said in a sentence what to install."""
     if not installed:
         monkeypatch.setitem(sys.modules, "prometheus_client", None)
+        monkeypatch.delitem(sys.modules, "elasticrt.agent.metrics")
     server = HealthServer("127.0.0.1", 0, replace(NOTED, turned_at=time.monotonic()))
     try:
         for entry in TOLD:

@@ -18,7 +18,7 @@ from tests.memory_store import MemoryServer, MemoryStore
 
 def errands_of(server: MemoryServer, run: str) -> StoreRequests:
     """The agent of a run."""
-    return StoreRequests(MemoryStore(server), Keys(run), lambda _: None, lambda: True)
+    return StoreRequests(MemoryStore(server), Keys(run), lambda _: None)
 
 
 def ask(errands: StoreRequests, request: Own | Save) -> Reply:

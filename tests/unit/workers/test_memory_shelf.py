@@ -53,7 +53,7 @@ def test_the_last_two_copies_can_be_resumed_from(memory: SnapshotCache, chosen: 
     for step in (5, 6, 7):
         memory.put(_copy(step), _file(b"%d" % step))
     memory.renew(_copy(chosen))
-    fd = memory.descriptors(_copy(chosen))["state"]
+    fd = memory.descriptor(_copy(chosen))
     assert os.pread(fd, 8, 0) == b"%d" % chosen
 
 
@@ -62,7 +62,7 @@ def test_of_two_copies_of_a_step_the_chosen_one_is_given(memory: SnapshotCache) 
     memory.put(_copy(5, "b"), _file(b"other"))
     memory.put(_copy(5, "a"), _file(b"chosen"))
     memory.renew(_copy(5, "a"))
-    assert os.pread(memory.descriptors(_copy(5, "a"))["state"], 8, 0) == b"chosen"
+    assert os.pread(memory.descriptor(_copy(5, "a")), 8, 0) == b"chosen"
 
 
 def test_an_older_copy_is_gone(memory: SnapshotCache) -> None:
@@ -70,7 +70,7 @@ def test_an_older_copy_is_gone(memory: SnapshotCache) -> None:
     for step in (5, 6, 7):
         memory.put(_copy(step), _file(b"%d" % step))
     memory.renew(_copy(5))
-    assert "state" not in memory.descriptors(_copy(5))
+    assert memory.descriptor(_copy(5)) < 0
 
 
 def test_a_copy_of_the_same_step_is_kept_but_not_taken_for_another_node_s(memory: SnapshotCache) -> None:
@@ -78,9 +78,9 @@ def test_a_copy_of_the_same_step_is_kept_but_not_taken_for_another_node_s(memory
     memory.put(_copy(5, "b"), _file(b"mine"))
     memory.renew(_copy(5, "a"))
     assert memory.kept == _copy(5, "b")
-    assert "state" not in memory.descriptors(_copy(5, "a"))
+    assert memory.descriptor(_copy(5, "a")) < 0
     memory.renew(_copy(5, "b"))
-    assert os.pread(memory.descriptors(_copy(5, "b"))["state"], 8, 0) == b"mine"
+    assert os.pread(memory.descriptor(_copy(5, "b")), 8, 0) == b"mine"
 
 
 def test_what_was_left_at_a_handover_comes_before_older_copies(memory: SnapshotCache) -> None:
@@ -90,7 +90,7 @@ def test_what_was_left_at_a_handover_comes_before_older_copies(memory: SnapshotC
     memory.put(_copy(5), _file(b"late"))
     assert memory.newest == _copy(8)
     memory.renew(_copy(8))
-    assert os.pread(memory.descriptors(_copy(8))["state"], 8, 0) == b"left"
+    assert os.pread(memory.descriptor(_copy(8)), 8, 0) == b"left"
 
 
 def test_going_back_to_disk_forgets_all_copies(memory: SnapshotCache) -> None:
@@ -106,9 +106,9 @@ def test_a_damaged_copy_is_offered_to_nobody_again(memory: SnapshotCache) -> Non
     memory.renew(_copy(5))
     memory.forget()
     assert (memory.newest, memory.kept) == (None, None)
-    assert "state" not in memory.descriptors(_copy(5))
+    assert memory.descriptor(_copy(5)) < 0
     memory.renew(_copy(5))
-    assert "state" not in memory.descriptors(_copy(5))
+    assert memory.descriptor(_copy(5)) < 0
 
 
 def test_what_is_taken_after_a_damaged_copy_counts(memory: SnapshotCache) -> None:

@@ -67,9 +67,10 @@ class Heard:
         channel, theirs = Channel.pair()
         self.worker = Channel(theirs)
         page = StatusPage.create()
+        self.page = StatusPage(page)
         reader, self.errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         output = Output(ENV, LogOptions(console_ranks=frozenset()), WorkerConsole({}))
-        state = WorkerState(1, ENV, self.parent, output, channel, StatusPage(page), {ERR: reader})
+        state = WorkerState(1, ENV, self.parent, output, channel, self.page, {ERR: reader})
         os.close(page)
         self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
         self.listener.add([state])
@@ -105,6 +106,7 @@ def heard() -> Iterator[Heard]:
 
 def test_last_words_are_heard_although_the_end_is_known(heard: Heard) -> None:
     """W04: what a worker said and wrote before it died is told first, and is in the report of its death."""
+    heard.page.finished(STEP.step, STEP.at_ns)
     heard.worker.send(STEP)
     os.write(heard.errors, b"Traceback (most recent call last):\nValueError: bad batch\n")
     heard.end()
