@@ -34,7 +34,7 @@ from elasticrt.rendezvous.records import (
     chunk_of,
     decode,
 )
-from elasticrt.store.protocol import Event, KeyValue, RangeRead
+from elasticrt.store.protocol import Delete, Event, KeyValue, Put, RangeRead
 
 R = TypeVar("R", bound=Record | Commit)
 V = TypeVar("V")
@@ -169,14 +169,18 @@ def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     return _count(view, now)
 
 
-def apply_written(view: View, keys: Keys, change: Event, now: float) -> View:
-    """Fold what the observer has just written itself.
+def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int, now: float) -> View:
+    """Fold what the observer has just written itself, at `revision`: one key, put or deleted.
 
     Its watch delivers older changes of the same key later: without the revision, the late news that an earlier key was
     deleted would take the new one out of the view.
     """
-    view = apply(view, keys, [change], now)
-    return replace(view, wrote={**view.wrote, change.key: change.mod_revision})
+    key, value = operation.key, None
+    if isinstance(operation, Put):
+        before = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}.get(key)
+        value = KeyValue(key, operation.value, before.create_revision if before else revision, revision, 1)
+    view = apply(view, keys, [Event(key, value, revision)], now)
+    return replace(view, wrote={**view.wrote, key: revision})
 
 
 def _known_until(view: View, key: str) -> int:

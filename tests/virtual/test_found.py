@@ -36,7 +36,7 @@ def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
     """L1: a read that finds another creation of the oldest key asks who is oldest; else each waits for the other."""
     world = running(2)
     world.pass_time(1.0)
-    follower, key = world.members["n1"].member._talks, "/elasticrt/run/members/n0"
+    follower, key = world.members["n1"].member.replica, "/elasticrt/run/members/n0"
     assert follower.view.oldest == "n0"
     value = world.server.read(key, exact=True).keys[0].value
     world.server.commit(Txn((), (Delete(key),)))

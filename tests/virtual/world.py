@@ -163,7 +163,7 @@ class VirtualMember:
             return False
         while self.notices:
             self.member.handle(self.notices.popleft(), self.world.clock())
-        self.run(self.member.complete())
+        self.run(self.member.replica.complete())
         decision = self.member.decide(self.world.clock())
         if not self.story or self.story[-1].reason != decision.reason:
             self.story.append(decision)

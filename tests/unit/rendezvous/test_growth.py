@@ -88,7 +88,7 @@ class One:
             self.messages += 1
             self.store.size += sum(len(event.value.value) for event in notice.item.events if event.value)
             self.member.handle(notice, 0.0)
-        self.driver.run(self.member.complete())
+        self.driver.run(self.member.replica.complete())
         while True:
             decision = self.member.decide(0.0)
             match decision:
