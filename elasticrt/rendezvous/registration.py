@@ -1,4 +1,4 @@
-"""How a member gets its key into etcd, comes back with it, and takes it out again. Pure: conversations, see `requests`."""
+"""How a member gets its key into etcd, comes back with it, and takes it out again. Pure (see `requests`)."""
 
 from __future__ import annotations
 

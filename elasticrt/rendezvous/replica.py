@@ -1,7 +1,7 @@
 """A member's copy of its run's keys in etcd: read, followed by watches, changed by transactions. Pure.
 
 `Replica` owns the view. It reads what the view says is missing, folds what watches deliver, and folds what its own
-transactions have written. Methods that return a `Conversation` yield requests (see `requests`), so nothing here does I/O.
+transactions have written. It does no I/O: methods that return a `Conversation` yield requests (see `requests`).
 
 Any request may fail with StoreUnavailable. Its effect is unknown then, and `refresh` has to come before the next
 decision: what happened is in the store.

@@ -15,7 +15,6 @@ from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
 from elasticrt.ipc.env import PATH_BYTES_MAX, Commit
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.replica import Replica
 from elasticrt.rendezvous.records import (
     TEXT_MAX_BYTES,
     VALUE_MAX_BYTES,
@@ -32,6 +31,7 @@ from elasticrt.rendezvous.records import (
     roster_chunks,
     version_of,
 )
+from elasticrt.rendezvous.replica import Replica
 from elasticrt.spec import COMMAND_MAX_BYTES, RunSpec, difference
 from elasticrt.store.protocol import Put, Txn
 from elasticrt.text import cut, known, packed, plain, shell, size, unpacked
