@@ -94,13 +94,12 @@ class MemoryServer:
         """See `protocol.Store.read`."""
         self.expire()
         found = [self._values[key] for key in self._range(prefix, exact)]
-        count = len(found)
         if by_create:
             oldest_first = attrgetter("create_revision", "key")
             found = heapq.nsmallest(limit, found, key=oldest_first) if limit else sorted(found, key=oldest_first)
         elif limit:
             found = found[:limit]
-        return RangeRead(tuple(found), self.revision, self.store_id, count)
+        return RangeRead(tuple(found), self.revision, self.store_id)
 
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store.commit`."""
@@ -223,20 +222,16 @@ class MemoryServer:
 
     def _holds(self, compare: Compare) -> bool:
         entry = self._values.get(compare.key)
-        if compare.target == "value":
-            # In etcd a comparison with the value of an absent key fails, whatever the operator.
-            return entry is not None and _ordered(entry.value, compare.op, compare.operand)
-        names = {"create": "create_revision", "mod": "mod_revision", "version": "version", "lease": "lease"}
-        actual = 0 if entry is None else getattr(entry, names[compare.target])
-        return _ordered(actual, compare.op, compare.operand)
+        actual = 0 if entry is None else getattr(entry, f"{compare.target}_revision")
+        return bool(actual == compare.revision)
 
     def _put(self, put: Put, revision: int) -> Event:
         old = self._values.get(put.key)
         if old is None:
             insort(self._keys, put.key)
-            entry = KeyValue(put.key, put.value, revision, revision, 1, put.lease)
+            entry = KeyValue(put.key, put.value, revision, revision, put.lease)
         else:
-            entry = KeyValue(put.key, put.value, old.create_revision, revision, old.version + 1, put.lease)
+            entry = KeyValue(put.key, put.value, old.create_revision, revision, put.lease)
             self._detach(old)
         if put.lease:
             self._leases[put.lease].keys.add(put.key)
@@ -354,16 +349,6 @@ class MemoryStore:
 
 def _matches(key: str, prefix: str, exact: bool) -> bool:
     return key == prefix if exact else key.startswith(prefix)
-
-
-def _ordered(actual: int | bytes, op: str, operand: int | bytes) -> bool:
-    if op == "=":
-        return actual == operand
-    if op == "!=":
-        return actual != operand
-    if op == "<":
-        return actual < operand  # type: ignore[operator]  # Both are int, or both bytes: the target says which.
-    return actual > operand  # type: ignore[operator]  # The same.
 
 
 def _check_request(txn: Txn) -> None:

@@ -203,7 +203,7 @@ class EventLoop:
         match decision:
             case Wait(until=until):
                 return member.outage.retry_at if member.outage.since is not None else until
-            case Run(generation, seat, _):
+            case Run(_, generation, seat):
                 side.run_generation(generation, seat)
             case Hold() | Go() | ReleaseHold():
                 side.hand_over(decision)

@@ -89,23 +89,23 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     """
     # Whether it takes part at all.
     if view.result is not None:
-        return End(view.result, f"the run has ended: {view.result.reason}")
+        return End(f"the run has ended: {view.result.reason}", view.result)
     if me.leaving:
         return Leave(me.leaving)
     if me.record.draining and _may_leave(me, view):
         return _drained(me, view)
     if view.number < me.known:
-        return Halt(EXIT_STORE, f"the store knows generation {view.number} but had generation {me.known}: data lost")
+        return Halt(f"the store knows generation {view.number} but had generation {me.known}: data lost", EXIT_STORE)
     if view.lost:
         return _stop_all(view, f"{view.lost}: data lost")
     if view.spec is None:
-        return Halt(EXIT_STORE, "the store does not know the options of this run any more: data lost")
+        return Halt("the store does not know the options of this run any more: data lost", EXIT_STORE)
     if view.spec.record.attempt != me.attempt:
-        return Halt(EXIT_DUPLICATE, f"attempt {view.spec.record.attempt} of this run has begun without this node")
+        return Halt(f"attempt {view.spec.record.attempt} of this run has begun without this node", EXIT_DUPLICATE)
     if view.spec.record.spec != me.spec:
         if resized(me.spec, view.spec.record.spec) == view.spec.record.spec:
-            return Adopt(view.spec.record.spec, f"the run was resized: {difference(me.spec, view.spec.record.spec)}")
-        return Halt(EXIT_DUPLICATE, f"the run has other options now: {difference(me.spec, view.spec.record.spec)}")
+            return Adopt(f"the run was resized: {difference(me.spec, view.spec.record.spec)}", view.spec.record.spec)
+        return Halt(f"the run has other options now: {difference(me.spec, view.spec.record.spec)}", EXIT_DUPLICATE)
 
     # What its workers do. This is known without etcd as well, and comes before anything is written.
     if not view.roster_known:
@@ -124,7 +124,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if mine.record.draining and not me.record.draining:
         return Drain("asked to drain")
     if me.report is not None and me.report != me.filed and me.report.generation == view.number:
-        return File(me.report, f"workers of generation {me.report.generation}: {me.report.status}")
+        return File(f"workers of generation {me.report.generation}: {me.report.status}", me.report)
     if mine.record != me.record:
         return Announce("this member's state has changed")
 
@@ -146,7 +146,7 @@ def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
         return None
     generation, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
     if seat is not None:
-        run = Run(generation, seat, f"generation {generation.number}: {generation.cause}")
+        run = Run(f"generation {generation.number}: {generation.cause}", generation, seat)
         return run if me.started < generation.number else None
     waits = generation.in_place and registered and not me.running
     if 0 < max(me.running, me.seated) < generation.number and not waits:
@@ -165,8 +165,8 @@ def _stop_all(view: View, reason: str) -> Decision:
     """End the run for everybody: others cannot see what this member sees, and must not build upon what is left."""
     if view.leads and view.generation is not None:
         text = f"{reason}. The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
-        return Finish("failed", EXIT_STORE, reason, text)
-    return Halt(EXIT_STORE, reason)
+        return Finish(reason, "failed", EXIT_STORE, text)
+    return Halt(reason, EXIT_STORE)
 
 
 def _may_leave(me: Me, view: View) -> bool:
@@ -200,9 +200,9 @@ def _follow(me: Me, view: View) -> Decision:
     what = "steps stand still" if me.failed_at is None else "workers failed"
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
-        return Fence(leader, f"the leader {leader.record.node} does not exist any more")
+        return Fence(f"the leader {leader.record.node} does not exist any more", leader)
     if verdict is None or verdict.asked_at < max(trouble) or (verdict.kind == "silent" and returned(leader, verdict)):
-        return Probe(seats_for([leader]), f"{what}: does the leader {leader.record.node} live?")
+        return Probe(f"{what}: does the leader {leader.record.node} live?", seats_for([leader]))
     if verdict.kind == "silent":
         return _without_leader(view, me, leader, max(trouble))
     return Wait(f"{what}; {leader.record.node} leads")
@@ -218,10 +218,10 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
     asked = {seat.node: view.verdicts.get(seat.incarnation) for seat in others}
     unasked = tuple(seat for seat in others if (said := asked[seat.node]) is None or said.asked_at < since)
     if unasked:
-        return Probe(unasked, f"the leader {name} is silent: can the others be reached?")
+        return Probe(f"the leader {name} is silent: can the others be reached?", unasked)
     silent = 1 + sum(said is not None and said.kind == "silent" for said in asked.values())
     if 2 * silent < 2 + len(others):
-        return Fence(leader, f"the leader {name} is silent, the others are not")
+        return Fence(f"the leader {name} is silent, the others are not", leader)
     return Wait(f"the leader {name} is silent, as {silent - 1} of the others: the leases will tell")
 
 
@@ -235,18 +235,18 @@ def _lead(me: Me, view: View, now: float) -> Decision:
     led = LeaderContext(me, view, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
-        return Finish("succeeded", 0, f"{workers} ended with exit code 0")
+        return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
     for entry in led.reports.values():
         failure = entry.record.failure
         if failure is not None and failure.final_code:
-            return Finish("failed", failure.final_code, failure.summary, failure.text)
+            return Finish(failure.summary, "failed", failure.final_code, failure.text)
 
     suspected = tuple(seat for seat in led.seats if seat.node != me.record.node and _suspected(led, seat))
     if suspected:
-        return Probe(suspected, f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone")
+        return Probe(f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone", suspected)
     unprobed = _unprobed(led)
     if unprobed:
-        return Probe(unprobed, f"can {list_names(seat.node for seat in unprobed)} be reached?")
+        return Probe(f"can {list_names(seat.node for seat in unprobed)} be reached?", unprobed)
     unsure = _fence_or_wait(led)
     if unsure is not None:
         return unsure
@@ -266,7 +266,7 @@ def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
     asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in absent)
     again = min(asked, default=math.inf) + led.spec.lease_ttl_s
     if led.now >= again and isinstance(decision, Wait | Publish):
-        return Probe(seats_for(absent), "can they be reached by now?")
+        return Probe("can they be reached by now?", seats_for(absent))
     if absent and isinstance(decision, Wait):
         return replace(decision, until=again if decision.until is None else min(again, decision.until))
     return decision
@@ -316,7 +316,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
         if first.unmet:  # All agents have just been heard, at the addresses that are in their keys.
-            return Finish("failed", EXIT_WORKERS, first.summary, first.text)
+            return Finish(first.summary, "failed", EXIT_WORKERS, first.text)
     if first.stalled and len(failed) < len(led.seats):
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
@@ -324,14 +324,14 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
     spec = led.spec
     if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
-        return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
+        return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     restarts = counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = (
             f"without {'getting further' if restarts.beats else 'new committed steps'} " if spec.restarts_reset else ""
         )
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
-        return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
+        return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     return re_form(led, "failure", _named(first, led.generation), restarts)
 
 
@@ -378,7 +378,7 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
     here = [(seat, led.key_of(seat), verdicts.get(seat.incarnation)) for seat in led.seats if not led.has_left(seat)]
     for seat, key, verdict in here:
         if key is not None and verdict is not None and verdict.kind == "dead":
-            return Fence(key, f"{seat.node} does not exist any more")
+            return Fence(f"{seat.node} does not exist any more", key)
     silent = [
         (seat, key, verdict.asked_at)
         for seat, key, verdict in here
@@ -389,11 +389,11 @@ def _fence_or_wait(led: LeaderContext) -> Decision | None:
         seat, key, asked_at = silent[0]
         term_over = asked_at + led.spec.lease_ttl_s
         if not led.isolated:
-            return Fence(key, f"{seat.node} is silent")
+            return Fence(f"{seat.node} is silent", key)
         if led.now < term_over:
             return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
         if len(led.seats) == 2:
-            return Fence(key, f"{seat.node} has been silent for a whole lease term")
+            return Fence(f"{seat.node} has been silent for a whole lease term", key)
         # As etcd sees them they live, and most of a run is not cut off from one node: this node is cut off from them.
         return Rejoin(f"{led.unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
     keyless = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]

@@ -175,7 +175,7 @@ def publish(
         memory=memory,
         in_place=in_place,
     )
-    return Publish(draft, seats, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+    return Publish(f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}", draft, seats)
 
 
 def re_form(
@@ -268,7 +268,7 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
         reason = (
             f"{len(view.members)} of at least {counted(spec.min_nodes, 'node')} came within {spec.join_timeout_s:g} s"
         )
-        return Finish("failed", EXIT_RENDEZVOUS, reason)
+        return Finish(reason, "failed", EXIT_RENDEZVOUS)
     return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
 
 

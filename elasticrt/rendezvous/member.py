@@ -178,7 +178,7 @@ class Member:
         if self.outage.since is None:
             return decide(self.me, self.view, now)
         if self.outage.is_too_long(now):
-            return Halt(EXIT_STORE, f"etcd has not answered for {self.outage.ride_through_s:g} s")
+            return Halt(f"etcd has not answered for {self.outage.ride_through_s:g} s", EXIT_STORE)
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
     def listens_to(self, now: float) -> Sequence[Seat]:

@@ -63,15 +63,15 @@ class Guard:
 
 
 def _unchanged(key: str, mod_revision: int) -> Compare:
-    return Compare(key, "mod", "=", mod_revision)
+    return Compare(key, "mod", mod_revision)
 
 
 def _absent(key: str) -> Compare:
-    return Compare(key, "create", "=", 0)
+    return Compare(key, "create", 0)
 
 
 def _alive(keys: Keys, guard: Guard) -> Compare:
-    return Compare(keys.member(guard.node), "create", "=", guard.me)
+    return Compare(keys.member(guard.node), "create", guard.me)
 
 
 def register(keys: Keys, guard: Guard, spec: SpecRecord, member: Member, lease: int) -> Txn:

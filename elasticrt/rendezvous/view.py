@@ -178,7 +178,7 @@ def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int
     key, value = operation.key, None
     if isinstance(operation, Put):
         before = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}.get(key)
-        value = KeyValue(key, operation.value, before.create_revision if before else revision, revision, 1)
+        value = KeyValue(key, operation.value, before.create_revision if before else revision, revision)
     view = apply(view, keys, [Event(key, value, revision)], now)
     return replace(view, wrote={**view.wrote, key: revision})
 

@@ -61,10 +61,10 @@ class Need:
         if now >= self._end_by:
             return True
         try:
-            if self._store.read(self._members, limit=1).count:
+            if self._store.read(self._members, limit=1).keys:
                 self._left_at, self._linger_s = now, self._after_first_s
                 return False
-            has_result = bool(self._store.read(self._result, limit=1).count)
+            has_result = bool(self._store.read(self._result, limit=1).keys)
         except StoreError:
             return False  # It counts as needed until it answers.
         after_leaving_s = min(AFTER_RESULT_S, self._linger_s) if has_result else self._linger_s

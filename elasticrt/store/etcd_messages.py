@@ -10,9 +10,6 @@ from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, T
 _EVERYTHING = b"\0"
 """As key and range end it means all keys: etcd's way to say "prefix of nothing"."""
 
-_FIELDS = {"create": "create_revision", "mod": "mod_revision"}
-_RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", "<": "LESS", ">": "GREATER"}
-
 
 def encode_key(key: str) -> bytes:
     """UTF-8; what `decode_key` could not decode goes back as the bytes it was."""
@@ -78,7 +75,7 @@ def cancel_request(watch_id: int) -> Any:
 
 def key_value(kv: Any) -> KeyValue:
     """One entry as stored."""
-    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def event(message: Any) -> Event:
@@ -91,7 +88,7 @@ def event(message: Any) -> Event:
 def snapshot(response: Any) -> RangeRead:
     """The answer to a `range_request`."""
     keys = tuple(key_value(kv) for kv in response.kvs)
-    return RangeRead(keys, response.header.revision, store_id(response.header), response.count)
+    return RangeRead(keys, response.header.revision, store_id(response.header))
 
 
 def store_id(header: Any) -> str:
@@ -100,12 +97,9 @@ def store_id(header: Any) -> str:
 
 
 def _compare(compare: Compare) -> Any:
-    message = proto.Compare(
-        key=encode_key(compare.key),
-        target=proto.Compare.CompareTarget.Value(compare.target.upper()),
-        result=proto.Compare.CompareResult.Value(_RESULTS[compare.op]),
-    )
-    setattr(message, _FIELDS.get(compare.target, compare.target), compare.operand)
+    target = proto.Compare.CompareTarget.Value(compare.target.upper())
+    message = proto.Compare(key=encode_key(compare.key), target=target)  # Whose default is "equal".
+    setattr(message, f"{compare.target}_revision", compare.revision)
     return message
 
 

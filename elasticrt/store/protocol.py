@@ -41,24 +41,22 @@ class LeaseLost(StoreError):  # noqa: N818
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key as stored. `lease` is 0 when the key belongs to none; revisions are the store's, counted from 1."""
+    """One key as stored. Revisions are the store's, counted from 1. `lease` is 0 when the key is bound to none."""
 
     key: str
     value: bytes
     create_revision: int
     mod_revision: int
-    version: int
     lease: int = 0
 
 
 @dataclass(frozen=True)
 class Compare:
-    """One guard of a transaction. An absent key has create, mod, version and lease 0 (as in etcd)."""
+    """One guard of a transaction: a key has this create or mod revision. Those of an absent key are 0, as in etcd."""
 
     key: str
-    target: Literal["create", "mod", "version", "lease", "value"]
-    op: Literal["=", "!=", "<", ">"]
-    operand: int | bytes
+    target: Literal["create", "mod"]
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -100,15 +98,11 @@ class TxnResult:
 
 @dataclass(frozen=True)
 class RangeRead:
-    """A linearizable read: keys as they were at `revision` in the store with identity `store_id`, and their `count`.
-
-    `count` is the number of keys in the range, also when `limit` cut the list.
-    """
+    """A linearizable read: keys as they were at `revision` in the store with identity `store_id`."""
 
     keys: tuple[KeyValue, ...]
     revision: int
     store_id: str
-    count: int
 
     def get(self, key: str) -> KeyValue | None:
         """The entry for exactly `key`, or None."""

@@ -105,7 +105,7 @@ class LargeServer(MemoryServer):
         self.expire()
         keys: Iterator[str] = iter(self._values) if by_create else self._range(prefix, exact)
         found = tuple(islice((self._values[key] for key in keys if key.startswith(prefix)), limit))
-        return RangeRead(found, self.revision, self.store_id, len(found))
+        return RangeRead(found, self.revision, self.store_id)
 
 
 class Crowd(World):

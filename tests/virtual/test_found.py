@@ -87,7 +87,7 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
     """S5: a watch tells late that a handover was given up; the one that its reader has asked for since stands."""
     world = running(2)
     leader = world.members["n0"]
-    ask = Ask(HandoverRecord(generation=1, cause="n2 joined"), "hold")
+    ask = Ask("hold", HandoverRecord(generation=1, cause="n2 joined"))
     assert leader.run(leader.member.carry_out(ask))
     assert leader.run(leader.member.carry_out(Withdraw("a test")))
     assert leader.view.handover is None

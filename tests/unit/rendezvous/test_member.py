@@ -17,7 +17,7 @@ from tests.memory_store import MemoryServer, MemoryStore
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
 HOW = Joining(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
-EMPTY = RangeRead((), 1, "store", 0)
+EMPTY = RangeRead((), 1, "store")
 
 
 def _member(said: list[str]) -> Member:
@@ -118,7 +118,7 @@ def test_a_report_without_an_answer_never_replaces_the_next_one(arrives: str) ->
     store, keys = MemoryStore(MemoryServer(lambda: 0.0)), Keys("run")
     member = _member([])
     first, last = (
-        File(Report(generation=1, node="n0", incarnation="a" * 16, status=status), status)
+        File(status, Report(generation=1, node="n0", incarnation="a" * 16, status=status))
         for status in ("holding", "held")
     )
     filing = member.carry_out(first)
