@@ -37,7 +37,6 @@ from elasticrt.rendezvous.records import (
 from elasticrt.store.protocol import Delete, Event, KeyValue, Put, RangeRead
 
 R = TypeVar("R", bound=Record | Commit)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,6 @@ class View:
 def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     """Fold changes of single keys into the view, in the order given."""
     fresh = [change for change in changes if change.mod_revision > _known_until(view, change.key)]
-    view = _own(view, keys, fresh)
     for change in fresh:
         view = _apply_one(view, keys, change, now)
     if view.wrote:
@@ -202,7 +200,6 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
     present = {kv.key: kv for kv in found.keys}
     gone = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
     changes = [Event(key, None, 0) for key in gone] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
-    view = _own(view, keys, changes)
     for change in changes:
         view = _apply_one(view, keys, change, now)
     if range_ == keys.members:
@@ -230,7 +227,7 @@ def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> 
     if oldest is None:
         return replace(view, oldest=None)
     change = Event(oldest.key, oldest, oldest.mod_revision)
-    view = _apply_one(_own(view, keys, [change]), keys, change, now)
+    view = _apply_one(view, keys, change, now)
     return replace(view, oldest=oldest.key[len(keys.members) :])
 
 
@@ -290,14 +287,6 @@ def _known_keys(view: View, keys: Keys) -> list[str]:
     return known + list(view.unreadable)
 
 
-def _own(view: View, keys: Keys, changes: Sequence[Event]) -> View:
-    """The same view with maps of its own for the folds below to write into: a thousand changes cost one copy."""
-    if not any(change.key.startswith((keys.members, keys.all_reports, keys.rosters)) for change in changes):
-        return view
-    members, vanished = dict(view.members), dict(view.vanished)
-    return replace(view, members=members, vanished=vanished, filed=dict(view.filed), seats=dict(view.seats))
-
-
 def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
     key = change.key
     if key in view.unreadable:
@@ -325,12 +314,6 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
     return view
 
 
-def _written(own: Mapping[str, V]) -> dict[str, V]:
-    """A map that `_own` has made, to write into."""
-    assert isinstance(own, dict)
-    return own
-
-
 def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | None, now: float) -> Stored[R] | None:
     if value is None:
         return None
@@ -342,27 +325,28 @@ def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | Non
 
 
 def _member(view: View, key: str, node: str, value: KeyValue | None, now: float) -> View:
-    members, vanished = _written(view.members), _written(view.vanished)
-    old = members.get(node)
+    old = view.members.get(node)
     entry = _entry(Member, key, value, old, now)
     if entry is not None and entry.record.node != node:
         raise UnreadableRecord(f"{key} holds the record of {entry.record.node}")
     if entry is not None and entry is old:
         return view
+    members, vanished = dict(view.members), dict(view.vanished)
     members.pop(node, None)
     since = vanished.pop(node, now)
     if entry is None:
         if node in view.seats:
             vanished[node] = since
-        return replace(view, oldest=None) if view.oldest == node else view
+        oldest = None if view.oldest == node else view.oldest
+        return replace(view, members=members, vanished=vanished, oldest=oldest)
     ready = entry.record.warm and not entry.record.draining
     same = old is not None and old.create_revision == entry.create_revision and old.record.ready == entry.record.ready
     was_ready = old.ready_since if old is not None and same else None
     members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
-    # A key that was created again between two looks has lost its seniority, although nobody saw it go.
+    # A key that was created again between two looks has lost its seniority, although its deletion was not seen.
     again = old is not None and old.create_revision != entry.create_revision
     oldest = None if again and view.oldest == node else view.oldest
-    return view if oldest == view.oldest else replace(view, oldest=oldest)
+    return replace(view, members=members, vanished=vanished, oldest=oldest)
 
 
 def _generation(view: View, key: str, value: KeyValue | None, now: float) -> View:
@@ -380,21 +364,19 @@ def _roster(view: View, keys: Keys, key: str, value: KeyValue | None) -> View:
         return view
     nonce = view.generation.record.nonce
     seats = {seat.node: seat for seat in decode(RosterChunk, key, value.value).seats}
-    if view.roster_nonce == nonce:
-        _written(view.seats).update(seats)
-        return view
-    return replace(view, seats=seats, roster_nonce=nonce)
+    known = view.seats if view.roster_nonce == nonce else {}
+    return replace(view, seats={**known, **seats}, roster_nonce=nonce)
 
 
 def _report(view: View, keys: Keys, key: str, value: KeyValue | None, now: float) -> View:
     number, _, node = key[len(keys.all_reports) :].partition("/")
-    filed = _written(view.filed)
-    entry = _entry(Report, key, value, filed.get(key), now)
+    entry = _entry(Report, key, value, view.filed.get(key), now)
+    filed = dict(view.filed)
     filed.pop(key, None)
     ours = entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number)
     if entry is not None and ours and entry.record.generation >= view.number:
         filed[key] = entry
-    return view
+    return replace(view, filed=filed)
 
 
 def _result(view: View, key: str, value: KeyValue | None, now: float) -> View:
