@@ -7,9 +7,6 @@ from typing import Any
 from elasticrt.store import proto
 from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, Txn
 
-_EVERYTHING = b"\0"
-"""As key and range end it means all keys: etcd's way to say "prefix of nothing"."""
-
 
 def encode_key(key: str) -> bytes:
     """UTF-8; what `decode_key` could not decode goes back as the bytes it was."""
@@ -22,15 +19,10 @@ def decode_key(key: bytes) -> str:
 
 
 def key_range(prefix: str, exact: bool) -> tuple[bytes, bytes]:
-    """Key and range end of a request for one key, or for all that start with `prefix`."""
+    """Key and range end of a request for one key, or for all that start with `prefix`, which is not empty."""
     key = encode_key(prefix)
-    if exact:
-        return key, b""
-    # The end of a prefix is its successor of the same length; a trailing 0xff has none, so it is cut off first.
-    stem = key.rstrip(b"\xff")
-    if not stem:
-        return key or _EVERYTHING, _EVERYTHING
-    return key, stem[:-1] + bytes([stem[-1] + 1])
+    # The end of a prefix is its successor of the same length. UTF-8 never ends with 0xff, which has none.
+    return key, b"" if exact else key[:-1] + bytes([key[-1] + 1])
 
 
 def range_request(prefix: str, *, exact: bool, limit: int, by_create: bool) -> Any:
@@ -44,11 +36,6 @@ def range_request(prefix: str, *, exact: bool, limit: int, by_create: bool) -> A
         sort_order=proto.RangeRequest.SortOrder.Value(order),
         sort_target=proto.RangeRequest.SortTarget.Value(target),
     )
-
-
-def count_request() -> Any:
-    """The cheapest linearizable read: no keys, only the header."""
-    return proto.RangeRequest(key=_EVERYTHING, count_only=True)
 
 
 def txn_request(txn: Txn) -> Any:

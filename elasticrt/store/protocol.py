@@ -183,7 +183,7 @@ class Store(Protocol):
         """Run a transaction once. Raises StoreUnavailable (effect unknown), LeaseLost, StoreRefused."""
 
     def grant(self, ttl_s: float) -> Lease:
-        """A new lease; a retried grant does not leak a second one. Raises StoreUnavailable, StoreRefused."""
+        """A new lease of `ttl_s` seconds. Raises StoreUnavailable, StoreRefused."""
 
     def keep_alive(self, lease_id: int) -> float:
         """Renew; the remaining TTL in seconds. Raises LeaseLost when it is gone, StoreUnavailable."""

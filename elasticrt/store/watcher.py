@@ -224,7 +224,7 @@ class Watcher:
     def _created(self, watch: EtcdWatch, response: Any) -> None:
         # A follower may lag behind what was read elsewhere; only a linearizable read proves that revisions went back.
         if response.header.revision < watch.next_revision - 1:
-            request = etcd_messages.count_request()
+            request = etcd_messages.range_request(watch.prefix, exact=watch.exact, limit=1, by_create=False)
             header = self._connections.ask("confirm the revision", lambda endpoint: endpoint.kv.Range, request).header
             if header.revision < watch.next_revision - 1 or etcd_messages.store_id(header) != watch.store_id:
                 self._end(watch, "replaced")
