@@ -19,19 +19,19 @@ class Me:
         record: what its member key should say.
         spec: what it takes the run to be; `attempt`: which attempt at the run it belongs to.
         known: the highest generation it has seen in this store (`record.seen`: in any store).
-        lease: whether its lease is known to live ("connected"), overdue ("suspended"), or gone ("lost").
+        lease: whether its lease is known to live ("connected"), overdue ("suspended"), or has ended ("lost").
         started: the newest generation whose workers it has started, 0 for none.
         running: the generation whose workers still live, 0 for none.
-        seated: the generation that this life has started workers in, 0 for none: who leaves it out has fenced it.
+        seated: the generation that this life has started workers in, 0 for none.
         report: what its report for generation `started` should say, if anything.
         filed: the report it last stored.
-        copy: the newest copy of the state of generation `seated` in this node's memory; a report may say so as well.
+        copy: the newest copy of the state of generation `seated` in this node's memory.
         heard: the newest generation that another node has named while etcd did not answer here.
         failed_at: when its workers failed in generation `started`.
         standing_since: since when the steps of its workers have been standing still for longer than usual, if they are.
         starting: its workers have not come to their first step yet, and probably will.
-        holding: the create revision of the handover for which its workers were told to hold, 0 for none.
-        going: the step after which they were told to leave, 0 for none.
+        holding: the create revision of the handover for which its workers hold, 0 for none.
+        going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
         pause_s: how long the last re-form took, as measured here.
     """
@@ -119,7 +119,7 @@ class Leave(Decision):
     Attributes:
         saving: the step that rank 0 saves before that, 0 for none. Rank 0's node leaves when that is done; the others
             need not wait for it.
-        others_go_on: the run needs nothing more of this node, and has gone past what is saved.
+        others_go_on: the run needs nothing more of this node, and is past what is saved.
     """
 
     saving: int = 0
@@ -174,7 +174,7 @@ class Probe(Decision):
 
 @dataclass(frozen=True)
 class Fence(Decision):
-    """Delete the key of a member that is certainly gone, if it is unchanged and the generation still is."""
+    """Delete the key of a member that is lost, if neither it nor the generation has changed."""
 
     member: Stored[Member]
 

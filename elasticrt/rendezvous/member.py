@@ -270,7 +270,7 @@ class Member:
     def begin_life(self) -> None:
         """Become a newcomer, whatever this node was."""
         self._change(incarnation=self._token(), generation=0)
-        # Another life has another lease: with the last one's goes its claim of a preparation that nobody builds now.
+        # The claim of a preparation that this life was building ends with its lease.
         self.me = replace(self.me, report=None, filed=None, failed_at=None, lease="lost")
 
     def drain(self) -> None:
@@ -366,13 +366,13 @@ class Member:
 
     def leave(self, *, seat_too: bool) -> Conversation[None]:
         """Take the own key out at once; with `seat_too` give up the seat, so that the others need not ask for it."""
-        view, record, told = self.view, self.me.record, self.me.report
+        view, record, last = self.view, self.me.record, self.me.report
         report = None
         if seat_too and view.seat_of(record.node, record.incarnation) is not None:
             report = Report(generation=view.number, node=record.node, incarnation=record.incarnation, status="left")
-            if told is not None and told.generation == view.number:
-                # It takes the place of the report in the store: a failure that no restart can cure must not go with it.
-                report = report.model_copy(update={"failure": told.failure})
+            if last is not None and last.generation == view.number:
+                # It replaces the last report in the store: a failure that no restart can cure must not be lost.
+                report = report.model_copy(update={"failure": last.failure})
         return registration.leave(self.replica, report)
 
 

@@ -4,7 +4,7 @@ A planned change stops all workers together at an agreed step, in two rounds thr
 
     leader: handover {step 0}      "hold": every agent makes its workers hold at the end of their present step,
     agents: report "holding"       and says how far one of them has been let in (`entered`);
-    leader: handover {step T}      "go": T is the furthest of these; nobody can be past it, and who is behind runs on,
+    leader: handover {step T}      "go": T is the furthest of these. None is past it, and one that is behind runs on,
     agents: report "held"          because others' collectives need it. After T the state is copied to memory;
     leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing done twice.
 
@@ -104,9 +104,9 @@ def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since:
 
 
 def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
-    """More were told to leave since the step was agreed, and too few remain: its copies would leave with them.
+    """More nodes drain since the step was agreed, and too few remain: the copies of that step would leave with them.
 
-    So all of them go on, until they have saved together. That is how a whole job is ended whose nodes hear of it one
+    So all of them go on until they have saved together. This is how a whole job ends whose nodes get their signals one
     after the other.
     """
     leaving = [led.view.members[seat.node] for seat in led.seats if _drains(led, seat)]

@@ -56,7 +56,7 @@ class Stored(Generic[R]):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What probing a member found: its agent answered ("alive"), is certainly gone ("dead"), or said nothing."""
+    """What probing a member found: its agent answered ("alive"), is certainly dead ("dead"), or said nothing."""
 
     kind: Literal["alive", "dead", "silent"]
     asked_at: float
@@ -170,8 +170,8 @@ def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
 def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int, now: float) -> View:
     """Fold what the observer has just written itself, at `revision`: one key, put or deleted.
 
-    Its watch delivers older changes of the same key later: without the revision, the late news that an earlier key was
-    deleted would take the new one out of the view.
+    Its watch delivers older changes of the same key later. Without the revision, the late deletion of an earlier key
+    would take the new one out of the view.
     """
     key, value = operation.key, None
     if isinstance(operation, Put):
@@ -198,8 +198,8 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
     After a read of `keys.members` the view's members are complete, after one of a roster its seats are.
     """
     present = {kv.key: kv for kv in found.keys}
-    gone = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
-    changes = [Event(key, None, 0) for key in gone] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
+    absent = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
+    changes = [Event(key, None, 0) for key in absent] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
     for change in changes:
         view = _apply_one(view, keys, change, now)
     if range_ == keys.members:
@@ -207,12 +207,12 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
         view = replace(view, complete=True, oldest=oldest.key[len(keys.members) :] if oldest else None)
     nonce = view.generation.record.nonce if view.generation else ""
     if nonce and range_.startswith(keys.roster(nonce)):
-        # Also an empty answer is one: a roster that somebody deleted seats nobody, and is not asked for again.
+        # An empty answer counts: a roster that was deleted has no seats, and is not read again.
         if view.roster_nonce != nonce:
             view = replace(view, seats={}, roster_nonce=nonce)
         view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
     if view.complete and view.roster_complete:
-        # A seat without a key has been away since somebody could see it: a new leader gives it its whole lease term.
+        # A new leader gives a seat without a key a whole lease term from now: it has not seen the key go.
         away = {node: view.vanished.get(node, now) for node in view.seats if node not in view.members}
         view = replace(view, vanished=away)
     read_at = {**view.read_at, range_: found.revision}
@@ -309,7 +309,7 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
         if key.startswith(keys.results):
             return _result(view, key, change.value, now)
     except UnreadableRecord:
-        # A foreign value must not stop a run: it counts as absent, and whoever acts on the view says so once.
+        # A foreign value must not stop a run: it counts as absent, and the reader of the view says so once.
         return replace(view, unreadable=view.unreadable | {key})
     return view
 

@@ -1,9 +1,9 @@
 """The etcd of one machine's agents, for runs without `--etcd`: found, or started in a process that outlives them.
 
 The runtime directory holds a record for each run that has such a server. Reading and writing there needs the lock on
-the directory itself. Nothing secret is in it, but a user who can write there can send agents to another server: so it
-must be this user's alone. What a crashed server leaves is removed, and a fresh one, with a new identity, takes its
-place: the version that pip installs may lose acknowledged writes in a crash, so its data is never used again.
+the directory itself. It holds no secrets, but a user who can write there can send agents to another server, so it must
+be this user's alone. What a crashed server leaves is removed, and a fresh one with a new identity takes its place: the
+version that pip installs may lose acknowledged writes in a crash, so its data is never used again.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _found(record: Path) -> Served | None:
 
 
 def _living(record: Path) -> Served | None:
-    """The server of a record; None when its keeper is gone, and then the record is removed."""
+    """The server of a record; None when its keeper has ended, and then the record is removed."""
     served = read_record(record)
     if served is not None and served.lives():
         return served
@@ -192,7 +192,7 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
             pass_fds=(lock_fd,),
             start_new_session=True,
         ) as keeper:
-            # Everybody who starts a server will talk to it: load the client while it starts.
+            # This process will talk to the server: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
             assert keeper.stdout is not None
@@ -232,7 +232,8 @@ def _environment() -> dict[str, str]:
 def make_data() -> Path:
     """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp.
 
-    It is locked until this process ends. What a process has left that was killed is locked by nobody, and removed.
+    It is locked until this process ends. A directory that is not locked was left by a process that was killed: it is
+    removed.
     """
     where = tempfile.gettempdir()
     room = SOCKET_PATH_MAX_BYTES - len(f"/{DATA_PREFIX}12345678/{etcd_server.SOCKET}")

@@ -50,7 +50,7 @@ class Need:
         self._touched_ns, self._end_by = 0, float("inf")
 
     def leave(self, by: float) -> None:
-        """The members are told to leave: the server ends when the last of them has, or at `by`."""
+        """End when the last member has left, or at `by`: they have been asked to leave."""
         self._linger_s = self._after_first_s = 0.0
         self._end_by = min(self._end_by, by)
 
@@ -86,7 +86,7 @@ def keep_up(etcd: EtcdProcess) -> bool:
 
 
 def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
-    """Return when etcd has ended or is not needed any more, and its record is gone. Raises StoreError.
+    """Return when etcd has ended or is not needed any more, and its record is removed. Raises StoreError.
 
     SIGTERM, which the members have got as well, ends it when the last of them has left, SIGINT at once.
     """

@@ -98,7 +98,7 @@ class EtcdStore:
         return TxnResult(response.succeeded, response.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
-        """See `protocol.Store`. A grant whose answer was lost is repeated: its lease has no keys, and ends by itself."""
+        """See `protocol.Store`. A grant whose answer was lost is repeated; its lease, without keys, ends by itself."""
         if not ttl_s > 0:
             raise StoreRefused(f"a lease needs a positive TTL, got {ttl_s} ({', '.join(self.endpoints)})")
         request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s))

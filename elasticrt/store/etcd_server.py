@@ -289,9 +289,9 @@ def in_our_words(text: str) -> tuple[str, str]:
     remedy = next((remedy for words, remedy in _REMEDIES if re.search(words, text, re.IGNORECASE)), "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
-    told = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
-    logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', told[0]) if told else []
-    return ": ".join(logged or told[:1]), remedy
+    reasons = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
+    logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', reasons[0]) if reasons else []
+    return ": ".join(logged or reasons[:1]), remedy
 
 
 _REMEDIES = (

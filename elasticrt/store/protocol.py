@@ -1,14 +1,14 @@
 """What the rendezvous asks of a store: etcd's own model, reduced to what we use. Pure values and one Protocol.
 
-Two stores implement it: `testing.memory_store` (the model, also used by the simulator) and `store.etcd` (the real one).
+Two stores implement it: `store.etcd` (the real one) and `tests.memory_store` (the model, also used by the simulator).
 One contract suite, `tests/contract`, runs against both.
 
 Three things matter more than the rest:
 
 * Every key carries revisions. A transaction that compares them is the only way this project changes shared state.
 * A call ends in success, `StoreUnavailable` (nothing is known about the effect of a write), or another `StoreError`.
-* A watch never silently skips: it delivers every revision after `from_revision`, or says `Resync`. One that loses its
-  server says nothing, and goes on by itself.
+* A watch never skips silently: it delivers every revision from `from_revision` on, or a `Resync`. One that loses its
+  server goes on by itself.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ class Store(Protocol):
         """A new lease of `ttl_s` seconds. Raises StoreUnavailable, StoreRefused."""
 
     def keep_alive(self, lease_id: int) -> float:
-        """Renew; the remaining TTL in seconds. Raises LeaseLost when it is gone, StoreUnavailable."""
+        """Renew; the remaining TTL in seconds. Raises LeaseLost when it has ended, StoreUnavailable."""
 
     def revoke(self, lease_id: int) -> None:
-        """End the lease and delete its keys at once. A lease already gone is not an error."""
+        """End the lease and delete its keys at once. A lease that has ended already is not an error."""
 
     def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> Watch:
         """Deliver every change of `prefix` (or of exactly that key) from `from_revision` on, until cancelled."""

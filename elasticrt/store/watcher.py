@@ -61,7 +61,7 @@ class EtcdWatch:
         """The events that the sink has not seen.
 
         A watch starts one revision early and drops it here, because a compaction keeps no deletion of its own
-        revision: a watch that starts exactly there would skip it silently. One that starts earlier is told.
+        revision: a watch that starts exactly there would skip it silently. One that starts earlier gets an error.
         """
         return tuple(etcd_messages.event(m) for m in messages if m.kv.mod_revision >= self.next_revision)
 

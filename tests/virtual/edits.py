@@ -36,7 +36,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "silence fences a majority": (
         (_DECIDE, "_fence_or_wait", "if not led.isolated:", "if True:"),
     ),
-    "an isolated leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.isolated", "or True"),),
+    "an isolated leader takes silence for death": ((_DECIDE, "_lost_at", "or not led.isolated", "or True"),),
     "an isolated leader passes over who has come back": (
         (_DECIDE, "_suspected", "if key is not None and led.isolated:", "if False:"),
     ),
@@ -50,12 +50,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_HANDLER, "Replica.write", "for operation in txn.operations:", "for operation in () if ' reports ' in txn.why else txn.operations:"),
     ),
     "a node's goodbye takes its failure with it": (
-        (_R + "member", "Member.leave", "told is not None and told.generation == view.number", "False"),
+        (_R + "member", "Member.leave", "last is not None and last.generation == view.number", "False"),
     ),
-    "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
+    "a key that is gone is a death": ((_DECIDE, "_lost_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
-        (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
-        (_DECIDE, "_gone_at", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
+        (_DECIDE, "_lost_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
+        (_DECIDE, "_lost_at", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
     ),
     "reports of an older generation count": (
         (_VIEW, "View.reports", "if entry.record.generation == self.number", ""),
