@@ -70,7 +70,7 @@ def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
     assert member.failed(StoreUnavailable("silence"), 10.0) == 10.5
     assert not member.outage.is_due(10.4)
     assert member.outage.is_due(10.5)
-    assert member.decide(70.1) == Halt(EXIT_STORE, "etcd has not answered for 60 s")
+    assert member.decide(70.1) == Halt("etcd has not answered for 60 s", EXIT_STORE)
     member.outage.end(11.0)
     member.handle(SessionState("suspended", 0, 5.0, 12.0, "no answer"), 12.0)
     assert member.me.lease == "suspended"
