@@ -38,7 +38,7 @@ from elasticrt.rendezvous.decision import (
     Withdraw,
 )
 from elasticrt.rendezvous.outage import Heard, Outage, ride_out
-from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Report, Result, Seat, decode, seal
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Generation, Keys, Report, Result, Seat, decode, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.registration import Entered
 from elasticrt.rendezvous.replica import Replica
@@ -257,7 +257,8 @@ class Member:
     def _publish(self, decision: Publish) -> Conversation[bool]:
         """Write the roster, then swap the generation; take the roster back if another leader was faster."""
         keys, before = self.replica.keys, self.view.generation
-        generation, chunks = seal(decision.draft, decision.seats, self._token(), self._seats_per_chunk)
+        chunks = roster_chunks(decision.seats, self._seats_per_chunk)
+        generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks))
         for txn in transactions.roster(keys, generation.nonce, chunks):
             yield Transact(txn)
         txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None)

@@ -330,11 +330,6 @@ class Keys:
         return f"{self.results}{attempt}"
 
 
-def chunk_count(members: int, size: int) -> int:
-    """How many roster chunks of `size` a generation of so many members has."""
-    return max(1, -(-members // size))
-
-
 def chunk_of(node: str, chunks: int) -> int:
     """The chunk that holds a node's seat: it can be found without knowing the roster."""
     return zlib.crc32(node.encode()) % chunks
@@ -342,16 +337,8 @@ def chunk_of(node: str, chunks: int) -> int:
 
 def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple[RosterChunk, ...]:
     """Distribute seats over chunks by node name; a chunk has `size` on average."""
-    count = chunk_count(len(seats), size)
+    count = max(1, -(-len(seats) // size))
     chunks: list[list[Seat]] = [[] for _ in range(count)]
     for seat in seats:
         chunks[chunk_of(seat.node, count)].append(seat)
     return tuple(RosterChunk(seats=tuple(chunk)) for chunk in chunks)
-
-
-def seal(
-    draft: Draft, seats: tuple[Seat, ...], nonce: str, chunk_size: int
-) -> tuple[Generation, tuple[RosterChunk, ...]]:
-    """The generation to publish and its roster, in chunks of `chunk_size` seats on average."""
-    chunks = roster_chunks(seats, chunk_size)
-    return Generation(**dict(draft), nonce=nonce, chunks=len(chunks)), chunks

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -114,36 +114,21 @@ def record_of(directory: Path, run_id: str) -> Path:
 def locked() -> Iterator[tuple[Path, int]]:
     """Hold the lock of this user's embedded servers; yields the runtime directory, and the descriptor with the lock.
 
-    A process that inherits the descriptor holds the lock as well, until all have closed it. An empty directory is
-    removed at the end. Raises ConfigError when it is unsafe, StoreError when the lock is not to be had in a minute.
+    A process that inherits the descriptor holds the lock as well, until all have closed it. Raises ConfigError when the
+    directory is unsafe, StoreError when the lock is not to be had in a minute.
     """
-    deadline, fd = time.monotonic() + LOCK_S_MAX, -1
-    while fd < 0:
-        directory = runtime_directory()
-        fd = _lock(directory, deadline)
+    directory = runtime_directory()
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        deadline = time.monotonic() + LOCK_S_MAX
+        while not _locks(fd):
+            if time.monotonic() >= deadline:
+                what = "the lock of the embedded etcd stays taken"
+                raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
+            time.sleep(0.002)
         yield directory, fd
     finally:
-        with suppress(OSError):  # Not empty: some run is served.
-            directory.rmdir()
         os.close(fd)
-
-
-def _lock(directory: Path, deadline: float) -> int:
-    """A descriptor of the directory, locked; -1 when the last holder of the lock has removed the directory."""
-    with suppress(FileNotFoundError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            while not _locks(fd):
-                if time.monotonic() >= deadline:
-                    what = "the lock of the embedded etcd stays taken"
-                    raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
-                time.sleep(0.002)
-            if os.path.samestat(os.fstat(fd), directory.stat()):
-                return os.dup(fd)
-        finally:
-            os.close(fd)
-    return -1
 
 
 def _locks(fd: int) -> bool:

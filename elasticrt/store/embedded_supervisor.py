@@ -109,8 +109,6 @@ def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals:
                 need.leave(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
     record.unlink(missing_ok=True)  # At once, without the lock: no agent may find a server that has ended.
     store.close()
-    with embedded.locked():
-        pass  # It removes an empty runtime directory.
 
 
 def _touched_ns(record: Path) -> int:
