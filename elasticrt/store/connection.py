@@ -198,51 +198,45 @@ class _Operation:
         if self._repeatable and len(self._connections) > 1:
             timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
         endpoint = self._connections.current()
-        metadata = endpoint.metadata
+        metadata, sent = endpoint.metadata, False
         try:
             endpoint.log_in(timeout_s)
-        except grpc.RpcError as error:
-            self._failed(endpoint, metadata, error, sent=False)
-        metadata = endpoint.metadata
-        try:
+            metadata, sent = endpoint.metadata, True
             return method(endpoint)(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            self._failed(endpoint, metadata, error, sent=True)
-        raise AssertionError("an error is always raised")
+            raise self._meaning(endpoint, metadata, error, sent=sent) from error
 
-    def _failed(
+    def _meaning(
         self, endpoint: Endpoint, metadata: tuple[tuple[str, str], ...], error: grpc.RpcError, *, sent: bool
-    ) -> None:
-        """Raise what the error means. `sent` is false for errors of the login before the operation."""
+    ) -> Exception:
+        """What an error means for this operation. `sent` is false for errors of the login before it."""
         code, details = status(error)
-        verdict = judge_error(code, details)
-        where = str(endpoint.address)
-        if verdict is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
-            verdict = ErrorMeaning.NOT_SENT
-        if verdict is ErrorMeaning.NOT_SENT:
-            _logger.debug("etcd at %s: %s: %s", where, code, details)
-            self._connections.failed(endpoint)
-            self._last_failure = f"{cause(details) or code} at {where}"
-            raise _AgainError(self._last_failure) from error
-        if verdict is ErrorMeaning.UNKNOWN:
-            self._connections.failed(endpoint)
-            message = explain(
-                f"no answer from etcd to {self._what}: its effect is unknown", where, got=cause(details) or code
-            )
-            raise StoreUnavailable(message) from error
-        if verdict is ErrorMeaning.UNTRUSTED:
-            self._untrusted.add(where)
-            self._connections.failed(endpoint, redial=True)
-            if len(self._untrusted) < len(self._connections):
-                raise _AgainError(f"{cause(details)} at {where}") from error
-            raise StoreRefused(untrusted(endpoint.address, details)) from error
-        if verdict is ErrorMeaning.LOGIN and sent and self._logins_left and endpoint.log_out(metadata):
-            self._logins_left -= 1
-            raise _AgainError(f"{details} at {where}") from error
-        if verdict is ErrorMeaning.LEASE_LOST:
-            raise LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details)) from error
+        meaning, where = judge_error(code, details), str(endpoint.address)
+        if meaning is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
+            meaning = ErrorMeaning.NOT_SENT
+        match meaning:
+            case ErrorMeaning.NOT_SENT:
+                _logger.debug("etcd at %s: %s: %s", where, code, details)
+                self._connections.failed(endpoint)
+                self._last_failure = f"{cause(details) or code} at {where}"
+                return _AgainError(self._last_failure)
+            case ErrorMeaning.UNKNOWN:
+                self._connections.failed(endpoint)
+                message = f"no answer from etcd to {self._what}: its effect is unknown"
+                return StoreUnavailable(explain(message, where, got=cause(details) or code))
+            case ErrorMeaning.UNTRUSTED:
+                self._untrusted.add(where)
+                self._connections.failed(endpoint, redial=True)
+                if len(self._untrusted) < len(self._connections):
+                    return _AgainError(f"{cause(details)} at {where}")
+                return StoreRefused(untrusted(endpoint.address, details))
+            case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):
+                self._logins_left -= 1
+                return _AgainError(f"{details} at {where}")
+            case ErrorMeaning.LEASE_LOST:
+                return LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details))
         kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
-        raise kind(refused(self._what, where, code, details)) from error
+        return kind(refused(self._what, where, code, details))
 
 
 def status(error: grpc.RpcError) -> tuple[str, str]:

@@ -186,7 +186,7 @@ def test_a_preparation_of_any_name_has_a_key():
 def test_a_record_that_nobody_could_read_ends_its_writer():
     """Should a record be made past its checks all the same, its writer crashes, and nobody waits for it."""
     report = Report(generation=1, status="ok", **LIFE).model_copy(update={"node": "no/node"})
-    with pytest.raises(AssertionError, match=r"Report that nobody could read.*node"):
+    with pytest.raises(AssertionError, match=r"Report that can't be read.*node"):
         report.encode()
 
 
