@@ -177,7 +177,7 @@ class StoreRequests:
                 )
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
-        current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
+        current = self._store.read(self._keys.checkpoint).get(self._keys.checkpoint)
         return current, decode(Commit, current.key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: Commit) -> Reply:
@@ -187,7 +187,7 @@ class StoreRequests:
     def _own(self, asked: StoreRequest, request: Own) -> Reply:
         """The head of a directory, and that no other live run saves to it."""
         key = self._keys.place(request.place)
-        found = self._store.read(key, exact=True)
+        found = self._store.read(key)
         if request.take:
             owner = Owner.here(self._keys.run_id, found.store_id, asked.node)
             holding = Holding(Path(request.directory), owner)
@@ -244,7 +244,7 @@ class StoreRequests:
 
     def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
         key = self._keys.preparation(name)
-        current = self._store.read(key, exact=True).get(key)
+        current = self._store.read(key).get(key)
         return current, decode(Preparation, key, current.value) if current is not None else None
 
 

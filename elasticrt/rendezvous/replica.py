@@ -23,12 +23,11 @@ from elasticrt.rendezvous.view import (
     apply_range,
     apply_written,
     awaited,
-    covers,
     followed,
     wanted_reads,
     with_oldest,
 )
-from elasticrt.store.protocol import Changes, KeyValue, RangeRead, Txn, TxnResult
+from elasticrt.store.protocol import Changes, KeyValue, RangeRead, Txn, TxnResult, covers
 
 R = TypeVar("R", bound=Record)
 
@@ -117,7 +116,8 @@ class Replica:
             return 0
         for operation in txn.operations:
             # The reader's own watch may be slow to deliver it, and the next decision must not be made without it.
-            if any(covers(range_, operation.key) for range_ in self._watches):
+            single = not operation.key.endswith("/")
+            if single and any(covers(range_, operation.key) for range_ in self._watches):
                 self.view = apply_written(self.view, self.keys, operation, done.revision, now)
         return done.revision
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Read:
-    """Read a range: a prefix if it ends with a slash, else one key. The answer is a RangeRead."""
+    """Read a range. The answer is a RangeRead."""
 
     range: str
     limit: int = 0

@@ -167,8 +167,8 @@ def publish(keys: Keys, guard: Guard, generation: Generation, before: Generation
     cleanup: tuple[Put | Delete, ...] = ()
     if before is not None:
         cleanup = (
-            Delete(keys.roster(before.nonce), prefix=True),
-            Delete(keys.reports(before.number), prefix=True),
+            Delete(keys.roster(before.nonce)),
+            Delete(keys.reports(before.number)),
             Delete(keys.handover),
         )
     return Txn(
@@ -209,7 +209,7 @@ def withdraw(keys: Keys, guard: Guard) -> Txn:
 
 def discard_roster(keys: Keys, nonce: str) -> Txn:
     """Take back a roster whose generation was not published."""
-    return Txn((), (Delete(keys.roster(nonce), prefix=True),), why="discard an unused roster")
+    return Txn((), (Delete(keys.roster(nonce)),), why="discard an unused roster")
 
 
 def evict(keys: Keys, guard: Guard, member: Stored[Member]) -> Txn:
@@ -233,9 +233,9 @@ def finish(keys: Keys, guard: Guard, result: Result) -> Txn:
         ),
         operations=(
             Put(keys.result(result.attempt), result.encode()),
-            Delete(keys.rosters, prefix=True),
-            Delete(keys.all_reports, prefix=True),
-            Delete(keys.preparations, prefix=True),
+            Delete(keys.rosters),
+            Delete(keys.all_reports),
+            Delete(keys.preparations),
             Delete(keys.handover),
         ),
         why=f"result: {result.status}",

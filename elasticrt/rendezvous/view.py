@@ -34,7 +34,7 @@ from elasticrt.rendezvous.records import (
     chunk_of,
     decode,
 )
-from elasticrt.store.protocol import Delete, Event, KeyValue, Put, RangeRead
+from elasticrt.store.protocol import Delete, Event, KeyValue, Put, RangeRead, covers
 
 R = TypeVar("R", bound=Record | Commit)
 
@@ -185,11 +185,6 @@ def _known_until(view: View, key: str) -> int:
     """The revision up to which a key's changes are in the view: it has been read, or the observer wrote it."""
     read = (at for range_, at in view.read_at.items() if covers(range_, key))
     return max(view.wrote.get(key, 0), *read, 0)
-
-
-def covers(range_: str, key: str) -> bool:
-    """Whether a range holds a key: a range that ends with a slash is a prefix, any other is one key."""
-    return key.startswith(range_) if range_.endswith("/") else key == range_
 
 
 def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: float) -> View:

@@ -82,10 +82,10 @@ class EtcdStore:
         """See `protocol.Store`."""
         return self._connections.names
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        request = etcd_messages.range_request(prefix, exact=exact, limit=limit, by_create=by_create)
-        found = self._connections.ask(f"read {prefix}", lambda endpoint: endpoint.kv.Range, request)
+        request = etcd_messages.range_request(range_, limit=limit, by_create=by_create)
+        found = self._connections.ask(f"read {range_}", lambda endpoint: endpoint.kv.Range, request)
         snapshot = etcd_messages.snapshot(found)
         self._store_id = snapshot.store_id
         return snapshot
@@ -119,9 +119,9 @@ class EtcdStore:
         with suppress(LeaseLost):
             self._connections.ask("revoke a lease", lambda endpoint: endpoint.lease.LeaseRevoke, request)
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> EtcdWatch:
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
         """See `protocol.Store`. After a `Resync` the watch is over; a new one goes on from a new read."""
-        return self._watcher.add(prefix, sink, from_revision=from_revision, exact=exact)
+        return self._watcher.add(range_, sink, from_revision=from_revision)
 
     def status(self) -> ServerStatus:
         """What the server says of itself. Raises StoreUnavailable, StoreRefused."""

@@ -18,16 +18,15 @@ def decode_key(key: bytes) -> str:
     return key.decode("utf-8", "surrogateescape")
 
 
-def key_range(prefix: str, exact: bool) -> tuple[bytes, bytes]:
-    """Key and range end of a request for one key, or for all that start with `prefix`, which is not empty."""
-    key = encode_key(prefix)
-    # The end of a prefix is its successor of the same length. UTF-8 never ends with 0xff, which has none.
-    return key, b"" if exact else key[:-1] + bytes([key[-1] + 1])
+def key_range(range_: str) -> tuple[bytes, bytes]:
+    """Key and range end of a request. The end of a prefix is its successor of the same length."""
+    key = encode_key(range_)
+    return key, key[:-1] + bytes([ord("/") + 1]) if range_.endswith("/") else b""
 
 
-def range_request(prefix: str, *, exact: bool, limit: int, by_create: bool) -> Any:
+def range_request(range_: str, *, limit: int = 0, by_create: bool = False) -> Any:
     """A linearizable read."""
-    key, end = key_range(prefix, exact)
+    key, end = key_range(range_)
     order, target = ("ASCEND", "CREATE") if by_create else ("NONE", "KEY")
     return proto.RangeRequest(
         key=key,
@@ -46,9 +45,9 @@ def txn_request(txn: Txn) -> Any:
     )
 
 
-def watch_request(prefix: str, exact: bool, watch_id: int, start_revision: int) -> Any:
+def watch_request(range_: str, watch_id: int, start_revision: int) -> Any:
     """Start a watch under our own number."""
-    key, end = key_range(prefix, exact)
+    key, end = key_range(range_)
     create = proto.WatchCreateRequest(
         key=key, range_end=end, start_revision=start_revision, watch_id=watch_id, progress_notify=True
     )
@@ -94,5 +93,5 @@ def _operation(operation: Any) -> Any:
     if isinstance(operation, Put):
         put = proto.PutRequest(key=encode_key(operation.key), value=operation.value, lease=operation.lease)
         return proto.RequestOp(request_put=put)
-    key, end = key_range(operation.key, exact=not operation.prefix)
+    key, end = key_range(operation.key)
     return proto.RequestOp(request_delete_range=proto.DeleteRangeRequest(key=key, range_end=end))

@@ -3,6 +3,8 @@
 Two stores implement it: `store.etcd` (the real one) and `tests.memory_store` (the model, also used by the simulator).
 One contract suite, `tests/contract`, runs against both.
 
+Keys are read, watched and deleted by ranges: a range that ends with a slash is a prefix, any other is one key.
+
 Three things matter more than the rest:
 
 * Every key carries revisions. A transaction that compares them is the only way this project changes shared state.
@@ -39,6 +41,11 @@ class LeaseLost(StoreError):  # noqa: N818
     """The lease does not exist (any more)."""
 
 
+def covers(range_: str, key: str) -> bool:
+    """Whether a range holds a key."""
+    return key.startswith(range_) if range_.endswith("/") else key == range_
+
+
 @dataclass(frozen=True)
 class KeyValue:
     """One key as stored. Revisions are the store's, counted from 1. `lease` is 0 when the key is bound to none."""
@@ -70,10 +77,9 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete one key, or with `prefix=True` every key that starts with it. Deleting nothing is not an error."""
+    """Delete a key, or all keys of a range. Deleting nothing is not an error."""
 
     key: str
-    prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +178,8 @@ class Store(Protocol):
     def endpoints(self) -> tuple[str, ...]:
         """Where the store is, as text for messages."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
-        """All keys that start with `prefix` (or exactly that key), linearizable.
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
+        """All keys of a range, linearizable.
 
         `by_create` sorts by create revision, oldest first (otherwise by key); `limit` 0 means all.
         Raises StoreUnavailable, StoreRefused.
@@ -191,8 +197,8 @@ class Store(Protocol):
     def revoke(self, lease_id: int) -> None:
         """End the lease and delete its keys at once. A lease that has ended already is not an error."""
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> Watch:
-        """Deliver every change of `prefix` (or of exactly that key) from `from_revision` on, until cancelled."""
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> Watch:
+        """Deliver every change of a range from `from_revision` on, until cancelled."""
 
     def close(self) -> None:
         """Cancel all watches, close the connections. Leases live on until revoked or expired."""

@@ -17,13 +17,13 @@ def test_revisions(world: World) -> None:
     key = world.prefix + "k"
     first = world.put(store, "k", b"1")
     second = world.put(store, "k", b"2")
-    entry = store.read(key, exact=True).get(key)
+    entry = store.read(key).get(key)
     assert entry is not None
     assert (entry.value, entry.create_revision, entry.mod_revision) == (b"2", first, second)
     assert second == first + 1
     store.commit(Txn((), (Delete(key),)))
     third = world.put(store, "k", b"3")
-    entry = store.read(key, exact=True).get(key)
+    entry = store.read(key).get(key)
     assert entry is not None
     assert (entry.create_revision, entry.mod_revision) == (third, third)
 
@@ -52,7 +52,7 @@ def test_reading(world: World) -> None:
         "c/1",
         "c/2",
     ]
-    assert store.read(world.prefix + "c", exact=True).keys == ()
+    assert store.read(world.prefix + "c").keys == ()
     assert len(store.read(world.prefix + "none").keys) == 0
 
 
@@ -86,7 +86,7 @@ def test_compare(world: World, key: str, target: Literal["create", "mod"], back:
     revision = world.put(store, "there", b"new")
     compare = Compare(world.prefix + key, target, 0 if back is None else revision - back)
     assert store.commit(Txn((compare,), (Put(world.prefix + "mark", b""),))).succeeded is expected
-    assert len(store.read(world.prefix + "mark", exact=True).keys) == int(expected)
+    assert len(store.read(world.prefix + "mark").keys) == int(expected)
 
 
 def test_transaction_is_atomic(world: World) -> None:
@@ -98,7 +98,7 @@ def test_transaction_is_atomic(world: World) -> None:
     operations = (
         Put(world.prefix + "x", b"new"),
         Put(world.prefix + "y", b"new"),
-        Delete(world.prefix + "d/", prefix=True),
+        Delete(world.prefix + "d/"),
     )
     result = store.commit(Txn((guard,), operations))
     assert (result.succeeded, result.revision) == (True, before + 1)
@@ -126,7 +126,7 @@ def test_nothing_changed_is_no_revision(world: World) -> None:
     ("operations", "words"),
     [
         ((Put("k", b"1"), Put("k", b"2")), "duplicate key"),
-        ((Put("k/1", b"1"), Delete("k/", prefix=True)), "duplicate key"),
+        ((Put("k/1", b"1"), Delete("k/")), "duplicate key"),
         (tuple(Put(f"k{n}", b"") for n in range(129)), "too many operations"),
         ((Put("k", b"x" * 1_600_000),), "too large"),
         ((Put("", b"x"),), "key is not provided"),
@@ -179,7 +179,7 @@ def test_lease(world: World) -> None:
     world.put(store, "a", b"", lease.lease_id)
     revision = world.put(store, "free")
     assert 0 < store.keep_alive(lease.lease_id) <= lease.ttl_s
-    entry = store.read(world.prefix + "a", exact=True).keys[0]
+    entry = store.read(world.prefix + "a").keys[0]
     assert entry.lease == lease.lease_id
     watch = store.watch(world.prefix, inbox, from_revision=revision + 1)
     store.revoke(lease.lease_id)
@@ -253,12 +253,12 @@ def test_watch_follows(world: World) -> None:
     start = store.read(world.prefix).revision + 1
     watches = [
         store.watch(world.prefix + "w/", all_of_it, from_revision=start),
-        store.watch(world.prefix + "w/1", one_key, from_revision=start, exact=True),
+        store.watch(world.prefix + "w/1", one_key, from_revision=start),
     ]
     world.put(store, "w", b"")
     world.put(store, "w/1", b"a")
     world.put(store, "w/10", b"b")
-    store.commit(Txn((), (Delete(world.prefix + "w/", prefix=True), Put(world.prefix + "x", b""))))
+    store.commit(Txn((), (Delete(world.prefix + "w/"), Put(world.prefix + "x", b""))))
     deletion = store.read(world.prefix).revision
     events = all_of_it.wait(4)
     assert [(event.key[len(world.prefix) :], event.value and event.value.value) for event in events] == [
@@ -368,9 +368,9 @@ def test_compare_and_swap_counts(world: World) -> None:
     world.put(stores[0], "n", b"0")
     key = world.prefix + "n"
     for turn in range(20):
-        stale = stores[turn % 2].read(key, exact=True).keys[0]
+        stale = stores[turn % 2].read(key).keys[0]
         for store in stores:
             fresh = int(stale.value) + 1
             guard = Compare(key, "mod", stale.mod_revision)
             store.commit(Txn((guard,), (Put(key, str(fresh).encode()),)))
-    assert stores[0].read(key, exact=True).keys[0].value == b"20"
+    assert stores[0].read(key).keys[0].value == b"20"

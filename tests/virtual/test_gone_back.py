@@ -15,9 +15,9 @@ from tests.virtual.world import running
 class Restored(MemoryStore):
     """Answers as a store does that is some revisions younger."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
+        found = super().read(range_, limit=limit, by_create=by_create)
         return replace(found, revision=found.revision - 1)
 
 

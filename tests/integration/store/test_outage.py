@@ -56,7 +56,7 @@ def test_restarted_server(etcd: EtcdServer) -> None:
         store.watch("/", late, from_revision=start)
         assert [event.key for event in late.wait(2)] == ["/b", "/c"]
         assert store.keep_alive(lease.lease_id) > 0
-        assert store.read("/a", exact=True).keys[0].lease == lease.lease_id
+        assert store.read("/a").keys[0].lease == lease.lease_id
         assert not inbox.resyncs
 
 
@@ -136,7 +136,7 @@ def test_transaction_moves_on_only_if_it_was_not_sent(etcd: EtcdServer) -> None:
     with connected(dead, etcd.address) as store:
         guard = Compare("/a", "create", 0)
         assert store.commit(Txn((guard,), (Put("/a", b""),))).succeeded
-        entry = store.read("/a", exact=True).keys[0]
+        entry = store.read("/a").keys[0]
         assert entry.create_revision == entry.mod_revision
 
 
@@ -151,12 +151,12 @@ def test_ambiguous_transaction(etcd: EtcdServer) -> None:
         proxy.set("swallow")
         with pytest.raises(StoreUnavailable, match="effect is unknown"):
             put(store, "/n", b"1")
-        entry = other.read("/n", exact=True).keys[0]
+        entry = other.read("/n").keys[0]
         assert (entry.value, entry.mod_revision) == (b"1", entry.create_revision + 1)
         proxy.set("refuse")
         proxy.set("forward")
         wait_until(lambda: _readable(store), "the way is free again")
-        assert store.read("/n", exact=True).keys[0] == entry
+        assert store.read("/n").keys[0] == entry
 
 
 def _readable(store: EtcdStore) -> bool:
@@ -225,7 +225,7 @@ def test_compaction_while_the_watch_is_away(etcd: EtcdServer) -> None:
         proxy.set("forward")
         wait_until(lambda: inbox.resyncs, "the watch was told")
         assert inbox.resyncs == ["compacted"]
-        assert store.read("/c", exact=True).keys[0].mod_revision == revision
+        assert store.read("/c").keys[0].mod_revision == revision
 
 
 def test_many_watches_share_one_stream(etcd: EtcdServer) -> None:

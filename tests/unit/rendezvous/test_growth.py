@@ -30,9 +30,9 @@ class CountedStore(MemoryStore):
 
     requests = size = 0
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
+        found = super().read(range_, limit=limit, by_create=by_create)
         self.requests += 1
         self.size += sum(len(kv.value) for kv in found.keys)
         return found
