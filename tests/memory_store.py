@@ -267,7 +267,7 @@ class MemoryServer:
         lengths = {len(range_) for range_ in self._watches if range_.endswith("/")}
         mine: dict[int, tuple[MemoryWatch, list[Event]]] = {}
         for event in events:
-            candidates = [event.key[:length] for length in lengths if length < len(event.key)]
+            candidates = [event.key[:length] for length in lengths if event.key[length - 1 : length] == "/"]
             for candidate in [event.key, *candidates]:
                 for watch in self._watches.get(candidate, {}).values():
                     mine.setdefault(watch.number, (watch, []))[1].append(event)

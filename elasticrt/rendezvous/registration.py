@@ -54,31 +54,44 @@ def enter(
     alive = (yield from replica.read(keys.members, limit=1))[0].keys
     if own in (kv.key for kv in alive):
         return None
-    attempt = 1
-    if stored is not None:
-        attempt = stored[0].attempt
-        result = yield from replica.record(Result, keys.result(attempt))
-        if alive:
-            spec = resized(spec, stored[0].spec) if stored[0].resized else spec
-            unlike = difference(spec, stored[0].spec)
-            if unlike:
-                raise DuplicateError(_other_options(keys.run_id, unlike))
-            if result is not None:
-                return None
-        elif result is not None:
-            if result[0].status == "succeeded" and not again:
-                return result[0]
-            attempt += 1
+    known = stored[0] if stored is not None else None
+    result = (yield from replica.record(Result, keys.result(known.attempt))) if known is not None else None
+    place = _place(keys.run_id, spec, known, result[0] if result is not None else None, alive=bool(alive), again=again)
+    if not isinstance(place, Entered):
+        return place
     guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.mod_revision if generation else 0)
-    if stored is None or not alive:
+    if known is None or not alive:
         # Also where it is written as it was: of two that see no live member, with two specs, one has to be refused.
-        same = stored is not None and (stored[0].spec, stored[0].attempt) == (spec, attempt)
-        record = stored[0] if stored is not None and same else SpecRecord(spec=spec, attempt=attempt)
+        same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
+        record = known if known is not None and same else SpecRecord(spec=place.spec, attempt=place.attempt)
         txn = transactions.register(keys, guard, record, member, lease)
     else:
         txn = transactions.register_again(keys, guard, member, lease)
     done, _ = yield Transact(txn)
-    return Entered(attempt, spec) if done.succeeded else None
+    return place if done.succeeded else None
+
+
+def _place(
+    run_id: str, spec: RunSpec, stored: SpecRecord | None, result: Result | None, *, alive: bool, again: bool
+) -> Entered | Result | None:
+    """Where a newcomer belongs. `result` is that of the attempt in `stored`; `alive`: the run has live members.
+
+    Returns and raises as `enter`.
+    """
+    if stored is None:
+        return Entered(1, spec)
+    if not alive:
+        if result is None:
+            return Entered(stored.attempt, spec)
+        if result.status == "succeeded" and not again:
+            return result
+        return Entered(stored.attempt + 1, spec)
+    if stored.resized:
+        spec = resized(spec, stored.spec)
+    unlike = difference(spec, stored.spec)
+    if unlike:
+        raise DuplicateError(_other_options(run_id, unlike))
+    return Entered(stored.attempt, spec) if result is None else None
 
 
 def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[None]:

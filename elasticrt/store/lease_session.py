@@ -109,9 +109,13 @@ class LeaseSession:
             self._judge()
             self._wake.notify_all()
         if is_first:
-            self._thread = threading.Thread(target=self._keep_alive, name="elasticrt-lease", daemon=True)
-            self._thread.start()
+            self._start()
         return lease
+
+    def _start(self) -> None:
+        """Begin to keep the lease alive. The simulator does it without a thread."""
+        self._thread = threading.Thread(target=self._keep_alive, name="elasticrt-lease", daemon=True)
+        self._thread.start()
 
     def look(self) -> None:
         """Look at the clock now: the word may have changed without an answer, or this process have been stopped."""
