@@ -248,7 +248,7 @@ def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tup
 
 
 def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
-    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike.
+    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for all members alike.
 
     None when there are enough. `now` is the leader's monotonic clock, in seconds.
     """

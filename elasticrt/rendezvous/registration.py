@@ -133,7 +133,7 @@ def leave(replica: Replica, report: Report | None) -> Conversation[None]:
     guard = Guard.of(replica.view)
     done, _ = yield Transact(transactions.leave(replica.keys, guard, report))
     if not done.succeeded:
-        # The generation has moved on, or the key is gone already: then leaving needs no report.
+        # The generation has moved on, or the key does not exist any more: then leaving needs no report.
         yield Transact(transactions.leave(replica.keys, guard, None))
 
 

@@ -18,7 +18,7 @@ class ErrorMeaning(Enum):
     UNTRUSTED = "this endpoint is not (our) etcd, or TLS failed; nothing was sent"
     LOGIN = "not carried out: the login is missing or has expired"
     LEASE_LOST = "the lease does not exist"
-    COMPACTED = "the revision is gone from the history"
+    COMPACTED = "the revision is no longer in the history"
     NO_AUTH = "a login was tried, but this server has authentication switched off"
     REFUSED = "etcd understood and said no"
 
