@@ -30,10 +30,10 @@ def _command(words: object) -> object:
     """The words of a command, known by their digest where they are long or not plain: they are only compared."""
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         return words
-    told = tuple(known(word, WORD_MAX_BYTES) for word in words)
-    if sum(size(word) + len('"",') for word in told) <= COMMAND_MAX_BYTES:
-        return told
-    return (told[0], known("\0".join(words[1:]), WORD_MAX_BYTES))  # Which no argument holds.
+    plain = tuple(known(word, WORD_MAX_BYTES) for word in words)
+    if sum(size(word) + len('"",') for word in plain) <= COMMAND_MAX_BYTES:
+        return plain
+    return (plain[0], known("\0".join(words[1:]), WORD_MAX_BYTES))  # No argument holds a NUL.
 
 
 class RunSpec(BaseModel):

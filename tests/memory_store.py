@@ -32,6 +32,7 @@ from elasticrt.store.protocol import (
     Txn,
     TxnResult,
     WatchSink,
+    covers,
 )
 
 OPERATIONS_MAX = 128
@@ -51,10 +52,9 @@ class _LeaseState:
 class MemoryWatch:
     """A watch on a `MemoryServer`."""
 
-    def __init__(self, server: MemoryServer, number: int, prefix: str, exact: bool, sink: WatchSink) -> None:
+    def __init__(self, server: MemoryServer, number: int, range_: str, sink: WatchSink) -> None:
         self.number = number
-        self.prefix = prefix
-        self.exact = exact
+        self.range = range_
         self.sink = sink
         self.active = True
         self._server = server
@@ -84,23 +84,22 @@ class MemoryServer:
         self._expiries: list[tuple[float, int]] = []
         self._lease_count = 0
         self._watch_count = 0
-        self._watches: dict[tuple[str, bool], dict[int, MemoryWatch]] = {}
+        self._watches: dict[str, dict[int, MemoryWatch]] = {}
         self._outbox: deque[tuple[MemoryWatch, Changes | Resync]] = deque()
         self._delivering = False
 
     # Reading and writing.
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store.read`."""
         self.expire()
-        found = [self._values[key] for key in self._range(prefix, exact)]
-        count = len(found)
+        found = [self._values[key] for key in self._range(range_)]
         if by_create:
             oldest_first = attrgetter("create_revision", "key")
             found = heapq.nsmallest(limit, found, key=oldest_first) if limit else sorted(found, key=oldest_first)
         elif limit:
             found = found[:limit]
-        return RangeRead(tuple(found), self.revision, self.store_id, count)
+        return RangeRead(tuple(found), self.revision, self.store_id)
 
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store.commit`."""
@@ -117,7 +116,7 @@ class MemoryServer:
             if isinstance(operation, Put):
                 events.append(self._put(operation, revision))
             else:
-                doomed = list(self._range(operation.key, exact=not operation.prefix))
+                doomed = list(self._range(operation.key))
                 events.extend(self._remove(key, revision) for key in doomed)
         self._publish(events, revision)
         return TxnResult(True, self.revision)
@@ -161,19 +160,19 @@ class MemoryServer:
 
     # Watches.
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> MemoryWatch:
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> MemoryWatch:
         """See `protocol.Store.watch`. Old changes are delivered before this returns, later ones as they happen."""
         self.expire()
         self._watch_count += 1
-        watch = MemoryWatch(self, self._watch_count, prefix, exact, sink)
+        watch = MemoryWatch(self, self._watch_count, range_, sink)
         if from_revision > self.revision + 1:
             self._outbox.append((watch, Resync("replaced")))
         elif from_revision <= self.compacted:
             self._outbox.append((watch, Resync("compacted")))
         else:
-            self._watches.setdefault((prefix, exact), {})[watch.number] = watch
+            self._watches.setdefault(range_, {})[watch.number] = watch
             start = bisect_left(self._history, from_revision, key=attrgetter("mod_revision"))
-            old = tuple(event for event in self._history[start:] if _matches(event.key, prefix, exact))
+            old = tuple(event for event in self._history[start:] if covers(range_, event.key))
             if old:
                 self._outbox.append((watch, Changes(old, old[-1].mod_revision)))
         self._deliver()
@@ -182,10 +181,10 @@ class MemoryServer:
     def forget(self, watch: MemoryWatch) -> None:
         """Cancel one watch."""
         watch.active = False
-        group = self._watches.get((watch.prefix, watch.exact), {})
+        group = self._watches.get(watch.range, {})
         group.pop(watch.number, None)
         if not group:
-            self._watches.pop((watch.prefix, watch.exact), None)
+            self._watches.pop(watch.range, None)
 
     # What an operator can do.
 
@@ -211,32 +210,24 @@ class MemoryServer:
         self._outbox.extend((watch, Resync("replaced")) for watch in orphans)
         self._deliver()
 
-    def _range(self, prefix: str, exact: bool) -> Iterator[str]:
-        if exact:
-            if prefix in self._values:
-                yield prefix
-            return
-        for index in range(bisect_left(self._keys, prefix), len(self._keys)):
-            if not self._keys[index].startswith(prefix):
+    def _range(self, range_: str) -> Iterator[str]:
+        for index in range(bisect_left(self._keys, range_), len(self._keys)):
+            if not covers(range_, self._keys[index]):
                 return
             yield self._keys[index]
 
     def _holds(self, compare: Compare) -> bool:
         entry = self._values.get(compare.key)
-        if compare.target == "value":
-            # In etcd a comparison with the value of an absent key fails, whatever the operator.
-            return entry is not None and _ordered(entry.value, compare.op, compare.operand)
-        names = {"create": "create_revision", "mod": "mod_revision", "version": "version", "lease": "lease"}
-        actual = 0 if entry is None else getattr(entry, names[compare.target])
-        return _ordered(actual, compare.op, compare.operand)
+        actual = 0 if entry is None else getattr(entry, f"{compare.target}_revision")
+        return bool(actual == compare.revision)
 
     def _put(self, put: Put, revision: int) -> Event:
         old = self._values.get(put.key)
         if old is None:
             insort(self._keys, put.key)
-            entry = KeyValue(put.key, put.value, revision, revision, 1, put.lease)
+            entry = KeyValue(put.key, put.value, revision, revision, put.lease)
         else:
-            entry = KeyValue(put.key, put.value, old.create_revision, revision, old.version + 1, put.lease)
+            entry = KeyValue(put.key, put.value, old.create_revision, revision, put.lease)
             self._detach(old)
         if put.lease:
             self._leases[put.lease].keys.add(put.key)
@@ -273,12 +264,11 @@ class MemoryServer:
 
     def _interested(self, events: list[Event]) -> list[tuple[MemoryWatch, list[Event]]]:
         # Few prefixes have different lengths, so each event asks for its own prefixes instead of all watches.
-        lengths = {len(prefix) for prefix, exact in self._watches if not exact}
+        lengths = {len(range_) for range_ in self._watches if range_.endswith("/")}
         mine: dict[int, tuple[MemoryWatch, list[Event]]] = {}
         for event in events:
-            candidates = [(event.key, True)]
-            candidates += [(event.key[:length], False) for length in lengths if length <= len(event.key)]
-            for candidate in candidates:
+            candidates = [event.key[:length] for length in lengths if event.key[length - 1 : length] == "/"]
+            for candidate in [event.key, *candidates]:
                 for watch in self._watches.get(candidate, {}).values():
                     mine.setdefault(watch.number, (watch, []))[1].append(event)
         return [mine[number] for number in sorted(mine)]
@@ -313,9 +303,9 @@ class MemoryStore:
         """See `protocol.Store`."""
         return (f"memory:{self._server.store_id}",)
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        return self._open().read(prefix, exact=exact, limit=limit, by_create=by_create)
+        return self._open().read(range_, limit=limit, by_create=by_create)
 
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store`."""
@@ -333,9 +323,9 @@ class MemoryStore:
         """See `protocol.Store`."""
         self._open().revoke(lease_id)
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> MemoryWatch:
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> MemoryWatch:
         """See `protocol.Store`."""
-        watch = self._open().watch(prefix, sink, from_revision=from_revision, exact=exact)
+        watch = self._open().watch(range_, sink, from_revision=from_revision)
         self._watches = [other for other in self._watches if other.active] + [watch]
         return watch
 
@@ -352,20 +342,6 @@ class MemoryStore:
         return self._server
 
 
-def _matches(key: str, prefix: str, exact: bool) -> bool:
-    return key == prefix if exact else key.startswith(prefix)
-
-
-def _ordered(actual: int | bytes, op: str, operand: int | bytes) -> bool:
-    if op == "=":
-        return actual == operand
-    if op == "!=":
-        return actual != operand
-    if op == "<":
-        return actual < operand  # type: ignore[operator]  # Both are int, or both bytes: the target says which.
-    return actual > operand  # type: ignore[operator]  # The same.
-
-
 def _check_request(txn: Txn) -> None:
     """What etcd refuses before it looks at any key. Raises StoreRefused with etcd's words."""
     where = f"memory store, {txn.why or 'transaction'}"
@@ -373,10 +349,10 @@ def _check_request(txn: Txn) -> None:
         raise StoreRefused(f"too many operations in txn request ({where}): expected at most {OPERATIONS_MAX}")
     puts = [operation for operation in txn.operations if isinstance(operation, Put)]
     deletes = [operation for operation in txn.operations if isinstance(operation, Delete)]
-    if not all(put.key for put in puts) or not all(delete.key or delete.prefix for delete in deletes):
+    if not all(put.key for put in puts) or not all(delete.key for delete in deletes):
         raise StoreRefused(f"key is not provided ({where})")
     keys = [put.key for put in puts]
-    overlap = any(_matches(key, delete.key, not delete.prefix) for key in keys for delete in deletes)
+    overlap = any(covers(delete.key, key) for key in keys for delete in deletes)
     if len(set(keys)) < len(keys) or overlap:
         raise StoreRefused(f"duplicate key given in txn request ({where})")
     if sum(len(put.key) + len(put.value) for put in puts) > REQUEST_BYTES_MAX:

@@ -233,7 +233,7 @@ class EtcdServer:
                     if store is None:
                         socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
                     else:
-                        store.read("ready", exact=True)
+                        store.read("ready")
                 except StoreRefused:
                     return True
                 except (StoreUnavailable, ConnectionError):

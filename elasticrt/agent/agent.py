@@ -244,9 +244,9 @@ class Agent(Side):
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
         """See `Side`."""
         match decision:
-            case Hold(handover, _):
+            case Hold(_, handover):
                 self.node.hold(handover)
-            case Go(step, save, _):
+            case Go(_, step, save):
                 self.node.go(step, save=save)
             case ReleaseHold():
                 self.node.release()

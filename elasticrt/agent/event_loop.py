@@ -183,7 +183,7 @@ class EventLoop:
     def _read_again(self, now: float) -> None:
         try:
             self._side.revive_store()
-            self.driver.run(self.member.read_again())
+            self.driver.run(self.member.replica.refresh())
         except StoreUnavailable as error:
             self.member.failed(error, self._clock.monotonic())
         else:
@@ -203,7 +203,7 @@ class EventLoop:
         match decision:
             case Wait(until=until):
                 return member.outage.retry_at if member.outage.since is not None else until
-            case Run(generation, seat, _):
+            case Run(_, generation, seat):
                 side.run_generation(generation, seat)
             case Hold() | Go() | ReleaseHold():
                 side.hand_over(decision)
@@ -241,7 +241,7 @@ class EventLoop:
                 self.handle(self.queue.get_nowait())
         if self.member.outage.since is None:
             try:
-                self.driver.run(self.member.complete())
+                self.driver.run(self.member.replica.complete())
             except StoreUnavailable as error:
                 self.member.failed(error, self._clock.monotonic())
 

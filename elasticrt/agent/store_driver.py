@@ -80,7 +80,7 @@ class StoreDriver:
     def _carry_out(self, request: Request) -> Any:
         match request:
             case Read(range_, limit, by_create):
-                return self.store.read(range_, exact=not range_.endswith("/"), limit=limit, by_create=by_create)
+                return self.store.read(range_, limit=limit, by_create=by_create)
             case Transact(txn):
                 log.debug("transaction: %s", txn.why)
                 return self.store.commit(txn)
@@ -89,8 +89,7 @@ class StoreDriver:
                 def deliver(item: Changes | Resync) -> None:
                     self._emit(Notice(number, range_, item))
 
-                exact = not range_.endswith("/")
-                self._watches[number] = self.store.watch(range_, deliver, from_revision=from_revision, exact=exact)
+                self._watches[number] = self.store.watch(range_, deliver, from_revision=from_revision)
             case Unfollow(number):
                 self._watches.pop(number).cancel()
             case Grant():

@@ -155,7 +155,7 @@ class StoreRequests:
         return ""
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
-        current = self._store.read(self._keys.checkpoint, exact=True).get(self._keys.checkpoint)
+        current = self._store.read(self._keys.checkpoint).get(self._keys.checkpoint)
         return current, decode(Commit, current.key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: Commit) -> Reply:
@@ -165,7 +165,7 @@ class StoreRequests:
     def _own(self, asked: StoreRequest, request: Own) -> Reply:
         """Take a checkpoint directory, unless another live run saves to it; answer with its head."""
         key = self._keys.place(request.place)
-        found = self._store.read(key, exact=True)
+        found = self._store.read(key)
         if request.take:
             owner = Owner.here(self._keys.run_id, found.store_id, asked.node)
             holding = Holding(Path(request.directory), owner)
@@ -216,7 +216,7 @@ class StoreRequests:
 
     def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
         key = self._keys.preparation(name)
-        current = self._store.read(key, exact=True).get(key)
+        current = self._store.read(key).get(key)
         return current, decode(Preparation, key, current.value) if current is not None else None
 
 

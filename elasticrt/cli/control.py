@@ -383,7 +383,7 @@ def _nodes(text: str) -> tuple[int, int]:
 def _spec(store: Store, keys: Keys) -> tuple[SpecRecord, int]:
     from elasticrt.rendezvous.records import SpecRecord, decode
 
-    found = store.read(keys.spec, exact=True).get(keys.spec)
+    found = store.read(keys.spec).get(keys.spec)
     if found is None:
         raise ConfigError(
             explain("no such run", f"run {keys.run_id}", expected="a run in this etcd", remedy="Check --run-id, --etcd")
@@ -401,7 +401,7 @@ def _members(store: Store, keys: Keys) -> dict[str, tuple[Member, KeyValue]]:
 def _read(store: Store, key: str, kind: Any) -> Any:
     from elasticrt.rendezvous.records import decode
 
-    found = store.read(key, exact=True).get(key)
+    found = store.read(key).get(key)
     return decode(kind, key, found.value) if found is not None else None
 
 

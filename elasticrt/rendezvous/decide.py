@@ -1,22 +1,22 @@
 """The protocol: from what a member knows to what it does next, and why. Pure.
 
-`decide(me, view, now)` is called after every change of the view and at the time that a `Wait` named. It is a column of
-guards; the first that applies gives the decision. Nothing is remembered between calls: all is in `me` (this member's
-own state) and `view` (the store's state), so the order of events does not matter and repeating a call is safe.
+`decide(me, view, now)` is called after every change of the view, and at the time that a `Wait` names. It is a column of
+guards: the first that applies gives the decision. It remembers nothing between calls. All is in `me` (this member's own
+state) and `view` (the store's state), so the order of events does not matter, and repeating a call is safe.
 
 The life of a generation g:
 
     members register ─► the leader waits for quiet ─► publishes g (compare-and-swap) ─► every seat starts its workers
         ▲                                                                                    │
-        │                 somebody fails, goes or comes                                      ▼
+        │                 a node fails, leaves or joins                                      ▼
         └──────────────── the leader publishes g + 1 (the stop signal for g) ◄──────── workers run, or end: result
 
-* The leader is the live member with the oldest key. It publishes generations and nothing more; should two believe they
-  lead, the compare-and-swap lets one through.
-* A member whose workers failed says so in a report. The leader then asks every other seat whether it still lives,
-  fences those that are certainly gone, and publishes the next generation from whoever is left. Nobody waits for a
-  lease to end unless a machine is silent.
-* A member key that has gone is not proof of death (etcd can lose every lease at once): its owner is asked first.
+* The leader is the live member with the oldest key. It publishes generations and nothing more. If two members believe
+  that they lead, the compare-and-swap lets one through.
+* A member whose workers failed files a report. The leader then asks every other seat whether it lives, fences those
+  that are certainly dead, and publishes the next generation from the rest. It waits for a lease to end only when a
+  machine is silent.
+* A missing member key is not proof of death (etcd can lose every lease at once): its owner is asked first.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ from elasticrt.rendezvous.view import Stored, View
 from elasticrt.spec import RunSpec, difference, resized
 
 COLLATERAL_GRACE_S = 0.25
-"""How long to wait for the cause when only collateral failures are reported: a killed worker is reported within
-milliseconds, its peers' failing collectives later, so this is rarely used up."""
+"""How long to wait for the cause when only collateral failures are reported. A killed worker is reported within
+milliseconds, and its peers' failing collectives after that, so the wait is rarely used up."""
 
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
 
 SILENCE_TERMS = 2
-"""A node's silence explains that its key has gone if it began at most so many lease terms before: the node has lost its
-lease, or was fenced. A node that kept its key for longer was heard by etcd meanwhile, and has to be asked again."""
+"""A silence explains a missing key if it began at most this many lease terms before the key went: the node has lost its
+lease, or was fenced. A node that kept its key for longer has reached etcd meanwhile, and has to be asked again."""
 
 
 def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is one column of guards.
@@ -89,25 +89,25 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     """
     # Whether it takes part at all.
     if view.result is not None:
-        return End(view.result, f"the run has ended: {view.result.reason}")
+        return End(f"the run has ended: {view.result.reason}", view.result)
     if me.leaving:
         return Leave(me.leaving)
     if me.record.draining and _may_leave(me, view):
         return _drained(me, view)
     if view.number < me.known:
-        return Halt(EXIT_STORE, f"the store knows generation {view.number} but had generation {me.known}: data lost")
+        return Halt(f"the store knows generation {view.number} but had generation {me.known}: data lost", EXIT_STORE)
     if view.lost:
         return _stop_all(view, f"{view.lost}: data lost")
     if view.spec is None:
-        return Halt(EXIT_STORE, "the store does not know the options of this run any more: data lost")
+        return Halt("the store does not know the options of this run any more: data lost", EXIT_STORE)
     if view.spec.record.attempt != me.attempt:
-        return Halt(EXIT_DUPLICATE, f"attempt {view.spec.record.attempt} of this run has begun without this node")
+        return Halt(f"attempt {view.spec.record.attempt} of this run has begun without this node", EXIT_DUPLICATE)
     if view.spec.record.spec != me.spec:
         if resized(me.spec, view.spec.record.spec) == view.spec.record.spec:
-            return Adopt(view.spec.record.spec, f"the run was resized: {difference(me.spec, view.spec.record.spec)}")
-        return Halt(EXIT_DUPLICATE, f"the run has other options now: {difference(me.spec, view.spec.record.spec)}")
+            return Adopt(f"the run was resized: {difference(me.spec, view.spec.record.spec)}", view.spec.record.spec)
+        return Halt(f"the run has other options now: {difference(me.spec, view.spec.record.spec)}", EXIT_DUPLICATE)
 
-    # What its workers do. This is known without etcd as well, and comes before anything is written.
+    # What its workers do. This needs no etcd, and comes before anything is written.
     if not view.roster_known:
         return _without_etcd(me, f"reading the roster of generation {view.number}")
     mine = view.members.get(me.record.node)
@@ -124,7 +124,7 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
     if mine.record.draining and not me.record.draining:
         return Drain("asked to drain")
     if me.report is not None and me.report != me.filed and me.report.generation == view.number:
-        return File(me.report, f"workers of generation {me.report.generation}: {me.report.status}")
+        return File(f"workers of generation {me.report.generation}: {me.report.status}", me.report)
     if mine.record != me.record:
         return Announce("this member's state has changed")
 
@@ -138,15 +138,15 @@ def decide(me: Me, view: View, now: float) -> Decision:  # noqa: PLR0912  It is 
 def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
     """What a newer generation means for this life: its seat there, or another life. None: there is nothing to do.
 
-    A life that has had a seat and has none in a newer generation was left out of it; the others may have fenced it. But
-    where they go on in place and it has no workers left, its new ones set up beside them: while it is `registered` it
-    waits to be let in, in the same life.
+    A life that had a seat and has none in a newer generation was left out, perhaps because it was fenced. The exception
+    is a generation that goes on in place while this node has no workers left: they set up beside the training, and as
+    long as it is `registered` it waits to be let in, in the same life.
     """
     if view.generation is None:
         return None
     generation, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
     if seat is not None:
-        run = Run(generation, seat, f"generation {generation.number}: {generation.cause}")
+        run = Run(f"generation {generation.number}: {generation.cause}", generation, seat)
         return run if me.started < generation.number else None
     waits = generation.in_place and registered and not me.running
     if 0 < max(me.running, me.seated) < generation.number and not waits:
@@ -155,18 +155,18 @@ def _take_seat(me: Me, view: View, *, registered: bool) -> Run | Rejoin | None:
 
 
 def _without_etcd(me: Me, waiting: str) -> Decision:
-    """Wait for etcd. But when another node says that it is in a newer generation, this node's workers are ended."""
+    """Wait for etcd. End this node's workers if another node says that it is in a newer generation."""
     if me.lease == "suspended" and 0 < me.running < me.heard:
         return Rejoin(f"etcd does not answer, but another node is in generation {me.heard} already")
     return Wait(waiting)
 
 
 def _stop_all(view: View, reason: str) -> Decision:
-    """End the run for everybody: others cannot see what this member sees, and must not build upon what is left."""
+    """End the run for all members: the others cannot see what this one sees, and must not build on what is left."""
     if view.leads and view.generation is not None:
         text = f"{reason}. The checkpoints are intact: check etcd, then submit the run again with the same --run-id"
-        return Finish("failed", EXIT_STORE, reason, text)
-    return Halt(EXIT_STORE, reason)
+        return Finish(reason, "failed", EXIT_STORE, text)
+    return Halt(reason, EXIT_STORE)
 
 
 def _may_leave(me: Me, view: View) -> bool:
@@ -178,7 +178,7 @@ def _may_leave(me: Me, view: View) -> bool:
 
 
 def _drained(me: Me, view: View) -> Leave:
-    """Why a draining member goes, and the step that is to be on disk if nobody stays to go on."""
+    """Why a draining member leaves, and the step that is to be on disk if too few nodes stay to go on."""
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
@@ -189,93 +189,93 @@ def _drained(me: Me, view: View) -> Leave:
 
 
 def _follow(me: Me, view: View) -> Decision:
-    """A member that does not lead waits for the leader, and after a failure makes sure that there still is one."""
+    """A member that does not lead waits for the leader. After a failure it makes sure that there still is one."""
     leader = view.members.get(view.oldest or "")
     if leader is None:
         return Wait("looking for the leader")
-    standing = me.standing_since if me.running == view.number else None  # Not of those that are being replaced.
+    standing = me.standing_since if me.running == view.number else None  # Workers that are replaced do not count.
     trouble = [at for at in (me.failed_at, standing) if at is not None]
     if not trouble or me.started != view.number:
         return Wait(f"{leader.record.node} leads")
     what = "steps stand still" if me.failed_at is None else "workers failed"
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
-        return Fence(leader, f"the leader {leader.record.node} does not exist any more")
+        return Fence(f"the leader {leader.record.node} does not exist any more", leader)
     if verdict is None or verdict.asked_at < max(trouble) or (verdict.kind == "silent" and returned(leader, verdict)):
-        return Probe(seats_for([leader]), f"{what}: does the leader {leader.record.node} live?")
+        return Probe(f"{what}: does the leader {leader.record.node} live?", seats_for([leader]))
     if verdict.kind == "silent":
         return _without_leader(view, me, leader, max(trouble))
     return Wait(f"{what}; {leader.record.node} leads")
 
 
 def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:
-    """The leader is silent: take it out, but only if this member reaches most of the nodes that it knows of.
+    """The leader is silent: fence it, but only if this member reaches most of the nodes that it knows of.
 
-    A member that hears nothing from half of the others must suspect itself; then the leases will tell.
+    A member that hears nothing from half of the others must suspect itself. It leaves the decision to the leases.
     """
     name = leader.record.node
     others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
     asked = {seat.node: view.verdicts.get(seat.incarnation) for seat in others}
     unasked = tuple(seat for seat in others if (said := asked[seat.node]) is None or said.asked_at < since)
     if unasked:
-        return Probe(unasked, f"the leader {name} is silent: can the others be reached?")
+        return Probe(f"the leader {name} is silent: can the others be reached?", unasked)
     silent = 1 + sum(said is not None and said.kind == "silent" for said in asked.values())
     if 2 * silent < 2 + len(others):
-        return Fence(leader, f"the leader {name} is silent, the others are not")
+        return Fence(f"the leader {name} is silent, the others are not", leader)
     return Wait(f"the leader {name} is silent, as {silent - 1} of the others: the leases will tell")
 
 
 def _lead(me: Me, view: View, now: float) -> Decision:
     """The leader's duties, most urgent first."""
     assert view.spec is not None
-    assert view.complete, "who leads has read all members before it decides"
+    assert view.complete, "a leader has read all members before it decides"
     if view.generation is None or view.generation.record.attempt != view.spec.record.attempt:
         return _start(view, view.spec.record.spec, "start", now)
 
     led = LeaderContext(me, view, now)
     if led.seats and all(led.said(seat, "ok") for seat in led.seats):
         workers = "the only worker" if led.generation.world_size == 1 else f"all {led.generation.world_size:,} workers"
-        return Finish("succeeded", 0, f"{workers} ended with exit code 0")
+        return Finish(f"{workers} ended with exit code 0", "succeeded", 0)
     for entry in led.reports.values():
         failure = entry.record.failure
         if failure is not None and failure.final_code:
-            return Finish("failed", failure.final_code, failure.summary, failure.text)
+            return Finish(failure.summary, "failed", failure.final_code, failure.text)
 
     suspected = tuple(seat for seat in led.seats if seat.node != me.record.node and _suspected(led, seat))
     if suspected:
-        return Probe(suspected, f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone")
+        return Probe(f"{len(suspected)} of {counted(len(led.seats), 'node')} may be gone", suspected)
     unprobed = _unprobed(led)
     if unprobed:
-        return Probe(unprobed, f"can {list_names(seat.node for seat in unprobed)} be reached?")
+        return Probe(f"can {list_names(seat.node for seat in unprobed)} be reached?", unprobed)
     unsure = _fence_or_wait(led)
     if unsure is not None:
         return unsure
 
-    gone = [seat for seat in led.seats if _gone(led, seat)]
+    lost = [seat for seat in led.seats if _is_lost(led, seat)]
     failed = [entry for entry in led.reports.values() if entry.record.status == "failed"]
-    if gone or not led.seats:  # Somebody has deleted the roster: it seats nobody.
-        return _asking_again(led, _after_loss(led, gone))
+    if lost or not led.seats:  # A roster that was deleted in etcd has no seats.
+        return _asking_again(led, _after_loss(led, lost))
     if failed:
         return _asking_again(led, _after_failure(led, failed))
     return _asking_again(led, planned(led))
 
 
 def _asking_again(led: LeaderContext, decision: Decision) -> Decision:
-    """Ask members that were out of reach again, once in a lease term, before the leader waits on or publishes."""
+    """Ask members that were out of reach again, once in a lease term, before the leader waits or publishes."""
     absent = unavailable(led.view)
     asked = (led.view.verdicts[entry.record.incarnation].asked_at for entry in absent)
     again = min(asked, default=math.inf) + led.spec.lease_ttl_s
     if led.now >= again and isinstance(decision, Wait | Publish):
-        return Probe(seats_for(absent), "can they be reached by now?")
+        return Probe("can they be reached by now?", seats_for(absent))
     if absent and isinstance(decision, Wait):
         return replace(decision, until=again if decision.until is None else min(again, decision.until))
     return decision
 
 
 def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
-    """Newcomers that have not been asked: a node that reaches etcd need not reach the others.
+    """Newcomers that have not been asked yet: a node that reaches etcd need not reach the others.
 
-    A new life of a node that has a seat is asked even before it is warm: it is counted where silent nodes are counted.
+    A new life of a node that has a seat is asked even before it is warm, because it counts among the silent nodes.
     """
     view, ready = led.view, {entry.record.incarnation for entry in candidates(led.view)}
     others = [entry for node, entry in view.members.items() if node != led.me.record.node]
@@ -285,7 +285,7 @@ def _unprobed(led: LeaderContext) -> tuple[Seat, ...]:
 
 
 def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float) -> Decision:
-    """Nobody of the generation before is left (or there was none): wait for quiet, then begin."""
+    """No member of the last generation is left, or there was none: wait for quiet, then begin."""
     short = too_few(view, spec, now)
     if short is not None:
         return short
@@ -296,15 +296,15 @@ def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float
     return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.reached if view.head else 0))
 
 
-def _after_loss(led: LeaderContext, gone: list[Seat]) -> Decision:
-    """A node is gone: the others re-form. It costs no restart."""
-    if len(gone) == len(led.seats):
+def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
+    """Nodes are lost: the others re-form. That costs no restart."""
+    if len(lost) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
-    left = all(led.said(seat, "left") for seat in gone)
-    found = {verdict.kind for seat in gone if (verdict := led.view.verdicts.get(seat.incarnation)) is not None}
+    left = all(led.said(seat, "left") for seat in lost)
+    found = {verdict.kind for seat in lost if (verdict := led.view.verdicts.get(seat.incarnation)) is not None}
     how = {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}
     why = how.get(found.pop(), "") if len(found) == 1 and not left else ""
-    cause = f"{list_names(seat.node for seat in gone)} {'left' if left else 'lost'}{why}"
+    cause = f"{list_names(seat.node for seat in lost)} {'left' if left else 'lost'}{why}"
     return re_form(led, "lost", cause)
 
 
@@ -315,8 +315,8 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
         if led.now < until:
             return Wait("only collateral failures are reported; waiting for the cause", until)
-        if first.unmet:  # All agents have just been heard, at the addresses that are in their keys.
-            return Finish("failed", EXIT_WORKERS, first.summary, first.text)
+        if first.unmet:  # All agents have just answered at the addresses in their keys.
+            return Finish(first.summary, "failed", EXIT_WORKERS, first.text)
     if first.stalled and len(failed) < len(led.seats):
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
@@ -324,14 +324,14 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
     spec = led.spec
     if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
-        return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
+        return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     restarts = counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = (
             f"without {'getting further' if restarts.beats else 'new committed steps'} " if spec.restarts_reset else ""
         )
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
-        return Finish("failed", EXIT_WORKERS, reason, text_of(first, failed))
+        return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     return re_form(led, "failure", _named(first, led.generation), restarts)
 
 
@@ -339,7 +339,7 @@ _THEN = "; then "
 
 
 def _named(first: Failure, before: Generation) -> str:
-    """What the next generation comes of: before a failure that only follows from what ended another, of that."""
+    """The cause of the next generation. A collateral failure keeps the cause of the generation that it follows from."""
     if first.collateral and before.in_place and before.kind in ("failure", "lost"):
         return before.cause.partition(_THEN)[0] + _THEN + first.summary
     return first.summary
@@ -348,9 +348,9 @@ def _named(first: Failure, before: Generation) -> str:
 def _suspected(led: LeaderContext, seat: Seat) -> bool:
     """Whether there is evidence against this seat's node that no probe has answered since.
 
-    A failure report, or steps that stand still, are evidence against all nodes; a member key that has gone is evidence
-    against its own. A silence of the generation before, or of long before the key went, says nothing. A node that has
-    registered again since it was silent is asked as well if the leader is isolated: that may be over.
+    A failure report, or steps that stand still, are evidence against all nodes. A missing member key is evidence
+    against its own node. A silence in the generation before, or long before the key went, does not answer it. An
+    isolated leader also asks a node that has registered again since it was silent: the isolation may be over.
     """
     if led.has_left(seat):
         return False
@@ -367,51 +367,52 @@ def _suspected(led: LeaderContext, seat: Seat) -> bool:
 
 
 def _fence_or_wait(led: LeaderContext) -> Decision | None:
-    """Take out the dead at once, and the silent only while they are fewer than half of the generation.
+    """Fence the dead at once, and the silent only while they are fewer than half of the generation.
 
-    A leader that hears nothing from half of the others must suspect itself. Of two nodes, one is silent and neither can
-    tell whose fault it is: then a whole lease term in which etcd has kept both decides. Steps that go on meanwhile show
-    that all are there. A node that answers, but whose key is away, gets a lease term to register again: etcd can lose
-    every lease at once.
+    A leader that hears nothing from half of the others must suspect itself. With two nodes neither can tell which one
+    is cut off, so a whole lease term decides in which etcd has kept both keys. Steps that go on meanwhile show that all
+    nodes are there. A node that answers but has no key gets a lease term to register again: etcd can lose every lease
+    at once.
     """
     verdicts = led.view.verdicts
     here = [(seat, led.key_of(seat), verdicts.get(seat.incarnation)) for seat in led.seats if not led.has_left(seat)]
     for seat, key, verdict in here:
         if key is not None and verdict is not None and verdict.kind == "dead":
-            return Fence(key, f"{seat.node} does not exist any more")
+            return Fence(f"{seat.node} does not exist any more", key)
     silent = [
         (seat, key, verdict.asked_at)
         for seat, key, verdict in here
-        # A key that is younger than the silence: its node was fenced, and has come back since.
+        # Not with a key that is younger than the silence: its node was fenced, and has come back since.
         if key and verdict and verdict.kind == "silent" and verdict.asked_at >= key.since
     ]
     if silent and (led.failed_since is not None or led.standing_since is not None):
         seat, key, asked_at = silent[0]
         term_over = asked_at + led.spec.lease_ttl_s
         if not led.isolated:
-            return Fence(key, f"{seat.node} is silent")
+            return Fence(f"{seat.node} is silent", key)
         if led.now < term_over:
             return Wait(f"{led.unheard} of {counted(len(led.seats), 'node')} silent: the leases will tell", term_over)
         if len(led.seats) == 2:
-            return Fence(key, f"{seat.node} has been silent for a whole lease term")
-        # As etcd sees them they live, and most of a run is not cut off from one node: this node is cut off from them.
+            return Fence(f"{seat.node} has been silent for a whole lease term", key)
+        # Their leases live, and it is unlikely that most of a run is cut off: this node is.
         return Rejoin(f"{led.unheard} of {counted(len(led.seats), 'node')} are silent, and there are leases among them")
-    keyless = [seat for seat, key, _ in here if key is None and not _gone(led, seat)]
+    keyless = [seat for seat, key, _ in here if key is None and not _is_lost(led, seat)]
     if keyless:
-        until = min(_gone_at(led, seat) for seat in keyless)
+        until = min(_lost_at(led, seat) for seat in keyless)
         return Wait(f"no key of {list_names(seat.node for seat in keyless)}, who may register again", until)
     return None
 
 
-def _gone(led: LeaderContext, seat: Seat) -> bool:
-    """Whether a seat's node is out."""
-    return led.now >= _gone_at(led, seat)
+def _is_lost(led: LeaderContext, seat: Seat) -> bool:
+    """Whether a seat's node is lost to this generation."""
+    return led.now >= _lost_at(led, seat)
 
 
-def _gone_at(led: LeaderContext, seat: Seat) -> float:
-    """When a seat's node is out: at once if it said so, lives another life, is dead or silent; else a lease term later.
+def _lost_at(led: LeaderContext, seat: Seat) -> float:
+    """When a seat's node is lost.
 
-    Silence does not count at once for an isolated leader: etcd can lose every lease while a leader is cut off.
+    At once if it has left, lives another life, is dead or silent; else when its key has been missing for a lease term.
+    To an isolated leader silence does not count at once: etcd can lose every lease while a leader is cut off.
     """
     if led.has_left(seat):
         return -math.inf

@@ -1,4 +1,4 @@
-"""What a member can decide: its own state, and one small value per decision, each with its reason in words. Pure."""
+"""What a member can decide: its own state, and one value per kind of decision. Pure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Me:
         record: what its member key should say.
         spec: what it takes the run to be; `attempt`: which attempt at the run it belongs to.
         known: the highest generation it has seen in this store (`record.seen`: in any store).
-        lease: whether its lease is known to live ("connected"), overdue ("suspended"), or gone ("lost").
+        lease: whether its lease is known to live ("connected"), overdue ("suspended"), or has ended ("lost").
         started: the newest generation whose workers it has started, 0 for none.
         running: the generation whose workers still live, 0 for none.
-        seated: the generation that this life has started workers in, 0 for none: who leaves it out has fenced it.
+        seated: the generation that this life has started workers in, 0 for none.
         report: what its report for generation `started` should say, if anything.
         filed: the report it last stored.
-        copy: the newest copy of the state of generation `seated` in this node's memory; a report may say so as well.
+        copy: the newest copy of the state of generation `seated` in this node's memory.
         heard: the newest generation that another node has named while etcd did not answer here.
         failed_at: when its workers failed in generation `started`.
         standing_since: since when the steps of its workers have been standing still for longer than usual, if they are.
         starting: its workers have not come to their first step yet, and probably will.
-        holding: the create revision of the handover for which its workers were told to hold, 0 for none.
-        going: the step after which they were told to leave, 0 for none.
+        holding: the create revision of the handover for which its workers hold, 0 for none.
+        going: the step after which they leave, 0 for none.
         leaving: why it leaves ("" if it does not).
         pause_s: how long the last re-form took, as measured here.
     """
@@ -58,188 +58,150 @@ class Me:
 
 
 @dataclass(frozen=True)
-class End:
-    """The run has its result: stop and exit with its code."""
+class Decision:
+    """What to do next. Every decision says why, in words for people."""
 
-    result: Result
     reason: str
 
 
 @dataclass(frozen=True)
-class Leave:
-    """Take this member out of the run, stop its workers, exit. `saving`: the step that rank 0 saves before, 0 for none.
+class Wait(Decision):
+    """Do nothing until something changes, or until `until` on this member's clock."""
 
-    Rank 0's node leaves when that is done, the others need not wait for it. `others_go_on`: the run needs nothing more
-    of this node, and has gone past what is saved.
+    until: float | None = None
+
+
+# About this member.
+
+
+class Register(Decision):
+    """Write this member's key, with a new lease if the old one is lost."""
+
+
+class Announce(Decision):
+    """Bring this member's key up to date."""
+
+
+@dataclass(frozen=True)
+class File(Decision):
+    """Store this member's report."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class Adopt(Decision):
+    """Take over the run's options: it was resized."""
+
+    spec: RunSpec
+
+
+@dataclass(frozen=True)
+class Run(Decision):
+    """Start the workers of `generation` in `seat` (killing those of an older one first)."""
+
+    generation: Generation
+    seat: Seat
+
+
+class Rejoin(Decision):
+    """Kill the workers, throw away what they hold in memory, and come back as a new member."""
+
+
+class Drain(Decision):
+    """Hand over and leave: an operator has asked for it."""
+
+
+@dataclass(frozen=True)
+class Leave(Decision):
+    """Take this member out of the run, stop its workers, exit.
+
+    Attributes:
+        saving: the step that rank 0 saves before that, 0 for none. Rank 0's node leaves when that is done; the others
+            need not wait for it.
+        others_go_on: the run needs nothing more of this node, and is past what is saved.
     """
 
-    reason: str
     saving: int = 0
     others_go_on: bool = False
 
 
 @dataclass(frozen=True)
-class Halt:
+class End(Decision):
+    """Stop and exit with the code of the run's result."""
+
+    result: Result
+
+
+@dataclass(frozen=True)
+class Halt(Decision):
     """Stop at once with `code`: going on would not be safe."""
 
     code: int
-    reason: str
+
+
+# About a handover.
 
 
 @dataclass(frozen=True)
-class Rejoin:
-    """Kill the workers, throw away what they hold in memory, and come back as a new member."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """Start the workers of `generation` in `seat` (killing those of an older one first)."""
-
-    generation: Generation
-    seat: Seat
-    reason: str
-
-
-@dataclass(frozen=True)
-class Register:
-    """Write this member's key (with a new lease if the old one is lost)."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Announce:
-    """Bring this member's key up to date."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class File:
-    """Store this member's report."""
-
-    report: Report
-    reason: str
-
-
-@dataclass(frozen=True)
-class Adopt:
-    """The run was resized: these are its options now."""
-
-    spec: RunSpec
-    reason: str
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Somebody has asked this member to hand over and leave."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Ask these seats' agents whether they live (those not being asked already)."""
-
-    seats: tuple[Seat, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Fence:
-    """Delete the key of a member that is certainly gone, if it is unchanged and the generation still is."""
-
-    member: Stored[Member]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Publish the next generation by compare-and-swap."""
-
-    draft: Draft
-    seats: tuple[Seat, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Write the run's one result."""
-
-    status: Literal["succeeded", "failed"]
-    code: int
-    reason: str
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Ask all workers of the generation to hold, or tell them the step after which they leave."""
-
-    handover: HandoverRecord
-    reason: str
-
-
-@dataclass(frozen=True)
-class Withdraw:
-    """Give a handover up: nobody has left yet, and nobody shall."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Hold:
+class Hold(Decision):
     """Make this node's workers hold for the handover with this create revision, and see how far they have got."""
 
     handover: int
-    reason: str
 
 
 @dataclass(frozen=True)
-class Go:
+class Go(Decision):
     """Tell this node's workers the step after which they leave, and whether rank 0 commits before."""
 
     step: int
     save: bool
-    reason: str
 
 
-@dataclass(frozen=True)
-class ReleaseHold:
+class ReleaseHold(Decision):
     """Let this node's workers go on: the handover was given up."""
 
-    reason: str
+
+# About other members and the whole run.
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Nothing to do until something changes, or until `until` on this member's clock."""
+class Probe(Decision):
+    """Ask the agents of these seats whether they live, unless they are being asked already."""
 
-    reason: str
-    until: float | None = None
+    seats: tuple[Seat, ...]
 
 
-Decision = (
-    Ask
-    | Withdraw
-    | Hold
-    | Go
-    | ReleaseHold
-    | End
-    | Leave
-    | Halt
-    | Rejoin
-    | Run
-    | Register
-    | Announce
-    | Adopt
-    | Drain
-    | File
-    | Probe
-    | Fence
-    | Publish
-    | Finish
-    | Wait
-)
+@dataclass(frozen=True)
+class Fence(Decision):
+    """Delete the key of a member that is lost, if neither it nor the generation has changed."""
+
+    member: Stored[Member]
+
+
+@dataclass(frozen=True)
+class Publish(Decision):
+    """Publish the next generation by compare-and-swap."""
+
+    draft: Draft
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True)
+class Ask(Decision):
+    """Ask all workers of the generation to hold, or tell them the step after which they leave."""
+
+    handover: HandoverRecord
+
+
+class Withdraw(Decision):
+    """Give a handover up before any worker has left."""
+
+
+@dataclass(frozen=True)
+class Finish(Decision):
+    """Write the run's one result."""
+
+    status: Literal["succeeded", "failed"]
+    code: int
+    text: str = ""

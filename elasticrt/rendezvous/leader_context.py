@@ -98,7 +98,7 @@ class LeaderContext:
 
     @cached_property
     def unheard(self) -> int:
-        """How many of the seats' nodes are silent, with or without a key, in whichever life they are by now."""
+        """How many of the seats' nodes are silent, with or without a key, in whichever life they are now."""
         verdicts = self.view.verdicts
         keys = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
         lives = ((seat, key.record.incarnation if key else seat.incarnation) for seat, key in keys)
@@ -146,7 +146,7 @@ def publish(
         kind: what makes it necessary, for logs and for the count of restarts.
         cause: the same in words, for people.
         restarts: the failures so far, this one included.
-        me: the leader's own state; it may hold a copy of the training state. None where nobody can.
+        me: the leader's own state, which may hold a copy of the training state. None where no member can.
         members: whom to choose from; None: all that can start workers.
     """
     assert view.spec is not None
@@ -175,7 +175,7 @@ def publish(
         memory=memory,
         in_place=in_place,
     )
-    return Publish(draft, seats, f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}")
+    return Publish(f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}", draft, seats)
 
 
 def re_form(
@@ -190,7 +190,7 @@ def re_form(
         led: what the leader's work stands on.
         kind: as `publish` has it; so has it `cause`.
         cause: in words, for people.
-        restarts: the failures so far; None: nobody has failed, it costs no restart.
+        restarts: the failures so far; None: no worker has failed, so it costs no restart.
     """
     short = too_few(led.view, led.spec, led.now)
     if short is not None:
@@ -226,7 +226,7 @@ def as_reported(view: View, entry: Stored[Member]) -> Stored[Member]:
 
 
 def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tuple[Copy | None, Stored[Member] | None]:
-    """The newest copy that one of these members holds, and who holds it.
+    """The newest copy that one of these members holds, and its holder.
 
     Only what is reported about the generation that is being replaced counts (the leader need not report to itself): a
     copy that its workers took or left, or one of the very step that it resumed from. It must descend from the head,
@@ -254,7 +254,7 @@ def _newest_copy(view: View, chosen: list[Stored[Member]], me: Me | None) -> tup
 
 
 def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
-    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for everybody alike.
+    """What to do while there are fewer than min-nodes: wait, and at the deadline end the run for all members alike.
 
     None when there are enough. `now` is the leader's monotonic clock, in seconds.
     """
@@ -274,14 +274,14 @@ def too_few(view: View, spec: RunSpec, now: float) -> Decision | None:
         reason = (
             f"{len(view.members)} of at least {counted(spec.min_nodes, 'node')} came within {spec.join_timeout_s:g} s"
         )
-        return Finish("failed", EXIT_RENDEZVOUS, reason)
+        return Finish(reason, "failed", EXIT_RENDEZVOUS)
     return Wait(f"{counted(len(view.members), 'node')}; {spec.min_nodes} needed", deadline)
 
 
 def settled_at(view: View, spec: RunSpec) -> float:
     """When the first generation may begin: at max-nodes now, else after a quiet time, but not later than a limit.
 
-    Quiet means that all who registered are ready and the last one came some time ago; the limit counts from when
+    Quiet means that all members are ready and the last one came some time ago. The limit counts from when
     min-nodes were ready.
     """
     ready = sorted(entry.ready_since for entry in candidates(view) if entry.ready_since is not None)
@@ -300,7 +300,7 @@ def candidates(view: View) -> list[Stored[Member]]:
 
 
 def go_on(view: View, members: list[Stored[Member]]) -> bool:
-    """Whether one of these members has the state, so that nobody starts anew."""
+    """Whether one of these members has the state, so that no worker has to start anew."""
     alive = {entry.record.incarnation for entry in survivors(view)}
     return any(entry.record.incarnation in alive for entry in members)
 

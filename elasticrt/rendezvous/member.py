@@ -1,26 +1,26 @@
 """One member of a run, without I/O: what it knows, what it does next, and what it asks of the store. Pure.
 
-A `Member` reads no clock, opens no connection and starts no thread. Its driver, over and over,
+A `Member` reads no clock, opens no connection and starts no thread. Its driver goes round:
 
-    hands it what has happened          member.handle(event, now)
-    asks what is to be done             member.decide(now), a Decision with its reason
-    does that                           run(member.carry_out(decision)), or with the workers of its node
-    says what has failed                member.failed(error, now)
+    it hands over what has happened     member.handle(event, now)
+    it asks what to do                  member.decide(now): a Decision with its reason
+    it does that                        run(member.carry_out(decision)), or with the workers of its node
+    it says what has failed             member.failed(error, now)
 
-where `run` carries out the requests of a conversation (see `requests`). An agent, torchrun's plug-in and the tests are
-such drivers; they differ in whose workers there are.
+`run` carries out the requests of a conversation (see `requests`). An agent, torchrun's plug-in and the tests are such
+drivers. They differ in whose workers there are.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from elasticrt.errors import EXIT_STORE, DuplicateError, ElasticError, StoreError, explain
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
-from elasticrt.rendezvous.conversations import Conversations, Entered
+from elasticrt.rendezvous import registration, transactions
 from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import (
     Adopt,
@@ -38,14 +38,15 @@ from elasticrt.rendezvous.decision import (
     Withdraw,
 )
 from elasticrt.rendezvous.outage import Heard, Outage, ride_out
-from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Report, Result, Seat, decode
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Generation, Keys, Report, Result, Seat, decode, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
-from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause
+from elasticrt.rendezvous.registration import Entered
+from elasticrt.rendezvous.replica import Replica
+from elasticrt.rendezvous.requests import AskOwner, Conversation, Grant, Notice, Pause, Read, Transact
+from elasticrt.rendezvous.transactions import Guard
 from elasticrt.rendezvous.view import Verdict, View, with_verdict
 from elasticrt.store.lease_session import SessionState
-from elasticrt.store.protocol import KeyValue, LeaseLost, StoreFull, StoreUnavailable
-
-T = TypeVar("T")
+from elasticrt.store.protocol import KeyValue, LeaseLost, StoreFull, StoreUnavailable, Txn
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Member:
 
     Attributes:
         me: its own state.
+        replica: its copy of the run's keys.
         lease_id: what its key is bound to.
         outage: the state of the way to etcd.
     """
@@ -107,19 +109,20 @@ class Member:
         self.me = me
         self.lease_id = 0
         self.outage = Outage(ride_through_s, say)
-        self._keys = Keys(run_id)
+        self.replica = Replica(me.record.node, Keys(run_id), note)
         self._token = token
         self._note = note
         self._seats_per_chunk = seats_per_chunk
-        self._talks = self._conversations(me.record.node)
+        self._filed: dict[str, int] = {}  # The key of this node's newest report, and its mod revision.
 
     @property
     def view(self) -> View:
         """What it knows of its run."""
-        return self._talks.view
+        return self.replica.view
 
-    def _conversations(self, node: str) -> Conversations:
-        return Conversations(node, self._keys, self._token, self._note, self._seats_per_chunk)
+    def _change(self, **fields: object) -> None:
+        """Change what the member's key should say."""
+        self.me = replace(self.me, record=self.me.record.model_copy(update=fields))
 
     # What has happened.
 
@@ -127,11 +130,11 @@ class Member:
         """Take note of an event."""
         match event:
             case Notice():
-                self._talks.absorb(event, now)
+                self.replica.absorb(event, now)
             case SessionState():
                 self._lease_changed(event, now)
             case Probed(incarnation, verdict):
-                self._talks.view = with_verdict(self.view, incarnation, verdict)
+                self.replica.view = with_verdict(self.view, incarnation, verdict)
             case Heard(generation=generation):
                 self.outage.heard(event)
                 self.me = replace(self.me, heard=max(self.me.heard, generation))
@@ -175,7 +178,7 @@ class Member:
         if self.outage.since is None:
             return decide(self.me, self.view, now)
         if self.outage.is_too_long(now):
-            return Halt(EXIT_STORE, f"etcd has not answered for {self.outage.ride_through_s:g} s")
+            return Halt(f"etcd has not answered for {self.outage.ride_through_s:g} s", EXIT_STORE)
         return decide(replace(self.me, lease="suspended"), self.view, now)
 
     def listens_to(self, now: float) -> Sequence[Seat]:
@@ -185,73 +188,126 @@ class Member:
         return self.outage.listens_to([seat for seat in self.view.order() if seat.node != self.me.record.node], now)
 
     def carry_out(self, decision: Decision) -> Conversation[bool]:
-        """Do what a decision asks of the store; the driver does the rest. Whether it took effect."""
-        talks, done = self._talks, True
+        """Do what a decision asks of the store; the driver does the rest.
+
+        Returns whether it took effect. If not, everything has been read again.
+        """
         match decision:
             case Rejoin():
                 self.begin_life()
-                yield from talks.leave(None)
+                yield from registration.leave(self.replica, None)
             case Register():
                 if self.me.lease == "lost":
                     yield from self.renew()
                 self.me = replace(self.me, lease="connected")
-                done = yield from talks.register_again(self.me.record, self.lease_id)
-            case Announce():
-                done = yield from talks.announce(self.me.record, self.lease_id)
+                return (yield from registration.register_again(self.replica, self.me.record, self.lease_id))
             case Adopt(spec=spec):
                 self.me = replace(self.me, spec=spec)
-            case File():
-                done = yield from talks.file(decision)
-                if done:
-                    self.me = replace(self.me, filed=decision.report)
-            case Fence():
-                done = yield from talks.evict(decision)
+            case File(report=report):
+                return (yield from self._file(report))
             case Publish():
-                done = yield from talks.publish(decision)
-            case Ask():
-                done = yield from talks.ask(decision)
+                return (yield from self._publish(decision))
+            case _:
+                return bool((yield from self.replica.write(self._transaction(decision))))
+        return True
+
+    def _transaction(self, decision: Decision) -> Txn:
+        """The one transaction that carries a decision out."""
+        keys, guard = self.replica.keys, Guard.of(self.view)
+        match decision:
+            case Announce():
+                return transactions.announce(keys, guard, self.me.record, self.lease_id)
+            case Fence(member=member):
+                return transactions.evict(keys, guard, member)
+            case Ask(handover=handover):
+                return transactions.ask(keys, guard, handover)
             case Withdraw():
-                done = yield from talks.withdraw()
+                return transactions.withdraw(keys, guard)
             case Finish():
-                head = self.view.head
-                done = yield from talks.finish(decision, head.record.step if head else 0)
-        return done
+                return transactions.finish(keys, guard, self._result(decision))
+        raise AssertionError(f"{decision} asks nothing of the store")
+
+    def _result(self, decision: Finish) -> Result:
+        assert self.view.spec is not None, "a run that ends has begun"
+        return Result(
+            attempt=self.view.spec.record.attempt,
+            status=decision.status,
+            code=decision.code,
+            reason=decision.reason,
+            generation=self.view.number,
+            step=self.view.head.record.step if self.view.head else 0,
+            text=decision.text,
+        )
+
+    def _file(self, report: Report) -> Conversation[bool]:
+        """Store a report."""
+        keys = self.replica.keys
+        key = keys.report(report.generation, report.node)
+        txn = transactions.file(keys, Guard.of(self.view), report, self._filed.get(key, 0))
+        revision = yield from self.replica.write(txn)
+        if not revision:
+            if self.view.number <= report.generation:  # An earlier one has arrived, though its answer did not.
+                found = yield from self.replica.look_up(key)
+                self._filed = {key: found.mod_revision} if found is not None else {}
+            return False
+        self._filed = {key: revision}
+        self.me = replace(self.me, filed=report)
+        return True
+
+    def _publish(self, decision: Publish) -> Conversation[bool]:
+        """Write the roster, then swap the generation; take the roster back if another leader was faster."""
+        keys, before = self.replica.keys, self.view.generation
+        chunks = roster_chunks(decision.seats, self._seats_per_chunk)
+        generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks))
+        for txn in transactions.roster(keys, generation.nonce, chunks):
+            yield Transact(txn)
+        txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None)
+        discard = transactions.discard_roster(keys, generation.nonce)
+        if not (yield from self.replica.write(txn, otherwise=discard)):
+            return False
+        yield from self.replica.fold_range(keys.roster(generation.nonce))
+        return True
 
     def begin_life(self) -> None:
-        """Whatever this node was, it is a newcomer from now on."""
-        record = self.me.record.model_copy(update={"incarnation": self._token(), "generation": 0})
-        # Another life has another lease: with the last one's goes its claim of a preparation that nobody builds now.
-        self.me = replace(self.me, record=record, report=None, filed=None, failed_at=None, lease="lost")
+        """Become a newcomer, whatever this node was."""
+        self._change(incarnation=self._token(), generation=0)
+        # The claim of a preparation that this life was building ends with its lease.
+        self.me = replace(self.me, report=None, filed=None, failed_at=None, lease="lost")
 
     def drain(self) -> None:
         """Tell the leader that this node is to hand over and leave."""
-        self.me = replace(self.me, record=self.me.record.model_copy(update={"draining": True}))
+        self._change(draining=True)
 
     def begin_anew(self) -> None:
-        """The store is gone and another one takes its place: nothing is known of it, and this is another life."""
+        """Begin another life in another store, which takes the place of one that was lost."""
         me = self.me
-        update = {"incarnation": self._token(), "generation": 0, "seen": max(me.record.seen, me.known)}
-        record = me.record.model_copy(update=update)
-        self.me = Me(record=record, spec=me.spec, started=me.started, running=me.running, pause_s=me.pause_s)
-        self._talks = self._conversations(record.node)
+        self._change(incarnation=self._token(), generation=0, seen=max(me.record.seen, me.known))
+        self.me = Me(self.me.record, me.spec, started=me.started, running=me.running, pause_s=me.pause_s)
+        self._forget()
 
-    # Reading.
+    def _forget(self) -> None:
+        self.replica, self._filed = Replica(self.me.record.node, self.replica.keys, self._note), {}
 
-    def complete(self) -> Conversation[None]:
-        """Read what the view lacks."""
-        return self._talks.complete()
-
-    def read_again(self) -> Conversation[None]:
-        """Read everything: what happened to requests without an answer is in the store."""
-        return self._talks.refresh()
+    # Questions that go past the view.
 
     def newest_head(self) -> Conversation[Commit | None]:
         """The newest committed checkpoint, which only the leader follows."""
-        return self._talks.newest()
+        key = self.replica.keys.checkpoint
+        answer, _ = yield Read(key)
+        found = answer.get(key)
+        return decode(Commit, key, found.value) if found is not None else None
 
     def give_up(self, node: str, choose: Callable[[Collection[MemberRecord]], str]) -> Conversation[str]:
-        """See `Conversations.give_up`."""
-        return self._talks.give_up(node, choose)
+        """Ask `node` to drain, if `choose` finds a member that can take its place; that one's name, else ""."""
+        keys = self.replica.keys
+        answer, _ = yield Read(keys.members)
+        found = {value.key: (decode(MemberRecord, value.key, value.value), value) for value in answer.keys}
+        successor = choose([member for member, _ in found.values()])
+        member, value = found.get(keys.member(node), (None, None))
+        if not successor or member is None or value is None:
+            return ""
+        done, _ = yield Transact(transactions.drain(keys, value, member.model_copy(update={"draining": True})))
+        return successor if done.succeeded else ""
 
     # Coming and going.
 
@@ -264,10 +320,10 @@ class Member:
         entered = yield from self._enter(how)
         if isinstance(entered, Result):
             return entered
-        yield from ride_out(self._talks.refresh, how.etcd_wait_s, self._note)
+        yield from ride_out(self.replica.refresh, how.etcd_wait_s, self._note)
         number = self.view.number
-        record = self.me.record.model_copy(update={"seen": max(self.me.record.seen, number)})
-        self.me = replace(self.me, attempt=entered.attempt, spec=entered.spec, known=number, record=record)
+        self._change(seen=max(self.me.record.seen, number))
+        self.me = replace(self.me, attempt=entered.attempt, spec=entered.spec, known=number)
         return None
 
     def renew(self) -> Conversation[None]:
@@ -290,19 +346,20 @@ class Member:
             other = decode(MemberRecord, answer.key, answer.value)
             said, now = yield AskOwner(other)
             if said == "dead":
-                evict = lambda stale=answer: self._talks.evict_stale(stale)  # noqa: E731
+                evict = functools.partial(registration.evict, self.replica, answer, other)
                 yield from ride_out(evict, how.etcd_wait_s, self._note)
             elif how.named:
                 raise DuplicateError(_same_name(other))
             else:
                 tries += 1
-                self.me = replace(self.me, record=self.me.record.model_copy(update={"node": f"{name}-{tries}"}))
-                self._talks = self._conversations(self.me.record.node)
+                self._change(node=f"{name}-{tries}")
+                self._forget()
         raise how.too_late
 
     def _enter_once(self, *, again: bool) -> Conversation[Entered | Result | KeyValue | None]:
         try:
-            return (yield from self._talks.enter(self.me.spec, self.me.record, self.lease_id, again=again))
+            me = self.me
+            return (yield from registration.enter(self.replica, me.spec, me.record, self.lease_id, again=again))
         except LeaseLost as error:  # A machine that stands still for so long before it is a member may yet be one.
             self._note(f"{error}; registering with another one")
             yield from self.renew()
@@ -310,14 +367,14 @@ class Member:
 
     def leave(self, *, seat_too: bool) -> Conversation[None]:
         """Take the own key out at once; with `seat_too` give up the seat, so that the others need not ask for it."""
-        view, record, told = self.view, self.me.record, self.me.report
+        view, record, last = self.view, self.me.record, self.me.report
         report = None
         if seat_too and view.seat_of(record.node, record.incarnation) is not None:
             report = Report(generation=view.number, node=record.node, incarnation=record.incarnation, status="left")
-            if told is not None and told.generation == view.number:
-                # It takes the place of the report in the store: a failure that no restart can cure must not go with it.
-                report = report.model_copy(update={"failure": told.failure})
-        return self._talks.leave(report)
+            if last is not None and last.generation == view.number:
+                # It replaces the last report in the store: a failure that no restart can cure must not be lost.
+                report = report.model_copy(update={"failure": last.failure})
+        return registration.leave(self.replica, report)
 
 
 def _same_name(other: MemberRecord) -> str:

@@ -2,7 +2,7 @@
 
 Workers run on and nothing is committed. An agent that cannot reach etcd asks its generation's other agents once a
 second which generation they are in: when one is in a newer one, its own is over (`decide` then ends the workers). When
-etcd is full, what has to be written is tried again until somebody has made space.
+etcd is full, what has to be written is tried again until there is space.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Heard:
-    """Another agent of this run has said which generation it is in; 0: it has said nothing."""
+    """The answer of another agent of this run: the generation that it is in, 0 for no answer."""
 
     generation: int
 
@@ -39,7 +39,7 @@ class Outage:
 
     Attributes:
         since: since when what is known of the store may be old; None while it is not.
-        alone_since: since when no other agent has answered either; None while one does, or nobody is asked.
+        alone_since: since when no other agent has answered either; None while one does, or none is asked.
         retry_at: when to read everything again.
     """
 
@@ -60,7 +60,7 @@ class Outage:
         self.retry_at = now + RETRY_S
 
     def suspect(self, now: float) -> None:
-        """Others may have decided without us: nothing is written before everything has been read again, now."""
+        """Others may have decided without this member: read everything again, now, before anything is written."""
         self.retry_at = now
         self.since = self.since if self.since is not None else now
 
@@ -88,7 +88,7 @@ class Outage:
         return seats
 
     def heard(self, heard: Heard) -> None:
-        """What one of them has said, or 0 for nothing."""
+        """Take note of an answer."""
         if heard.generation:
             self.alone_since = None
 

@@ -4,7 +4,7 @@ A planned change stops all workers together at an agreed step, in two rounds thr
 
     leader: handover {step 0}      "hold": every agent makes its workers hold at the end of their present step,
     agents: report "holding"       and says how far one of them has been let in (`entered`);
-    leader: handover {step T}      "go": T is the furthest of these; nobody can be past it, and who is behind runs on,
+    leader: handover {step T}      "go": T is the furthest of these. None is past it, and one that is behind runs on,
     agents: report "held"          because others' collectives need it. After T the state is copied to memory;
     leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing done twice.
 
@@ -52,9 +52,9 @@ def handing_over(me: Me, view: View) -> Decision | None:
     if asked is None:
         return ReleaseHold("the handover was given up") if me.holding else None
     if me.holding != asked.create_revision:
-        return Hold(asked.create_revision, f"asked to hold: {asked.record.cause}")
+        return Hold(f"asked to hold: {asked.record.cause}", asked.create_revision)
     if asked.record.step and me.going != asked.record.step:
-        return Go(asked.record.step, asked.record.save, f"all leave after step {asked.record.step}")
+        return Go(f"all leave after step {asked.record.step}", asked.record.step, asked.record.save)
     return None
 
 
@@ -71,7 +71,7 @@ def planned(led: LeaderContext) -> Decision:
             "drain", asked.record.cause, asked.record.save
         )  # Too late to give it up: some may have left.
     if asked is None:
-        return Ask(HandoverRecord(generation=led.generation.number, cause=wish.cause), f"{wish.cause}: hold")
+        return Ask(f"{wish.cause}: hold", HandoverRecord(generation=led.generation.number, cause=wish.cause))
     if not asked.record.step:
         return _after_hold(led, wish, asked.create_revision, asked.since)
     missing = [seat for seat in led.seats if not led.said(seat, "held")]
@@ -100,13 +100,13 @@ def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since:
     if missing:
         return re_form(led, wish.kind, wish.cause)
     record = HandoverRecord(generation=led.generation.number, cause=wish.cause, step=max(entered), save=wish.save)
-    return Ask(record, f"{wish.cause}: all leave after step {record.step}")
+    return Ask(f"{wish.cause}: all leave after step {record.step}", record)
 
 
 def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
-    """More were told to leave since the step was agreed, and too few remain: its copies would leave with them.
+    """More nodes drain since the step was agreed, and too few remain: the copies of that step would leave with them.
 
-    So all of them go on, until they have saved together. That is how a whole job is ended whose nodes hear of it one
+    So all of them go on until they have saved together. This is how a whole job ends whose nodes get their signals one
     after the other.
     """
     leaving = [led.view.members[seat.node] for seat in led.seats if _drains(led, seat)]

@@ -4,14 +4,14 @@ All keys of a run start with `/elasticrt/<run id>/`. Values are JSON objects wit
 are read: a value of another shape is refused by name, never guessed at, and never more than data.
 
     spec                  RunSpec and attempt                                   no lease
-    members/<node>        who is here, in which life, and in what state         the member's lease
+    members/<node>        a live node: its incarnation and state                the member's lease
     generation            the agreed membership, replaced by compare-and-swap   no lease
     roster/<nonce>/<k>    the seats of that generation, 16 or so a chunk        no lease
     reports/<g>/<node>    how this node's workers ended                         no lease
     checkpoint            the head: the newest committed checkpoint             no lease
     places/<place>        the newest committed checkpoint of one directory      no lease
     control/handover      that all workers stop together, and after which step  no lease
-    prepare/<name>        who builds a data set, or that it is done             while building: the builder's lease
+    prepare/<name>        the builder of a data set, or that it is done         while building: the builder's lease
     result/<attempt>      the one final result                                  no lease
 """
 
@@ -59,12 +59,12 @@ class Record(BaseModel):
     v: Literal[1] = 1
 
     def encode(self) -> bytes:
-        """The value to store. AssertionError for one that nobody could read: its writer ends, not those who wait."""
+        """The value to store. AssertionError for one that can't be read: its writer must fail, not its readers."""
         value = self.model_dump_json(exclude_none=True).encode()
         try:
             decode(type(self), "a new one", value)
         except UnreadableRecord as error:
-            raise AssertionError(f"a {type(self).__name__} that nobody could read: {error}") from error
+            raise AssertionError(f"a {type(self).__name__} that can't be read: {error}") from error
         return value
 
 
@@ -223,7 +223,7 @@ class Report(Record):
     """How a node's workers ended in a generation, or how far they are in handing over.
 
     "finishing": a first worker ended well, the others still run; "ok": all ended well; "failed": one did not, and the
-    others of this node have been killed; "left": the node has gone on purpose, after `failure` if it has one.
+    others of this node have been killed; "left": the node left on purpose, after `failure` if it has one.
 
     "holding": they hold, or will at the end of their step; `entered` is the furthest step that one of them has been
     let into, 0 if one of them has no Loop. "held": they have left after the agreed step. `memory` is the newest copy
@@ -330,11 +330,6 @@ class Keys:
         return f"{self.results}{attempt}"
 
 
-def chunk_count(members: int, size: int) -> int:
-    """How many roster chunks of `size` a generation of so many members has."""
-    return max(1, -(-members // size))
-
-
 def chunk_of(node: str, chunks: int) -> int:
     """The chunk that holds a node's seat: it can be found without knowing the roster."""
     return zlib.crc32(node.encode()) % chunks
@@ -342,16 +337,8 @@ def chunk_of(node: str, chunks: int) -> int:
 
 def roster_chunks(seats: tuple[Seat, ...], size: int = SEATS_PER_CHUNK) -> tuple[RosterChunk, ...]:
     """Distribute seats over chunks by node name; a chunk has `size` on average."""
-    count = chunk_count(len(seats), size)
+    count = max(1, -(-len(seats) // size))
     chunks: list[list[Seat]] = [[] for _ in range(count)]
     for seat in seats:
         chunks[chunk_of(seat.node, count)].append(seat)
     return tuple(RosterChunk(seats=tuple(chunk)) for chunk in chunks)
-
-
-def seal(
-    draft: Draft, seats: tuple[Seat, ...], nonce: str, chunk_size: int
-) -> tuple[Generation, tuple[RosterChunk, ...]]:
-    """The generation to publish and its roster, in chunks of `chunk_size` seats on average."""
-    chunks = roster_chunks(seats, chunk_size)
-    return Generation(**dict(draft), nonce=nonce, chunks=len(chunks)), chunks

@@ -1,7 +1,7 @@
 """What a member asks of the world around it, as values: the effects of its conversations. Pure.
 
-A conversation is a generator. It yields one request, and is sent the answer with the time at which that came; a request
-that failed is raised at the same place. Who carries requests out is `agent.store_driver`, or a test.
+A conversation is a generator. It yields a request and is sent the answer, with the time at which it came. The error of
+a request that fails is raised at the same place. `agent.store_driver` carries requests out, and so do tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Read:
-    """Read a range: a prefix if it ends with a slash, else one key. The answer is a RangeRead."""
+    """Read a range. The answer is a RangeRead."""
 
     range: str
     limit: int = 0
@@ -62,7 +62,7 @@ class AskOwner:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait, which fails when this member is told to leave; for 0 seconds: only look at the clock."""
+    """Wait; it fails when this member is asked to leave. For 0 seconds: only look at the clock."""
 
     seconds: float
 

@@ -1,7 +1,7 @@
 """Who sits where: from members to ranks. Pure.
 
 Survivors keep their order and newcomers go last, so that rank 0, its caches and its logs stay where they are as long as
-their node lives. Nobody's name or address decides about ranks; newcomers may wish for a place (`--node-rank`).
+their node lives. Names and addresses do not matter; newcomers may ask for a place (`--node-rank`).
 """
 
 from __future__ import annotations

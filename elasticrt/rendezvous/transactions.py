@@ -33,39 +33,49 @@ CHUNKS_PER_TXN = 64
 
 @dataclass(frozen=True)
 class Guard:
-    """Revisions as the writer knows them; 0 stands for an absent key (which is what etcd compares as well)."""
+    """Revisions as the writer knows them. 0 stands for an absent key, which is what etcd compares as well.
 
-    spec: int
-    generation: int
-    checkpoint: int
-    me: int
+    Attributes:
+        node: the writer.
+        me: the create revision of the writer's own member key.
+        spec, generation, checkpoint, handover: mod revisions.
+    """
+
+    node: str
+    me: int = 0
+    spec: int = 0
+    generation: int = 0
+    checkpoint: int = 0
+    handover: int = 0
 
     @classmethod
     def of(cls, view: View) -> Guard:
-        """From a view. `me` is the create revision of the observer's own member key, the others are mod revisions."""
+        """What the observer of a view knows."""
         mine = view.members.get(view.node)
         return cls(
+            node=view.node,
+            me=mine.create_revision if mine else 0,
             spec=view.spec.mod_revision if view.spec else 0,
             generation=view.generation.mod_revision if view.generation else 0,
             checkpoint=view.head.mod_revision if view.head else 0,
-            me=mine.create_revision if mine else 0,
+            handover=view.handover.mod_revision if view.handover else 0,
         )
 
 
 def _unchanged(key: str, mod_revision: int) -> Compare:
-    return Compare(key, "mod", "=", mod_revision)
+    return Compare(key, "mod", mod_revision)
 
 
 def _absent(key: str) -> Compare:
-    return Compare(key, "create", "=", 0)
+    return Compare(key, "create", 0)
 
 
-def _alive(keys: Keys, node: str, guard: Guard) -> Compare:
-    return Compare(keys.member(node), "create", "=", guard.me)
+def _alive(keys: Keys, guard: Guard) -> Compare:
+    return Compare(keys.member(guard.node), "create", guard.me)
 
 
 def register(keys: Keys, guard: Guard, spec: SpecRecord, member: Member, lease: int) -> Txn:
-    """Join a run: the spec is as read (or is written now), nobody has this name, the run has not ended."""
+    """Join a run: the spec is as read (or is written now), no member has this name, the run has not ended."""
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),
@@ -94,14 +104,14 @@ def register_again(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
 def announce(keys: Keys, guard: Guard, member: Member, lease: int) -> Txn:
     """Bring the own key up to date, if it is still the one that was created."""
     return Txn(
-        compares=(_alive(keys, member.node, guard),),
+        compares=(_alive(keys, guard),),
         operations=(Put(keys.member(member.node), member.encode(), lease),),
         why=f"{member.node} announces its state",
     )
 
 
 def drain(keys: Keys, member: KeyValue, record: Member) -> Txn:
-    """Ask a member to drain, in its own key: nobody else's attention is needed. It is as it was read."""
+    """Ask a member to drain, by its own key, which is as it was read."""
     return Txn(
         compares=(_unchanged(member.key, member.mod_revision),),
         operations=(Put(keys.member(record.node), record.encode(), member.lease),),
@@ -121,7 +131,7 @@ def resize(keys: Keys, spec: SpecRecord, seen_mod: int) -> Txn:
 def file(keys: Keys, guard: Guard, report: Report, before: int) -> Txn:
     """Store a report about the current generation. It is true of the workers, whatever became of the member's key.
 
-    `before`: the mod revision of this node's report before it. One whose answer was lost may arrive after the next.
+    `before` is the mod revision of this node's last report: a report whose answer was lost may arrive after the next.
     """
     key = keys.report(report.generation, report.node)
     return Txn(
@@ -131,24 +141,24 @@ def file(keys: Keys, guard: Guard, report: Report, before: int) -> Txn:
     )
 
 
-def leave(keys: Keys, guard: Guard, node: str, report: Report | None) -> Txn:
+def leave(keys: Keys, guard: Guard, report: Report | None) -> Txn:
     """Take the own key out; with `report` (a seated member's "left") the others need not ask whether it lives."""
-    operations: tuple[Put | Delete, ...] = (Delete(keys.member(node)),)
-    compares: tuple[Compare, ...] = (_alive(keys, node, guard),)
+    operations: tuple[Put | Delete, ...] = (Delete(keys.member(guard.node)),)
+    compares: tuple[Compare, ...] = (_alive(keys, guard),)
     if report is not None:
-        operations = (Put(keys.report(report.generation, node), report.encode()), *operations)
+        operations = (Put(keys.report(report.generation, guard.node), report.encode()), *operations)
         compares = (*compares, _unchanged(keys.generation, guard.generation))
-    return Txn(compares, operations, why=f"{node} leaves")
+    return Txn(compares, operations, why=f"{guard.node} leaves")
 
 
 def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn, ...]:
-    """Write a roster ahead of its generation. Its nonce is new, so nobody reads it until the generation names it."""
+    """Write a roster ahead of its generation, under a new nonce: no member reads it until the generation names it."""
     puts = [Put(keys.chunk(nonce, k), chunk.encode()) for k, chunk in enumerate(chunks)]
     parts = [tuple(puts[first : first + CHUNKS_PER_TXN]) for first in range(0, len(puts), CHUNKS_PER_TXN)]
     return tuple(Txn((), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
 
 
-def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, before: Stored[Generation] | None) -> Txn:
+def publish(keys: Keys, guard: Guard, generation: Generation, before: Generation | None) -> Txn:
     """Replace the generation: number = previous + 1, by a leader whose key lives, from a head that still is the head.
 
     Comparing the head makes the resume point exact: a commit accepted since the leader read it makes this fail, and
@@ -156,15 +166,17 @@ def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, befor
     """
     cleanup: tuple[Put | Delete, ...] = ()
     if before is not None:
-        old = before.record
-        cleanup = (Delete(keys.roster(old.nonce), prefix=True), Delete(keys.reports(old.number), prefix=True))
-        cleanup = (*cleanup, Delete(keys.handover))
+        cleanup = (
+            Delete(keys.roster(before.nonce)),
+            Delete(keys.reports(before.number)),
+            Delete(keys.handover),
+        )
     return Txn(
         compares=(
             _unchanged(keys.spec, guard.spec),
             _unchanged(keys.generation, guard.generation),
             _unchanged(keys.checkpoint, guard.checkpoint),
-            _alive(keys, leader, guard),
+            _alive(keys, guard),
             _absent(keys.result(generation.attempt)),
         ),
         operations=(Put(keys.generation, generation.encode()), *cleanup),
@@ -172,13 +184,13 @@ def publish(keys: Keys, guard: Guard, leader: str, generation: Generation, befor
     )
 
 
-def ask(keys: Keys, guard: Guard, leader: str, handover: HandoverRecord, seen_mod: int) -> Txn:
-    """Ask for a handover of the current generation, or go on with the one that was read at `seen_mod`."""
+def ask(keys: Keys, guard: Guard, handover: HandoverRecord) -> Txn:
+    """Ask for a handover of the current generation, or go on with the one that stands."""
     return Txn(
         compares=(
             _unchanged(keys.generation, guard.generation),
-            _unchanged(keys.handover, seen_mod),
-            _alive(keys, leader, guard),
+            _unchanged(keys.handover, guard.handover),
+            _alive(keys, guard),
         ),
         operations=(Put(keys.handover, handover.encode()),),
         why=f"handover of generation {handover.generation}: "
@@ -186,10 +198,10 @@ def ask(keys: Keys, guard: Guard, leader: str, handover: HandoverRecord, seen_mo
     )
 
 
-def withdraw(keys: Keys, guard: Guard, leader: str, seen_mod: int) -> Txn:
+def withdraw(keys: Keys, guard: Guard) -> Txn:
     """Give a handover up."""
     return Txn(
-        compares=(_unchanged(keys.handover, seen_mod), _alive(keys, leader, guard)),
+        compares=(_unchanged(keys.handover, guard.handover), _alive(keys, guard)),
         operations=(Delete(keys.handover),),
         why="the handover is given up",
     )
@@ -197,7 +209,7 @@ def withdraw(keys: Keys, guard: Guard, leader: str, seen_mod: int) -> Txn:
 
 def discard_roster(keys: Keys, nonce: str) -> Txn:
     """Take back a roster whose generation was not published."""
-    return Txn((), (Delete(keys.roster(nonce), prefix=True),), why="discard an unused roster")
+    return Txn((), (Delete(keys.roster(nonce)),), why="discard an unused roster")
 
 
 def evict(keys: Keys, guard: Guard, member: Stored[Member]) -> Txn:
@@ -210,20 +222,20 @@ def evict(keys: Keys, guard: Guard, member: Stored[Member]) -> Txn:
     )
 
 
-def finish(keys: Keys, guard: Guard, leader: str, result: Result) -> Txn:
+def finish(keys: Keys, guard: Guard, result: Result) -> Txn:
     """Write the one result of an attempt, and clear what only a living run needs."""
     return Txn(
         compares=(
             _absent(keys.result(result.attempt)),
             _unchanged(keys.spec, guard.spec),
             _unchanged(keys.generation, guard.generation),
-            _alive(keys, leader, guard),
+            _alive(keys, guard),
         ),
         operations=(
             Put(keys.result(result.attempt), result.encode()),
-            Delete(keys.rosters, prefix=True),
-            Delete(keys.all_reports, prefix=True),
-            Delete(keys.preparations, prefix=True),
+            Delete(keys.rosters),
+            Delete(keys.all_reports),
+            Delete(keys.preparations),
             Delete(keys.handover),
         ),
         why=f"result: {result.status}",
@@ -248,7 +260,7 @@ def commit(keys: Keys, generation_mod: int, head_mod: int, attempt: int, head: C
 
 
 def claim(keys: Keys, name: str, record: Preparation, *, generation_mod: int, seen_mod: int, lease: int) -> Txn:
-    """Become the builder of a shared preparation: nobody else is, and it is not done."""
+    """Become the builder of a shared preparation that has no builder and is not done."""
     key = keys.preparation(name)
     return Txn(
         compares=(_unchanged(key, seen_mod), _unchanged(keys.generation, generation_mod)),

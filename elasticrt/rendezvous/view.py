@@ -34,10 +34,9 @@ from elasticrt.rendezvous.records import (
     chunk_of,
     decode,
 )
-from elasticrt.store.protocol import Event, KeyValue, RangeRead
+from elasticrt.store.protocol import Delete, Event, KeyValue, Put, RangeRead, covers
 
 R = TypeVar("R", bound=Record | Commit)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Stored(Generic[R]):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What probing a member found: its agent answered ("alive"), is certainly gone ("dead"), or said nothing."""
+    """What probing a member found: its agent answered ("alive"), is certainly dead ("dead"), or said nothing."""
 
     kind: Literal["alive", "dead", "silent"]
     asked_at: float
@@ -160,7 +159,6 @@ class View:
 def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     """Fold changes of single keys into the view, in the order given."""
     fresh = [change for change in changes if change.mod_revision > _known_until(view, change.key)]
-    view = _own(view, keys, fresh)
     for change in fresh:
         view = _apply_one(view, keys, change, now)
     if view.wrote:
@@ -169,14 +167,18 @@ def apply(view: View, keys: Keys, changes: Sequence[Event], now: float) -> View:
     return _count(view, now)
 
 
-def apply_written(view: View, keys: Keys, change: Event, now: float) -> View:
-    """Fold what the observer has just written itself.
+def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int, now: float) -> View:
+    """Fold what the observer has just written itself, at `revision`: one key, put or deleted.
 
-    Its watch delivers older changes of the same key later: without the revision, the late news that an earlier key was
-    deleted would take the new one out of the view.
+    Its watch delivers older changes of the same key later. Without the revision, the late deletion of an earlier key
+    would take the new one out of the view.
     """
-    view = apply(view, keys, [change], now)
-    return replace(view, wrote={**view.wrote, change.key: change.mod_revision})
+    key, value = operation.key, None
+    if isinstance(operation, Put):
+        before = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}.get(key)
+        value = KeyValue(key, operation.value, before.create_revision if before else revision, revision)
+    view = apply(view, keys, [Event(key, value, revision)], now)
+    return replace(view, wrote={**view.wrote, key: revision})
 
 
 def _known_until(view: View, key: str) -> int:
@@ -185,20 +187,14 @@ def _known_until(view: View, key: str) -> int:
     return max(view.wrote.get(key, 0), *read, 0)
 
 
-def covers(range_: str, key: str) -> bool:
-    """Whether a range holds a key: a range that ends with a slash is a prefix, any other is one key."""
-    return key.startswith(range_) if range_.endswith("/") else key == range_
-
-
 def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: float) -> View:
     """Fold a complete read of a range: what is not in it no longer exists.
 
     After a read of `keys.members` the view's members are complete, after one of a roster its seats are.
     """
     present = {kv.key: kv for kv in found.keys}
-    gone = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
-    changes = [Event(key, None, 0) for key in gone] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
-    view = _own(view, keys, changes)
+    absent = [key for key in _known_keys(view, keys) if covers(range_, key) and key not in present]
+    changes = [Event(key, None, 0) for key in absent] + [Event(kv.key, kv, kv.mod_revision) for kv in present.values()]
     for change in changes:
         view = _apply_one(view, keys, change, now)
     if range_ == keys.members:
@@ -206,12 +202,12 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
         view = replace(view, complete=True, oldest=oldest.key[len(keys.members) :] if oldest else None)
     nonce = view.generation.record.nonce if view.generation else ""
     if nonce and range_.startswith(keys.roster(nonce)):
-        # Also an empty answer is one: a roster that somebody deleted seats nobody, and is not asked for again.
+        # An empty answer counts: a roster that was deleted has no seats, and is not read again.
         if view.roster_nonce != nonce:
             view = replace(view, seats={}, roster_nonce=nonce)
         view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
     if view.complete and view.roster_complete:
-        # A seat without a key has been away since somebody could see it: a new leader gives it its whole lease term.
+        # A new leader gives a seat without a key a whole lease term from now: it has not seen the key go.
         away = {node: view.vanished.get(node, now) for node in view.seats if node not in view.members}
         view = replace(view, vanished=away)
     read_at = {**view.read_at, range_: found.revision}
@@ -226,7 +222,7 @@ def with_oldest(view: View, keys: Keys, oldest: KeyValue | None, now: float) -> 
     if oldest is None:
         return replace(view, oldest=None)
     change = Event(oldest.key, oldest, oldest.mod_revision)
-    view = _apply_one(_own(view, keys, [change]), keys, change, now)
+    view = _apply_one(view, keys, change, now)
     return replace(view, oldest=oldest.key[len(keys.members) :])
 
 
@@ -286,14 +282,6 @@ def _known_keys(view: View, keys: Keys) -> list[str]:
     return known + list(view.unreadable)
 
 
-def _own(view: View, keys: Keys, changes: Sequence[Event]) -> View:
-    """The same view with maps of its own for the folds below to write into: a thousand changes cost one copy."""
-    if not any(change.key.startswith((keys.members, keys.all_reports, keys.rosters)) for change in changes):
-        return view
-    members, vanished = dict(view.members), dict(view.vanished)
-    return replace(view, members=members, vanished=vanished, filed=dict(view.filed), seats=dict(view.seats))
-
-
 def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
     key = change.key
     if key in view.unreadable:
@@ -316,15 +304,9 @@ def _apply_one(view: View, keys: Keys, change: Event, now: float) -> View:
         if key.startswith(keys.results):
             return _result(view, key, change.value, now)
     except UnreadableRecord:
-        # A foreign value must not stop a run: it counts as absent, and whoever acts on the view says so once.
+        # A foreign value must not stop a run: it counts as absent, and the reader of the view says so once.
         return replace(view, unreadable=view.unreadable | {key})
     return view
-
-
-def _written(own: Mapping[str, V]) -> dict[str, V]:
-    """A map that `_own` has made, to write into."""
-    assert isinstance(own, dict)
-    return own
 
 
 def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | None, now: float) -> Stored[R] | None:
@@ -338,27 +320,28 @@ def _entry(kind: type[R], key: str, value: KeyValue | None, old: Stored[R] | Non
 
 
 def _member(view: View, key: str, node: str, value: KeyValue | None, now: float) -> View:
-    members, vanished = _written(view.members), _written(view.vanished)
-    old = members.get(node)
+    old = view.members.get(node)
     entry = _entry(Member, key, value, old, now)
     if entry is not None and entry.record.node != node:
         raise UnreadableRecord(f"{key} holds the record of {entry.record.node}")
     if entry is not None and entry is old:
         return view
+    members, vanished = dict(view.members), dict(view.vanished)
     members.pop(node, None)
     since = vanished.pop(node, now)
     if entry is None:
         if node in view.seats:
             vanished[node] = since
-        return replace(view, oldest=None) if view.oldest == node else view
+        oldest = None if view.oldest == node else view.oldest
+        return replace(view, members=members, vanished=vanished, oldest=oldest)
     ready = entry.record.warm and not entry.record.draining
     same = old is not None and old.create_revision == entry.create_revision and old.record.ready == entry.record.ready
     was_ready = old.ready_since if old is not None and same else None
     members[node] = replace(entry, ready_since=(was_ready if was_ready is not None else now) if ready else None)
-    # A key that was created again between two looks has lost its seniority, although nobody saw it go.
+    # A key that was created again between two looks has lost its seniority, although its deletion was not seen.
     again = old is not None and old.create_revision != entry.create_revision
     oldest = None if again and view.oldest == node else view.oldest
-    return view if oldest == view.oldest else replace(view, oldest=oldest)
+    return replace(view, members=members, vanished=vanished, oldest=oldest)
 
 
 def _generation(view: View, key: str, value: KeyValue | None, now: float) -> View:
@@ -376,21 +359,19 @@ def _roster(view: View, keys: Keys, key: str, value: KeyValue | None) -> View:
         return view
     nonce = view.generation.record.nonce
     seats = {seat.node: seat for seat in decode(RosterChunk, key, value.value).seats}
-    if view.roster_nonce == nonce:
-        _written(view.seats).update(seats)
-        return view
-    return replace(view, seats=seats, roster_nonce=nonce)
+    known = view.seats if view.roster_nonce == nonce else {}
+    return replace(view, seats={**known, **seats}, roster_nonce=nonce)
 
 
 def _report(view: View, keys: Keys, key: str, value: KeyValue | None, now: float) -> View:
     number, _, node = key[len(keys.all_reports) :].partition("/")
-    filed = _written(view.filed)
-    entry = _entry(Report, key, value, filed.get(key), now)
+    entry = _entry(Report, key, value, view.filed.get(key), now)
+    filed = dict(view.filed)
     filed.pop(key, None)
     ours = entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number)
     if entry is not None and ours and entry.record.generation >= view.number:
         filed[key] = entry
-    return view
+    return replace(view, filed=filed)
 
 
 def _result(view: View, key: str, value: KeyValue | None, now: float) -> View:

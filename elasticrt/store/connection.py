@@ -1,6 +1,6 @@
 """The way to an etcd of one or more endpoints: which one is in use, logging in, repeating what may be repeated.
 
-Every RPC of `EtcdStore` goes through `Connections.call`. It owns the deadline of an operation, moves to the next
+Every RPC of `EtcdStore` goes through `Connections.ask`. It owns the deadline of an operation, moves to the next
 endpoint when one fails, and turns every gRPC error into one of `protocol`'s. The watch stream borrows an endpoint.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tenacity  # Repeats what may be repeated until the time is over, with pauses that grow.
 
@@ -42,7 +42,6 @@ PAUSE_S_MIN = 0.02
 PAUSE_S_MAX = 0.5
 """Pauses between two tries are drawn from 0 to a limit that grows from the one to the other."""
 
-_Result = TypeVar("_Result")
 Dial = Callable[[Address, Credentials], Any]
 """Makes an etcd3 client of one address (in `etcd.py`, the only importer of etcd3)."""
 
@@ -139,17 +138,14 @@ class Connections:
                 self._current = (self._current + 1) % len(self._addresses)
 
     def ask(self, what: str, method: Callable[[Endpoint], Any], request: Any, *, repeatable: bool = True) -> Any:
-        """One RPC as an operation: `method` gives the endpoint's stub; the answer. See `call`."""
+        """Run one operation within the deadline, and return its answer.
 
-        def send(endpoint: Endpoint, timeout_s: float) -> Any:
-            return method(endpoint)(request, timeout=timeout_s, metadata=endpoint.metadata)
+        Args:
+            what: the operation, for messages.
+            method: gives an endpoint's stub.
+            request: the message to send.
+            repeatable: otherwise it is repeated only after errors that prove that it had no effect.
 
-        return self.call(what, send, repeatable=repeatable)
-
-    def call(self, what: str, send: Callable[[Endpoint, float], _Result], *, repeatable: bool = True) -> _Result:
-        """Run one operation within the deadline: `send(endpoint, timeout_s)` makes the RPC.
-
-        An operation that is not `repeatable` is repeated only after errors that prove that it had no effect.
         Raises StoreUnavailable, StoreRefused, LeaseLost, ConfigError.
         """
         operation = _Operation(self, what, repeatable)
@@ -161,14 +157,13 @@ class Connections:
             reraise=True,
         )
         try:
-            result: _Result = retrying(operation.attempt, send)
+            return retrying(operation.attempt, method, request)
         except _AgainError as error:
             message = f"no answer from etcd to {what} within {self.timeout_s:g} s"
             # What a server with TLS does to a client without: it hangs up.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
             where = ", ".join(self.names)
             raise StoreUnavailable(explain(message, where, got=str(error), remedy=remedy)) from error.__cause__
-        return result
 
     def close(self) -> None:
         """Close all channels. Operations under way end with StoreUnavailable."""
@@ -195,7 +190,7 @@ class _Operation:
         self._untrusted: set[str] = set()
         self._last_failure = "no time for a try"
 
-    def attempt(self, send: Callable[[Endpoint, float], _Result]) -> _Result:
+    def attempt(self, method: Callable[[Endpoint], Any], request: Any) -> Any:
         """One try, at the endpoint in use."""
         timeout_s = self._deadline - time.monotonic()
         if timeout_s <= 0:
@@ -203,51 +198,45 @@ class _Operation:
         if self._repeatable and len(self._connections) > 1:
             timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
         endpoint = self._connections.current()
-        metadata = endpoint.metadata
+        metadata, sent = endpoint.metadata, False
         try:
             endpoint.log_in(timeout_s)
+            metadata, sent = endpoint.metadata, True
+            return method(endpoint)(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            self._failed(endpoint, metadata, error, sent=False)
-        metadata = endpoint.metadata
-        try:
-            return send(endpoint, timeout_s)
-        except grpc.RpcError as error:
-            self._failed(endpoint, metadata, error, sent=True)
-        raise AssertionError("an error is always raised")
+            raise self._meaning(endpoint, metadata, error, sent=sent) from error
 
-    def _failed(
+    def _meaning(
         self, endpoint: Endpoint, metadata: tuple[tuple[str, str], ...], error: grpc.RpcError, *, sent: bool
-    ) -> None:
-        """Raise what the error means. `sent` is false for errors of the login before the operation."""
+    ) -> Exception:
+        """What an error means for this operation. `sent` is false for errors of the login before it."""
         code, details = status(error)
-        verdict = judge_error(code, details)
-        where = str(endpoint.address)
-        if verdict is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
-            verdict = ErrorMeaning.NOT_SENT
-        if verdict is ErrorMeaning.NOT_SENT:
-            _logger.debug("etcd at %s: %s: %s", where, code, details)
-            self._connections.failed(endpoint)
-            self._last_failure = f"{cause(details) or code} at {where}"
-            raise _AgainError(self._last_failure) from error
-        if verdict is ErrorMeaning.UNKNOWN:
-            self._connections.failed(endpoint)
-            message = explain(
-                f"no answer from etcd to {self._what}: its effect is unknown", where, got=cause(details) or code
-            )
-            raise StoreUnavailable(message) from error
-        if verdict is ErrorMeaning.UNTRUSTED:
-            self._untrusted.add(where)
-            self._connections.failed(endpoint, redial=True)
-            if len(self._untrusted) < len(self._connections):
-                raise _AgainError(f"{cause(details)} at {where}") from error
-            raise StoreRefused(untrusted(endpoint.address, details)) from error
-        if verdict is ErrorMeaning.LOGIN and sent and self._logins_left and endpoint.log_out(metadata):
-            self._logins_left -= 1
-            raise _AgainError(f"{details} at {where}") from error
-        if verdict is ErrorMeaning.LEASE_LOST:
-            raise LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details)) from error
+        meaning, where = judge_error(code, details), str(endpoint.address)
+        if meaning is ErrorMeaning.UNKNOWN and (self._repeatable or not sent):
+            meaning = ErrorMeaning.NOT_SENT
+        match meaning:
+            case ErrorMeaning.NOT_SENT:
+                _logger.debug("etcd at %s: %s: %s", where, code, details)
+                self._connections.failed(endpoint)
+                self._last_failure = f"{cause(details) or code} at {where}"
+                return _AgainError(self._last_failure)
+            case ErrorMeaning.UNKNOWN:
+                self._connections.failed(endpoint)
+                message = f"no answer from etcd to {self._what}: its effect is unknown"
+                return StoreUnavailable(explain(message, where, got=cause(details) or code))
+            case ErrorMeaning.UNTRUSTED:
+                self._untrusted.add(where)
+                self._connections.failed(endpoint, redial=True)
+                if len(self._untrusted) < len(self._connections):
+                    return _AgainError(f"{cause(details)} at {where}")
+                return StoreRefused(untrusted(endpoint.address, details))
+            case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):
+                self._logins_left -= 1
+                return _AgainError(f"{details} at {where}")
+            case ErrorMeaning.LEASE_LOST:
+                return LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details))
         kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
-        raise kind(refused(self._what, where, code, details)) from error
+        return kind(refused(self._what, where, code, details))
 
 
 def status(error: grpc.RpcError) -> tuple[str, str]:

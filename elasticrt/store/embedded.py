@@ -1,9 +1,9 @@
 """The etcd of one machine's agents, for runs without `--etcd`: found, or started in a process that outlives them.
 
 The runtime directory holds a record for each run that has such a server. Reading and writing there needs the lock on
-the directory itself. Nothing secret is in it, but a user who can write there can send agents to another server: so it
-must be this user's alone. What a crashed server leaves is removed, and a fresh one, with a new identity, takes its
-place: the version that pip installs may lose acknowledged writes in a crash, so its data is never used again.
+the directory itself. It holds no secrets, but a user who can write there can send agents to another server, so it must
+be this user's alone. What a crashed server leaves is removed, and a fresh one with a new identity takes its place: the
+version that pip installs may lose acknowledged writes in a crash, so its data is never used again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -114,36 +114,21 @@ def record_of(directory: Path, run_id: str) -> Path:
 def locked() -> Iterator[tuple[Path, int]]:
     """Hold the lock of this user's embedded servers; yields the runtime directory, and the descriptor with the lock.
 
-    A process that inherits the descriptor holds the lock as well, until all have closed it. An empty directory is
-    removed at the end. Raises ConfigError when it is unsafe, StoreError when the lock is not to be had in a minute.
+    A process that inherits the descriptor holds the lock as well, until all have closed it. Raises ConfigError when the
+    directory is unsafe, StoreError when the lock is not to be had in a minute.
     """
-    deadline, fd = time.monotonic() + LOCK_S_MAX, -1
-    while fd < 0:
-        directory = runtime_directory()
-        fd = _lock(directory, deadline)
+    directory = runtime_directory()
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        deadline = time.monotonic() + LOCK_S_MAX
+        while not _locks(fd):
+            if time.monotonic() >= deadline:
+                what = "the lock of the embedded etcd stays taken"
+                raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
+            time.sleep(0.002)
         yield directory, fd
     finally:
-        with suppress(OSError):  # Not empty: some run is served.
-            directory.rmdir()
         os.close(fd)
-
-
-def _lock(directory: Path, deadline: float) -> int:
-    """A descriptor of the directory, locked; -1 when the last holder of the lock has removed the directory."""
-    with suppress(FileNotFoundError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            while not _locks(fd):
-                if time.monotonic() >= deadline:
-                    what = "the lock of the embedded etcd stays taken"
-                    raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
-                time.sleep(0.002)
-            if os.path.samestat(os.fstat(fd), directory.stat()):
-                return os.dup(fd)
-        finally:
-            os.close(fd)
-    return -1
 
 
 def _locks(fd: int) -> bool:
@@ -163,7 +148,7 @@ def _found(record: Path) -> Served | None:
 
 
 def _living(record: Path) -> Served | None:
-    """The server of a record; None when its keeper is gone, and then the record is removed."""
+    """The server of a record; None when its keeper has ended, and then the record is removed."""
     served = read_record(record)
     if served is not None and served.lives():
         return served
@@ -192,7 +177,7 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
             pass_fds=(lock_fd,),
             start_new_session=True,
         ) as keeper:
-            # Everybody who starts a server will talk to it: load the client while it starts.
+            # This process will talk to the server: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
             assert keeper.stdout is not None
@@ -232,7 +217,8 @@ def _environment() -> dict[str, str]:
 def make_data() -> Path:
     """A new data directory, in which a server can have its socket: one whose path is too long for that is in /tmp.
 
-    It is locked until this process ends. What a process has left that was killed is locked by nobody, and removed.
+    It is locked until this process ends. A directory that is not locked was left by a process that was killed: it is
+    removed.
     """
     where = tempfile.gettempdir()
     room = SOCKET_PATH_MAX_BYTES - len(f"/{DATA_PREFIX}12345678/{etcd_server.SOCKET}")

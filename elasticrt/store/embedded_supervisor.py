@@ -50,7 +50,7 @@ class Need:
         self._touched_ns, self._end_by = 0, float("inf")
 
     def leave(self, by: float) -> None:
-        """The members are told to leave: the server ends when the last of them has, or at `by`."""
+        """End when the last member has left, or at `by`: they have been asked to leave."""
         self._linger_s = self._after_first_s = 0.0
         self._end_by = min(self._end_by, by)
 
@@ -61,10 +61,10 @@ class Need:
         if now >= self._end_by:
             return True
         try:
-            if self._store.read(self._members, limit=1).count:
+            if self._store.read(self._members, limit=1).keys:
                 self._left_at, self._linger_s = now, self._after_first_s
                 return False
-            has_result = bool(self._store.read(self._result, limit=1).count)
+            has_result = bool(self._store.read(self._result, limit=1).keys)
         except StoreError:
             return False  # It counts as needed until it answers.
         after_leaving_s = min(AFTER_RESULT_S, self._linger_s) if has_result else self._linger_s
@@ -86,7 +86,7 @@ def keep_up(etcd: EtcdProcess) -> bool:
 
 
 def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals: SimpleQueue[int]) -> None:
-    """Return when etcd has ended or is not needed any more, and its record is gone. Raises StoreError.
+    """Return when etcd has ended or is not needed any more, and its record is removed. Raises StoreError.
 
     SIGTERM, which the members have got as well, ends it when the last of them has left, SIGINT at once.
     """
@@ -109,8 +109,6 @@ def keep(run_id: str, linger_s: float, etcd: EtcdProcess, record: Path, signals:
                 need.leave(time.monotonic() + (LEAVE_S if number == signal.SIGTERM else 0.0))
     record.unlink(missing_ok=True)  # At once, without the lock: no agent may find a server that has ended.
     store.close()
-    with embedded.locked():
-        pass  # It removes an empty runtime directory.
 
 
 def _touched_ns(record: Path) -> int:

@@ -2,8 +2,8 @@
 
 etcd3 makes the connection (channel, TLS). Its generated messages do not load beside a current protobuf, so ours take
 their place before it is imported; its watcher, locks and lease helpers are not used, because they lose events, spin or
-hang when a server goes away. What this file adds: one deadline per operation, endpoints in rotation, leases with a
-number of our choosing (a repeated grant is the same grant), and transactions that are sent once.
+hang when a server goes away. What this package adds: one deadline per operation, endpoints in rotation, and
+transactions that are sent once.
 
 Import it late: it takes about 0.1 s and loads grpc.
 """
@@ -11,7 +11,6 @@ Import it late: it takes about 0.1 s and loads grpc.
 from __future__ import annotations
 
 import math
-import secrets
 import ssl
 import sys
 from contextlib import suppress
@@ -20,8 +19,7 @@ from typing import Any
 
 from elasticrt.errors import ConfigError, explain
 from elasticrt.store import etcd_messages, proto
-from elasticrt.store.connection import Connections, Endpoint, grpc, status
-from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
+from elasticrt.store.connection import Connections
 from elasticrt.store.protocol import (
     Address,
     Credentials,
@@ -84,10 +82,10 @@ class EtcdStore:
         """See `protocol.Store`."""
         return self._connections.names
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        request = etcd_messages.range_request(prefix, exact=exact, limit=limit, by_create=by_create)
-        found = self._connections.ask(f"read {prefix}", lambda endpoint: endpoint.kv.Range, request)
+        request = etcd_messages.range_request(range_, limit=limit, by_create=by_create)
+        found = self._connections.ask(f"read {range_}", lambda endpoint: endpoint.kv.Range, request)
         snapshot = etcd_messages.snapshot(found)
         self._store_id = snapshot.store_id
         return snapshot
@@ -100,23 +98,12 @@ class EtcdStore:
         return TxnResult(response.succeeded, response.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
-        """See `protocol.Store`. The number is ours, so that a grant whose answer was lost can be repeated."""
+        """See `protocol.Store`. A grant whose answer was lost is repeated; its lease, without keys, ends by itself."""
         if not ttl_s > 0:
             raise StoreRefused(f"a lease needs a positive TTL, got {ttl_s} ({', '.join(self.endpoints)})")
-        lease_id = secrets.randbelow(2**62) + 1
-        request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=lease_id)
-
-        def send(endpoint: Endpoint, timeout_s: float) -> float:
-            try:
-                return float(endpoint.lease.LeaseGrant(request, timeout=timeout_s, metadata=endpoint.metadata).TTL)
-            except grpc.RpcError as error:
-                if judge_error(*status(error)) is not ErrorMeaning.LEASE_EXISTS:
-                    raise
-            question = proto.LeaseTimeToLiveRequest(ID=lease_id)
-            answer = endpoint.lease.LeaseTimeToLive(question, timeout=timeout_s, metadata=endpoint.metadata)
-            return float(answer.grantedTTL)
-
-        return Lease(lease_id, self._connections.call("grant a lease", send))
+        request = proto.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        granted = self._connections.ask("grant a lease", lambda endpoint: endpoint.lease.LeaseGrant, request)
+        return Lease(granted.ID, float(granted.TTL))
 
     def keep_alive(self, lease_id: int) -> float:
         """See `protocol.Store`."""
@@ -132,9 +119,9 @@ class EtcdStore:
         with suppress(LeaseLost):
             self._connections.ask("revoke a lease", lambda endpoint: endpoint.lease.LeaseRevoke, request)
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> EtcdWatch:
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
         """See `protocol.Store`. After a `Resync` the watch is over; a new one goes on from a new read."""
-        return self._watcher.add(prefix, sink, from_revision=from_revision, exact=exact)
+        return self._watcher.add(range_, sink, from_revision=from_revision)
 
     def status(self) -> ServerStatus:
         """What the server says of itself. Raises StoreUnavailable, StoreRefused."""

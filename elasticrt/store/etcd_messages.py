@@ -7,12 +7,6 @@ from typing import Any
 from elasticrt.store import proto
 from elasticrt.store.protocol import Compare, Event, KeyValue, Put, RangeRead, Txn
 
-_EVERYTHING = b"\0"
-"""As key and range end it means all keys: etcd's way to say "prefix of nothing"."""
-
-_FIELDS = {"create": "create_revision", "mod": "mod_revision"}
-_RESULTS = {"=": "EQUAL", "!=": "NOT_EQUAL", "<": "LESS", ">": "GREATER"}
-
 
 def encode_key(key: str) -> bytes:
     """UTF-8; what `decode_key` could not decode goes back as the bytes it was."""
@@ -24,21 +18,15 @@ def decode_key(key: bytes) -> str:
     return key.decode("utf-8", "surrogateescape")
 
 
-def key_range(prefix: str, exact: bool) -> tuple[bytes, bytes]:
-    """Key and range end of a request for one key, or for all that start with `prefix`."""
-    key = encode_key(prefix)
-    if exact:
-        return key, b""
-    # The end of a prefix is its successor of the same length; a trailing 0xff has none, so it is cut off first.
-    stem = key.rstrip(b"\xff")
-    if not stem:
-        return key or _EVERYTHING, _EVERYTHING
-    return key, stem[:-1] + bytes([stem[-1] + 1])
+def key_range(range_: str) -> tuple[bytes, bytes]:
+    """Key and range end of a request. The end of a prefix is its successor of the same length."""
+    key = encode_key(range_)
+    return key, key[:-1] + bytes([ord("/") + 1]) if range_.endswith("/") else b""
 
 
-def range_request(prefix: str, *, exact: bool, limit: int, by_create: bool) -> Any:
+def range_request(range_: str, *, limit: int = 0, by_create: bool = False) -> Any:
     """A linearizable read."""
-    key, end = key_range(prefix, exact)
+    key, end = key_range(range_)
     order, target = ("ASCEND", "CREATE") if by_create else ("NONE", "KEY")
     return proto.RangeRequest(
         key=key,
@@ -49,11 +37,6 @@ def range_request(prefix: str, *, exact: bool, limit: int, by_create: bool) -> A
     )
 
 
-def count_request() -> Any:
-    """The cheapest linearizable read: no keys, only the header."""
-    return proto.RangeRequest(key=_EVERYTHING, count_only=True)
-
-
 def txn_request(txn: Txn) -> Any:
     """The transaction; its failure branch is empty."""
     return proto.TxnRequest(
@@ -62,9 +45,9 @@ def txn_request(txn: Txn) -> Any:
     )
 
 
-def watch_request(prefix: str, exact: bool, watch_id: int, start_revision: int) -> Any:
+def watch_request(range_: str, watch_id: int, start_revision: int) -> Any:
     """Start a watch under our own number."""
-    key, end = key_range(prefix, exact)
+    key, end = key_range(range_)
     create = proto.WatchCreateRequest(
         key=key, range_end=end, start_revision=start_revision, watch_id=watch_id, progress_notify=True
     )
@@ -78,7 +61,7 @@ def cancel_request(watch_id: int) -> Any:
 
 def key_value(kv: Any) -> KeyValue:
     """One entry as stored."""
-    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
+    return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.lease)
 
 
 def event(message: Any) -> Event:
@@ -91,7 +74,7 @@ def event(message: Any) -> Event:
 def snapshot(response: Any) -> RangeRead:
     """The answer to a `range_request`."""
     keys = tuple(key_value(kv) for kv in response.kvs)
-    return RangeRead(keys, response.header.revision, store_id(response.header), response.count)
+    return RangeRead(keys, response.header.revision, store_id(response.header))
 
 
 def store_id(header: Any) -> str:
@@ -100,12 +83,9 @@ def store_id(header: Any) -> str:
 
 
 def _compare(compare: Compare) -> Any:
-    message = proto.Compare(
-        key=encode_key(compare.key),
-        target=proto.Compare.CompareTarget.Value(compare.target.upper()),
-        result=proto.Compare.CompareResult.Value(_RESULTS[compare.op]),
-    )
-    setattr(message, _FIELDS.get(compare.target, compare.target), compare.operand)
+    target = proto.Compare.CompareTarget.Value(compare.target.upper())
+    message = proto.Compare(key=encode_key(compare.key), target=target)  # Whose default is "equal".
+    setattr(message, f"{compare.target}_revision", compare.revision)
     return message
 
 
@@ -113,5 +93,5 @@ def _operation(operation: Any) -> Any:
     if isinstance(operation, Put):
         put = proto.PutRequest(key=encode_key(operation.key), value=operation.value, lease=operation.lease)
         return proto.RequestOp(request_put=put)
-    key, end = key_range(operation.key, exact=not operation.prefix)
+    key, end = key_range(operation.key)
     return proto.RequestOp(request_delete_range=proto.DeleteRangeRequest(key=key, range_end=end))

@@ -116,25 +116,6 @@ def command(binary: Path, listen: Address, token: str, options: tuple[str, ...] 
     ]
 
 
-def launch(arguments: list[str], directory: Path) -> subprocess.Popen[bytes]:
-    """Start the server in a session of its own, with its files, sockets and `LOG` in `directory`.
-
-    It is killed when this process dies: the next start removes what it leaves. Raises OSError.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
-    with (directory / LOG).open("ab") as output:
-        return subprocess.Popen(
-            command_of(arguments, signal.SIGKILL),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment(),
-            cwd=directory,
-            start_new_session=True,
-        )
-
-
 def await_ready(process: subprocess.Popen[bytes], address: Address) -> bool:
     """Poll until the server can read and write, or with TLS until it accepts. False when it ended or took too long."""
     deadline = time.monotonic() + READY_S_MAX
@@ -177,10 +158,25 @@ class EtcdProcess:
         self._data = data
         self._command = command(binary, listen, token, options)
 
+    def _launch(self) -> subprocess.Popen[bytes]:
+        """Start the server in a session of its own. It is killed when this process dies. Raises OSError."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # It keeps 150 for itself, and serves with the rest.
+        with (self._data / LOG).open("ab") as output:
+            return subprocess.Popen(
+                command_of(self._command, signal.SIGKILL),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment(),
+                cwd=self._data,
+                start_new_session=True,
+            )
+
     def start(self) -> None:
         """Start it, and wait until it serves. Raises StoreError when it does not; then it has been stopped."""
         try:
-            self.process = launch(self._command, self._data)
+            self.process = self._launch()
             if await_ready(self.process, self.address):
                 return
             self.stop()
@@ -289,9 +285,9 @@ def in_our_words(text: str) -> tuple[str, str]:
     remedy = next((remedy for words, remedy in _REMEDIES if re.search(words, text, re.IGNORECASE)), "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Where memory, threads or files run out a Go program prints its stack: what counts stands at its beginning.
-    told = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
-    logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', told[0]) if told else []
-    return ": ".join(logged or told[:1]), remedy
+    reasons = [line for line in lines if line.startswith(("fatal error: ", "panic: "))] or lines[-1:]
+    logged = re.findall(r'"(?:msg|error)":"((?:[^"\\]|\\.)*)"', reasons[0]) if reasons else []
+    return ": ".join(logged or reasons[:1]), remedy
 
 
 _REMEDIES = (

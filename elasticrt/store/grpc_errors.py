@@ -18,8 +18,7 @@ class ErrorMeaning(Enum):
     UNTRUSTED = "this endpoint is not (our) etcd, or TLS failed; nothing was sent"
     LOGIN = "not carried out: the login is missing or has expired"
     LEASE_LOST = "the lease does not exist"
-    LEASE_EXISTS = "the lease was granted already"
-    COMPACTED = "the revision is gone from the history"
+    COMPACTED = "the revision is no longer in the history"
     NO_AUTH = "a login was tried, but this server has authentication switched off"
     REFUSED = "etcd understood and said no"
 
@@ -47,7 +46,6 @@ _NOT_CONNECTED = (
 
 _BY_TEXT = (
     ("requested lease not found", ErrorMeaning.LEASE_LOST),
-    ("lease already exists", ErrorMeaning.LEASE_EXISTS),
     ("required revision has been compacted", ErrorMeaning.COMPACTED),
     ("invalid auth token", ErrorMeaning.LOGIN),
     ("user name is empty", ErrorMeaning.LOGIN),

@@ -1,11 +1,11 @@
 """The lease of one agent: kept alive in a thread of its own, and judged by this machine's clock.
 
-The thread talks to etcd, and may hang in a call for as long as the store's timeout. That time goes by meanwhile is
-noticed by the agent's loop, which calls `look` each time it goes round, and no later than `look_at`.
+The thread talks to etcd, and may hang in a call for as long as the store's timeout. Meanwhile the agent's loop watches
+the clock: it calls `look` each time it goes round, and no later than `look_at`.
 
 Whether the agent may act on what it knows depends on when etcd last answered. `judge` says it in one of three words:
 *connected*; *suspended* (the last answer is older than two thirds of the TTL, or this process was stopped meanwhile:
-etcd may have given the lease up already); *lost* (etcd said that the lease is gone). An answer counts from the time
+etcd may have given the lease up already); *lost* (etcd said that the lease has ended). An answer counts from the time
 its question was sent: etcd started the TTL anew at that moment or later, so ours never runs longer than etcd's.
 """
 
@@ -51,7 +51,7 @@ def judge(*, ttl_s: float, acked_at: float, looked_at: float, now: float, lost: 
     """The state of a lease, and why. Pure.
 
     `acked_at` is when the last answered keep-alive (or the grant) was sent, `looked_at` when this process last looked
-    at its clock; `lost` is etcd's word that the lease is gone.
+    at its clock; `lost` is etcd's word that the lease has ended.
     """
     if lost:
         return "lost", "etcd says that the lease is gone"
@@ -113,7 +113,7 @@ class LeaseSession:
         return lease
 
     def _start(self) -> None:
-        """Begin to keep the lease alive."""
+        """Begin to keep the lease alive. The simulator does it without a thread."""
         self._thread = threading.Thread(target=self._keep_alive, name="elasticrt-lease", daemon=True)
         self._thread.start()
 

@@ -1,14 +1,16 @@
 """What the rendezvous asks of a store: etcd's own model, reduced to what we use. Pure values and one Protocol.
 
-Two stores implement it: `testing.memory_store` (the model, also used by the simulator) and `store.etcd` (the real one).
+Two stores implement it: `store.etcd` (the real one) and `tests.memory_store` (the model, also used by the simulator).
 One contract suite, `tests/contract`, runs against both.
+
+Keys are read, watched and deleted by ranges: a range that ends with a slash is a prefix, any other is one key.
 
 Three things matter more than the rest:
 
 * Every key carries revisions. A transaction that compares them is the only way this project changes shared state.
 * A call ends in success, `StoreUnavailable` (nothing is known about the effect of a write), or another `StoreError`.
-* A watch never silently skips: it delivers every revision after `from_revision`, or says `Resync`. One that loses its
-  server says nothing, and goes on by itself.
+* A watch never skips silently: it delivers every revision from `from_revision` on, or a `Resync`. One that loses its
+  server goes on by itself.
 """
 
 from __future__ import annotations
@@ -39,26 +41,29 @@ class LeaseLost(StoreError):  # noqa: N818
     """The lease does not exist (any more)."""
 
 
+def covers(range_: str, key: str) -> bool:
+    """Whether a range holds a key."""
+    return key.startswith(range_) if range_.endswith("/") else key == range_
+
+
 @dataclass(frozen=True)
 class KeyValue:
-    """One key as stored. `lease` is 0 when the key belongs to none; revisions are the store's, counted from 1."""
+    """One key as stored. Revisions are the store's, counted from 1. `lease` is 0 when the key is bound to none."""
 
     key: str
     value: bytes
     create_revision: int
     mod_revision: int
-    version: int
     lease: int = 0
 
 
 @dataclass(frozen=True)
 class Compare:
-    """One guard of a transaction. An absent key has create, mod, version and lease 0 (as in etcd)."""
+    """One guard of a transaction: a key has this create or mod revision. Those of an absent key are 0, as in etcd."""
 
     key: str
-    target: Literal["create", "mod", "version", "lease", "value"]
-    op: Literal["=", "!=", "<", ">"]
-    operand: int | bytes
+    target: Literal["create", "mod"]
+    revision: int
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,9 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete one key, or with `prefix=True` every key that starts with it. Deleting nothing is not an error."""
+    """Delete a key, or all keys of a range. Deleting nothing is not an error."""
 
     key: str
-    prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,11 @@ class TxnResult:
 
 @dataclass(frozen=True)
 class RangeRead:
-    """A linearizable read: keys as they were at `revision` in the store with identity `store_id`, and their `count`.
-
-    `count` is the number of keys in the range, also when `limit` cut the list.
-    """
+    """A linearizable read: keys as they were at `revision` in the store with identity `store_id`."""
 
     keys: tuple[KeyValue, ...]
     revision: int
     store_id: str
-    count: int
 
     def get(self, key: str) -> KeyValue | None:
         """The entry for exactly `key`, or None."""
@@ -178,8 +178,8 @@ class Store(Protocol):
     def endpoints(self) -> tuple[str, ...]:
         """Where the store is, as text for messages."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
-        """All keys that start with `prefix` (or exactly that key), linearizable.
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
+        """All keys of a range, linearizable.
 
         `by_create` sorts by create revision, oldest first (otherwise by key); `limit` 0 means all.
         Raises StoreUnavailable, StoreRefused.
@@ -189,16 +189,16 @@ class Store(Protocol):
         """Run a transaction once. Raises StoreUnavailable (effect unknown), LeaseLost, StoreRefused."""
 
     def grant(self, ttl_s: float) -> Lease:
-        """A new lease; a retried grant does not leak a second one. Raises StoreUnavailable, StoreRefused."""
+        """A new lease of `ttl_s` seconds. Raises StoreUnavailable, StoreRefused."""
 
     def keep_alive(self, lease_id: int) -> float:
-        """Renew; the remaining TTL in seconds. Raises LeaseLost when it is gone, StoreUnavailable."""
+        """Renew; the remaining TTL in seconds. Raises LeaseLost when it has ended, StoreUnavailable."""
 
     def revoke(self, lease_id: int) -> None:
-        """End the lease and delete its keys at once. A lease already gone is not an error."""
+        """End the lease and delete its keys at once. A lease that has ended already is not an error."""
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> Watch:
-        """Deliver every change of `prefix` (or of exactly that key) from `from_revision` on, until cancelled."""
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> Watch:
+        """Deliver every change of a range from `from_revision` on, until cancelled."""
 
     def close(self) -> None:
         """Cancel all watches, close the connections. Leases live on until revoked or expired."""

@@ -33,7 +33,7 @@ class _LoginExpiredError(Exception):
 
 @dataclass(eq=False)
 class EtcdWatch:
-    """A watch on etcd, of one key (`exact`) or of all that begin with `prefix`.
+    """A watch of a range of etcd's keys.
 
     Attributes:
         number: what etcd knows it by.
@@ -45,8 +45,7 @@ class EtcdWatch:
 
     watcher: Watcher
     number: int
-    prefix: str
-    exact: bool
+    range: str
     sink: WatchSink
     next_revision: int
     store_id: str
@@ -55,13 +54,13 @@ class EtcdWatch:
 
     def request(self) -> Any:
         """The message that starts it, one revision early (see `fresh`)."""
-        return etcd_messages.watch_request(self.prefix, self.exact, self.number, max(1, self.next_revision - 1))
+        return etcd_messages.watch_request(self.range, self.number, max(1, self.next_revision - 1))
 
     def fresh(self, messages: Any) -> tuple[Event, ...]:
         """The events that the sink has not seen.
 
         A watch starts one revision early and drops it here, because a compaction keeps no deletion of its own
-        revision: a watch that starts exactly there would skip it silently. One that starts earlier is told.
+        revision: a watch that starts exactly there would skip it silently. One that starts earlier gets an error.
         """
         return tuple(etcd_messages.event(m) for m in messages if m.kv.mod_revision >= self.next_revision)
 
@@ -87,7 +86,7 @@ class Watcher:
         self._requests: SimpleQueue[Any] | None = None  # Of the stream under way; None: a new watch waits for the next.
         self._call: Any = None
 
-    def add(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool) -> EtcdWatch:
+    def add(self, range_: str, sink: WatchSink, *, from_revision: int) -> EtcdWatch:
         """Start a watch. Never blocks; raises StoreUnavailable after `close`."""
         if from_revision < 1:
             raise ValueError(f"a watch from revision {from_revision}: revisions count from 1")
@@ -95,7 +94,7 @@ class Watcher:
             if self._closed.is_set():
                 raise StoreUnavailable(f"this client of etcd is closed ({', '.join(self._connections.names)})")
             self._count += 1  # Never 0: etcd takes that as "choose one for me".
-            watch = EtcdWatch(self, self._count, prefix, exact, sink, from_revision, self._identity())
+            watch = EtcdWatch(self, self._count, range_, sink, from_revision, self._identity())
             self._watches[watch.number] = watch
             if self._requests is not None:
                 self._requests.put(watch.request())
@@ -224,7 +223,7 @@ class Watcher:
     def _created(self, watch: EtcdWatch, response: Any) -> None:
         # A follower may lag behind what was read elsewhere; only a linearizable read proves that revisions went back.
         if response.header.revision < watch.next_revision - 1:
-            request = etcd_messages.count_request()
+            request = etcd_messages.range_request(watch.range, limit=1)
             header = self._connections.ask("confirm the revision", lambda endpoint: endpoint.kv.Range, request).header
             if header.revision < watch.next_revision - 1 or etcd_messages.store_id(header) != watch.store_id:
                 self._end(watch, "replaced")

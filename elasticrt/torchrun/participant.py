@@ -283,7 +283,7 @@ class Participant(Side):
         if view.spec is None or view.result is not None:
             return
         try:
-            finish = Finish("succeeded", 0, f"closed by {self._record.node}")
+            finish = Finish(f"closed by {self._record.node}", "succeeded", 0)
             self.loop.driver.run(self.member.carry_out(finish))
         except StoreError as error:
             log.warning("the run could not be closed: %s", error)

@@ -31,9 +31,9 @@ def main() -> None:
         if isinstance(item, Changes) and item.events:
             told.put(item)
 
-    revision = store.read("/bare/key", exact=True).revision
+    revision = store.read("/bare/key").revision
     for _ in range(count):
-        store.watch("/bare/key", seen, from_revision=revision + 1, exact=True)
+        store.watch("/bare/key", seen, from_revision=revision + 1)
     # etcd starts watches in order: when the last one has seen a first change, all have been started.
     store.commit(Txn((), (Put("/bare/key", b"1"),)))
     for _ in range(count):
@@ -45,7 +45,7 @@ def main() -> None:
     def read(share: int) -> None:
         for _ in range(share):
             told.get(timeout=STARTED_S_MAX)
-            store.read("/bare/chunk", exact=True)
+            store.read("/bare/chunk")
 
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(read, [(count + index) // READERS for index in range(READERS)]))

@@ -147,7 +147,7 @@ class VirtualAgent:
         After reading its seat an agent pauses until all of this process have read theirs: what it writes then would
         take time from the others that on machines of their own they would have.
         """
-        self.driver.run(self.member.complete())
+        self.driver.run(self.member.replica.complete())
         while not self.pausing:
             decision = self.member.decide(time.monotonic())
             match decision:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 _R, _A, _W = "elasticrt.rendezvous.", "elasticrt.agent.", "elasticrt.workers."
 _DECIDE, _VIEW, _LED, _SEATS = _R + "decide", _R + "view", _R + "leader_context", _R + "seats"
-_FENCE, _HANDLER, _COMMIT = _R + "transactions", _R + "conversations", _A + "store_proxy"
+_FENCE, _HANDLER, _COMMIT = _R + "transactions", _R + "replica", _A + "store_proxy"
 _SHARE, _OFFER = "elasticrt.checkpoint.state_transfer", "elasticrt.checkpoint.newest_offer"
 _READ_BACK = "known is not None and known.nonce == head.nonce"
 _SAID = "all(led.said(seat, "
@@ -32,11 +32,11 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "publish", "resume=view.head.record if view.head else None", "resume=view.generation.record.resume if view.generation else None"),
     ),
     "everybody leads": ((_VIEW, "View.leads", "self.oldest == self.node", "self.oldest is not None"),),
-    "the youngest leads": ((_HANDLER, "Conversations.complete", "self._read(range_, limit=1, by_create=True)", "self._read(range_)"),),
+    "the youngest leads": ((_HANDLER, "Replica.complete", "self.read(range_, limit=1, by_create=True)", "self.read(range_)"),),
     "silence fences a majority": (
         (_DECIDE, "_fence_or_wait", "if not led.isolated:", "if True:"),
     ),
-    "an isolated leader takes silence for death": ((_DECIDE, "_gone_at", "or not led.isolated", "or True"),),
+    "an isolated leader takes silence for death": ((_DECIDE, "_lost_at", "or not led.isolated", "or True"),),
     "an isolated leader passes over who has come back": (
         (_DECIDE, "_suspected", "if key is not None and led.isolated:", "if False:"),
     ),
@@ -47,15 +47,15 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a next life is asked only when it is warm": ((_DECIDE, "_unprobed", " or entry.record.node in view.seats", ""),),
     "who has come back is not asked before the next generation": ((_DECIDE, "_asking_again", "Wait | Publish", "Wait"),),
     "a leader hears of its own report as late as of others'": (
-        (_HANDLER, "Conversations.file", "self.keys.all_reports in self._followed", "False"),
+        (_HANDLER, "Replica.write", "for operation in txn.operations:", "for operation in () if ' reports ' in txn.why else txn.operations:"),
     ),
     "a node's goodbye takes its failure with it": (
-        (_R + "member", "Member.leave", "told is not None and told.generation == view.number", "False"),
+        (_R + "member", "Member.leave", "last is not None and last.generation == view.number", "False"),
     ),
-    "a key that is gone is a death": ((_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
+    "a key that is gone is a death": ((_DECIDE, "_lost_at", "return away_since + led.spec.lease_ttl_s", "return -math.inf"),),
     "a lost key is never a death": (
-        (_DECIDE, "_gone_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
-        (_DECIDE, "_gone_at", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
+        (_DECIDE, "_lost_at", "return away_since + led.spec.lease_ttl_s", "return math.inf"),
+        (_DECIDE, "_lost_at", "if verdict is not None and verdict.kind != \"alive\":", "if False:"),
     ),
     "reports of an older generation count": (
         (_VIEW, "View.reports", "if entry.record.generation == self.number", ""),
@@ -88,10 +88,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "re_form", "or led.generation.restarts", 'or led.generation.restarts.model_copy(update={"total": 1 + led.generation.restarts.total})'),
     ),
     "success with the first node that is done": ((_DECIDE, "_lead", _SAID + '"ok")', 'any(led.said(seat, "ok")'),),
-    "a failed publish is tried again unread": ((_HANDLER, "Conversations.publish", "yield from self.refresh()", "pass"),),
-    "a failed report is tried again unread": ((_HANDLER, "Conversations.file", "yield from self.refresh()", "pass"),),
+    "a failed publish is tried again unread": ((_HANDLER, "Replica.write", "yield from self.refresh()", "yield from () if txn.why.startswith('generation ') else self.refresh()"),),
+    "a failed report is tried again unread": ((_HANDLER, "Replica.write", "yield from self.refresh()", "yield from () if ' reports ' in txn.why else self.refresh()"),),
     "the leader does not follow reports": ((_VIEW, "followed", "keys.all_reports,", ""),),
-    "a resync is taken for the end": ((_HANDLER, "Conversations.absorb", "self._unfollow(notice.range)", "pass"),),
+    "a resync is taken for the end": ((_HANDLER, "Replica.absorb", "self._unfollow(notice.range)", "pass"),),
     "workers of the last generation live on": (
         (_A + "supervisor", "Supervisor.run", "self._end_workers()", "pass"),
     ),

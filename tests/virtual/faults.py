@@ -290,7 +290,7 @@ class Faults:
     def resize(self, process: None, fault: Fault) -> bool:
         """The operator changes how many nodes the run may have to `other`, MIN:MAX; between reading and writing it is
         `for_s` slow."""
-        found = self.sim.server.read(Keys("run").spec, exact=True).keys
+        found = self.sim.server.read(Keys("run").spec).keys
         if not found:
             return False
         record = decode(SpecRecord, found[0].key, found[0].value)
@@ -302,14 +302,14 @@ class Faults:
         return True
 
     def _resize(self, txn: Txn, seen: int) -> None:
-        now = self.sim.server.read(Keys("run").spec, exact=True).keys
+        now = self.sim.server.read(Keys("run").spec).keys
         done = self.sim.server.commit(txn).succeeded
         lost = done and (not now or now[0].mod_revision != seen)
         require(not lost, "S3", "a resize undoes what another has changed since it was read")
 
     def drain(self, process: Process, fault: Fault) -> bool:
         """The operator asks a node to drain; between reading and writing its key `for_s` pass."""
-        found = self.sim.server.read(Keys("run").member(process.name), exact=True).keys
+        found = self.sim.server.read(Keys("run").member(process.name)).keys
         if not found:
             return False
         member = decode(Member, found[0].key, found[0].value)
@@ -333,7 +333,7 @@ class Faults:
         """Somebody deletes a part of the run's keys by hand."""
         sim = self.sim
         sim.invariants.running = False
-        sim.server.commit(Txn((), (Delete(Keys("run").prefix + fault.other, prefix=True),), "by hand"))
+        sim.server.commit(Txn((), (Delete(Keys("run").prefix + fault.other),), "by hand"))
         sim.lost_data()
         sim.invariants.take_over(sim.server.read(Keys("run").prefix))
 

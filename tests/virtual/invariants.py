@@ -93,7 +93,11 @@ class Invariants:
             require(value is not None, "S2", "the head was deleted")
             self._head(decode(Commit, key, data))
         elif key.startswith(keys.results):
-            require(value is not None and value.version == 1, "S12", f"{key} was written twice, or deleted")
+            require(
+                value is not None and value.create_revision == value.mod_revision,
+                "S12",
+                f"{key} was written twice, or deleted",
+            )
             self._result(decode(Result, key, data))
         elif key.startswith(keys.rosters):
             self._chunk(key, data)
@@ -312,7 +316,7 @@ class Invariants:
         member = decode(Member, event.key, value.value)
         self._member(node, member)
         self.conduct.members[node] = (member, value.create_revision)
-        if value.version == 1:
+        if value.create_revision == value.mod_revision:
             self.conduct.registered(node, member)
 
     def _member(self, node: str, member: Member | None) -> None:

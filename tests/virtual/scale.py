@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from elasticrt.rendezvous.records import Seat
-from elasticrt.store.protocol import Changes, Delete, KeyValue, Lease, Put, RangeRead, Txn, TxnResult, WatchSink
+from elasticrt.store.protocol import Changes, Delete, KeyValue, Lease, Put, RangeRead, Txn, TxnResult, WatchSink, covers
 from tests.memory_store import MemoryServer, MemoryStore, MemoryWatch
 from tests.virtual.world import VirtualMember, World, spec
 
@@ -51,10 +51,10 @@ class CountedStore(MemoryStore):
         super().__init__(server)
         self.bill = Bill()
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
-        self._pay(len(prefix) + sum(map(_size, found.keys)))
+        found = super().read(range_, limit=limit, by_create=by_create)
+        self._pay(len(range_) + sum(map(_size, found.keys)))
         return found
 
     def commit(self, txn: Txn) -> TxnResult:
@@ -74,9 +74,9 @@ class CountedStore(MemoryStore):
         self.bill.keep_alives += 1
         return super().keep_alive(lease_id)
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> MemoryWatch:
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> MemoryWatch:
         """See `protocol.Store`."""
-        self._pay(len(prefix))
+        self._pay(len(range_))
 
         def counted(item: object) -> None:
             self.bill.deliveries += 1
@@ -84,7 +84,7 @@ class CountedStore(MemoryStore):
                 self.bill.bytes += sum(len(one.key) + _size(one.value) for one in item.events)
             sink(item)  # type: ignore[arg-type]  It comes from a watch.
 
-        return super().watch(prefix, counted, from_revision=from_revision, exact=exact)
+        return super().watch(range_, counted, from_revision=from_revision)
 
     def _pay(self, size: int) -> None:
         self.bill.requests += 1
@@ -98,14 +98,14 @@ def _size(value: KeyValue | None) -> int:
 class LargeServer(MemoryServer):
     """The memory server, which finds the oldest of many keys without looking at all of them."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `MemoryServer`. Keys are kept in the order of their creation."""
         if not limit:
-            return super().read(prefix, exact=exact, by_create=by_create)
+            return super().read(range_, by_create=by_create)
         self.expire()
-        keys: Iterator[str] = iter(self._values) if by_create else self._range(prefix, exact)
-        found = tuple(islice((self._values[key] for key in keys if key.startswith(prefix)), limit))
-        return RangeRead(found, self.revision, self.store_id, len(found))
+        keys: Iterator[str] = iter(self._values) if by_create else self._range(range_)
+        found = tuple(islice((self._values[key] for key in keys if covers(range_, key)), limit))
+        return RangeRead(found, self.revision, self.store_id)
 
 
 class Crowd(World):

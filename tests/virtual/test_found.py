@@ -40,12 +40,12 @@ def test_a_key_made_anew_between_two_looks_has_lost_its_seniority() -> None:
     """L1: a read that finds another creation of the oldest key asks who is oldest; else each waits for the other."""
     world = running(2)
     world.pass_time(1.0)
-    follower, key = world.members["n1"].member._talks, "/elasticrt/run/members/n0"
+    follower, key = world.members["n1"].member.replica, "/elasticrt/run/members/n0"
     assert follower.view.oldest == "n0"
-    value = world.server.read(key, exact=True).keys[0].value
+    value = world.server.read(key).keys[0].value
     world.server.commit(Txn((), (Delete(key),)))
     world.server.commit(Txn((), (Put(key, value),)))
-    follower.view = apply_range(follower.view, follower.keys, key, world.server.read(key, exact=True), world.now)
+    follower.view = apply_range(follower.view, follower.keys, key, world.server.read(key), world.now)
     assert follower.view.oldest is None
 
 
@@ -67,7 +67,7 @@ def test_who_was_fenced_for_silence_is_not_fenced_again_for_it() -> None:
 def test_a_leader_that_sees_nobody_at_all_comes_back() -> None:
     """E08: all member keys are deleted while the leader looks; it registers again instead of giving up."""
     world = running(1)
-    world.server.commit(Txn((), (Delete("/elasticrt/run/members/", prefix=True),)))
+    world.server.commit(Txn((), (Delete("/elasticrt/run/members/"),)))
     world.settle()
     assert world.generations() == [1]
     assert "n0" in world.members["n0"].view.members
@@ -91,7 +91,7 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
     """S5: a watch tells late that a handover was given up; the one that its reader has asked for since stands."""
     world = running(2)
     leader = world.members["n0"]
-    ask = Ask(HandoverRecord(generation=1, cause="n2 joined"), "hold")
+    ask = Ask("hold", HandoverRecord(generation=1, cause="n2 joined"))
     assert leader.run(leader.member.carry_out(ask))
     assert leader.run(leader.member.carry_out(Withdraw("a test")))
     assert leader.view.handover is None
@@ -131,13 +131,13 @@ class LateStore(MemoryStore):
             raise StoreUnavailable("no answer")
         return super().commit(txn)
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         if self.late is not None and self.arrived is None:
             self.nth -= 1
             if self.nth == 0:
                 self.arrived = super().commit(self.late)
-        return super().read(prefix, exact=exact, limit=limit, by_create=by_create)
+        return super().read(range_, limit=limit, by_create=by_create)
 
 
 @pytest.mark.parametrize("nth", range(1, 8))

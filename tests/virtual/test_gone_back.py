@@ -15,9 +15,9 @@ from tests.virtual.world import running
 class Restored(MemoryStore):
     """Answers as a store does that is some revisions younger."""
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
+        found = super().read(range_, limit=limit, by_create=by_create)
         return replace(found, revision=found.revision - 1)
 
 
@@ -28,7 +28,7 @@ def test_who_sees_the_store_go_back_stops() -> None:
     for member in (leader, follower):
         assert not member.view.lost
         member.connect(Restored(world.server))
-        member.run(member.member.read_again())
+        member.run(member.member.replica.refresh())
         assert "was at" in member.view.lost
     finish = decide(leader.me, leader.view, world.now)
     assert isinstance(finish, Finish)
@@ -44,7 +44,7 @@ def test_who_does_not_see_it_is_told() -> None:
     world = running(2)
     leader = world.members["n0"]
     leader.connect(Restored(world.server))
-    leader.run(leader.member.read_again())
+    leader.run(leader.member.replica.refresh())
     world.settle()
     for member in world.members.values():
         assert isinstance(member.ended, End)

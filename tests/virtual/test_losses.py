@@ -277,7 +277,7 @@ def test_a_store_that_lost_its_data_before_the_first_generation_stops_the_run() 
     world = World(spec(min_nodes=2))
     world.add("n0")
     world.settle()
-    world.server.commit(Txn((), (Delete("/elasticrt/run/", prefix=True),)))
+    world.server.commit(Txn((), (Delete("/elasticrt/run/"),)))
     world.settle()
     ended = world.members["n0"].ended
     assert isinstance(ended, Halt)

@@ -15,7 +15,7 @@ from tests.virtual.world import VirtualMember, World, check_ranks, running
 def _resize(world: World, least: int, most: int) -> None:
     store = world.members["n0"].store
     keys = world.members["n0"].keys
-    found = store.read(keys.spec, exact=True).keys[0]
+    found = store.read(keys.spec).keys[0]
     record = decode(SpecRecord, keys.spec, found.value)
     spec = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
     txn = transactions.resize(keys, record.model_copy(update={"spec": spec, "resized": True}), found.mod_revision)
@@ -24,7 +24,7 @@ def _resize(world: World, least: int, most: int) -> None:
 
 def _ask_to_drain(member: VirtualMember) -> None:
     key = member.keys.member(member.name)
-    found = member.store.read(key, exact=True).keys[0]
+    found = member.store.read(key).keys[0]
     record = decode(Member, key, found.value).model_copy(update={"draining": True})
     assert member.store.commit(transactions.drain(member.keys, found, record)).succeeded
 
@@ -104,7 +104,7 @@ def test_other_options_than_the_number_of_nodes_still_end_a_member() -> None:
     """A member that finds another command in the store must not go on (S1)."""
     world = running(1)
     store, keys = world.members["n0"].store, world.members["n0"].keys
-    found = store.read(keys.spec, exact=True).keys[0]
+    found = store.read(keys.spec).keys[0]
     record = decode(SpecRecord, keys.spec, found.value)
     other = record.model_copy(update={"spec": record.spec.model_copy(update={"command": ("script", "x.py")})})
     assert store.commit(transactions.resize(keys, other, found.mod_revision)).succeeded

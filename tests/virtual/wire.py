@@ -109,10 +109,10 @@ class Wire:
         """See `protocol.Store`."""
         return ("virtual",)
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
         server = self._sim.server
-        return self._ask(lambda: server.read(prefix, exact=exact, limit=limit, by_create=by_create))
+        return self._ask(lambda: server.read(range_, limit=limit, by_create=by_create))
 
     def commit(self, txn: Txn) -> TxnResult:
         """See `protocol.Store`."""
@@ -134,10 +134,10 @@ class Wire:
         """See `protocol.Store`."""
         self._ask(lambda: self._sim.server.revoke(lease_id))
 
-    def watch(self, prefix: str, sink: WatchSink, *, from_revision: int, exact: bool = False) -> Channel:
+    def watch(self, range_: str, sink: WatchSink, *, from_revision: int) -> Channel:
         """See `protocol.Store`."""
-        channel = Channel(self._sim, self.process, sink, prefix)
-        channel.watch = self._sim.server.watch(prefix, channel.receive, from_revision=from_revision, exact=exact)
+        channel = Channel(self._sim, self.process, sink, range_)
+        channel.watch = self._sim.server.watch(range_, channel.receive, from_revision=from_revision)
         self._channels = [other for other in self._channels if other.active] + [channel]
         return channel
 

@@ -163,7 +163,7 @@ class VirtualMember:
             return False
         while self.notices:
             self.member.handle(self.notices.popleft(), self.world.clock())
-        self.run(self.member.complete())
+        self.run(self.member.replica.complete())
         decision = self.member.decide(self.world.clock())
         if not self.story or self.story[-1].reason != decision.reason:
             self.story.append(decision)
@@ -179,7 +179,7 @@ class VirtualMember:
             case Leave():
                 self.run(self.member.leave(seat_too=True))
                 self.alive = False
-            case Run(generation, seat, _):
+            case Run(_, generation, seat):
                 self.ran.append((generation, seat))
                 record = self.me.record.model_copy(
                     update={"generation": generation.number, "seen": generation.number, "port": self.me.record.port + 1}
@@ -202,14 +202,14 @@ class VirtualMember:
                 self.run(self.member.carry_out(decision))
             case Drain():
                 self.member.drain()
-            case Probe(seats, _):
+            case Probe(_, seats):
                 for seat in seats:
                     verdict = Verdict(self.world.probe(seat, self.name), self.world.clock())
                     self.member.handle(Probed(seat.incarnation, verdict), self.world.clock())
-            case Hold(handover, _):
+            case Hold(_, handover):
                 self.me = replace(self.me, holding=handover)
                 self.report("holding", handover=handover, entered=self.entered)
-            case Go(step, _, _):
+            case Go(_, step):
                 self.me = replace(self.me, going=step)
                 copy = Copy(step=step, epoch=0, size=1, digest="d" * 64, world_size=1)
                 self.report("held", handover=self.me.holding, memory=copy)

@@ -43,7 +43,6 @@ LeaseStub = _stub(
     "Lease",
     LeaseGrant=("LeaseGrantRequest", "LeaseGrantResponse", _UNARY),
     LeaseRevoke=("LeaseRevokeRequest", "LeaseRevokeResponse", _UNARY),
-    LeaseTimeToLive=("LeaseTimeToLiveRequest", "LeaseTimeToLiveResponse", _UNARY),
     # etcd has a stream for it; to a server a call with one request and one answer is a short stream.
     LeaseKeepAlive=("LeaseKeepAliveRequest", "LeaseKeepAliveResponse", _UNARY),
 )

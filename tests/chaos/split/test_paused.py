@@ -57,7 +57,7 @@ def first_writes(address: Address, run_id: str, node: str, pids: Sequence[int]) 
 
     store = EtcdStore((address,))
     try:
-        store.watch(key, sink, from_revision=1, exact=True)
+        store.watch(key, sink, from_revision=1)
         yield found
     finally:
         store.close()

@@ -1,4 +1,4 @@
-"""The embedded etcd: found or started, kept while needed, gone without a trace afterwards."""
+"""The embedded etcd: found or started, kept while needed, removed afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert served is not None, path.read_text()
         if served.lives():
             os.kill(served.keeper_pid, signal.SIGINT)
-    wait_until(lambda: not directory.exists(), "all keepers have ended")
+    wait_until(lambda: not list(directory.glob("*")), "all keepers have ended")
 
 
 def data_directories() -> list[str]:
@@ -53,7 +53,7 @@ def gone(pid: int) -> bool:
 
 def nothing_is_left(served: Served, runtime: Path) -> bool:
     """No process, no file."""
-    return gone(served.keeper_pid) and not runtime.exists() and not data_directories()
+    return gone(served.keeper_pid) and not list(runtime.iterdir()) and not data_directories()
 
 
 def write(served: Served, key: str, ttl_s: float = 0) -> int:
@@ -118,7 +118,7 @@ def test_place_of_the_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     served = find_or_start("r", linger_s=LONG_S)
     assert served.address.host.startswith("/tmp/elasticrt-etcd-")
     store = EtcdStore((served.address,))
-    assert store.read("/").count == 0
+    assert len(store.read("/").keys) == 0
     store.close()
 
 
@@ -127,7 +127,7 @@ def test_ends_without_members(runtime: Path) -> None:
     served = find_or_start("r", linger_s=0.3)
     wait_until(lambda: nothing_is_left(served, runtime), "the server ended")
     assert find("r") is None
-    assert not runtime.exists()
+    assert not list(runtime.glob("*"))
 
 
 def test_stays_while_there_are_members(runtime: Path) -> None:
@@ -181,7 +181,7 @@ def test_killed_keeper(runtime: Path) -> None:
     assert second.keeper_pid != first.keeper_pid
     assert not set(old_data) & set(data_directories())
     store = EtcdStore((second.address,))
-    assert store.read("/").count == 0
+    assert len(store.read("/").keys) == 0
     store.close()
 
 
@@ -272,7 +272,7 @@ def test_server_that_does_not_start(script: str | None, words: str, tmp_path: Pa
         patch.setenv("ELASTICRT_ETCD_BIN", str(binary))
         with pytest.raises((StoreError, ConfigError), match=words):
             find_or_start("r")
-    assert not runtime.exists()
+    assert not list(runtime.glob("*"))
     assert not data_directories()
 
 

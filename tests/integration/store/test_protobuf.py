@@ -23,13 +23,13 @@ lease = store.grant(60)
 news = queue.Queue()
 start = store.read("/").revision + 1
 store.watch("/p/", news.put, from_revision=start)
-guard = Compare("/p/a", "lease", "=", 0)
+guard = Compare("/p/a", "create", 0)
 assert store.commit(Txn((guard,), (Put("/p/a", b"v", lease.lease_id),))).succeeded
 assert news.get(timeout=20).events[0].value.lease == lease.lease_id
 assert store.keep_alive(lease.lease_id) > 0
 store.revoke(lease.lease_id)
 assert news.get(timeout=20).events[0].value is None
-assert store.read("/p/").count == 0
+assert len(store.read("/p/").keys) == 0
 store.close()
 import google.protobuf
 print(google.protobuf.__version__)

@@ -246,13 +246,13 @@ def _start(generation: Generation) -> int:
     return 0 if start is None else start.step
 
 
-def raw_delete(address: Address, key: str, *, prefix: bool = False) -> None:
-    """What an operator's `etcdctl del` does."""
+def raw_delete(address: Address, key: str) -> None:
+    """What an operator's `etcdctl del` does, with a key or a range."""
     from elasticrt.store.protocol import Delete
 
     store = EtcdStore((address,), timeout_s=10.0)
     try:
-        store.commit(Txn((), (Delete(key, prefix=prefix),), "delete by hand for a test"))
+        store.commit(Txn((), (Delete(key),), "delete by hand for a test"))
     finally:
         store.close()
 

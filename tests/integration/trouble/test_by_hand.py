@@ -76,26 +76,26 @@ def test_all_member_keys_are_deleted(tmp_path: Path, etcd: EtcdServer) -> None:
         run.start_many(["n0", "n1"])
         run.wait_for_commits(1)
         before = run.pids()
-        raw_delete(etcd.address, f"/elasticrt/{run.run_id}/members/", prefix=True)
+        raw_delete(etcd.address, f"/elasticrt/{run.run_id}/members/")
         run.wait("both are back", lambda: len(leases_of(etcd.address, run.run_id)) == 2)
         _goes_on(run, before)
         History.read(etcd.address, run.run_id).check(run.marks())
 
 
 @pytest.mark.parametrize(
-    ("key", "prefix", "words"),
+    ("key", "words"),
     [
-        pytest.param("generation", False, "knows generation 0 but had generation 1: data lost", id="generation"),
-        pytest.param("", True, "data lost", id="whole-prefix", marks=pytest.mark.slow),
+        pytest.param("generation", "knows generation 0 but had generation 1: data lost", id="generation"),
+        pytest.param("", "data lost", id="whole-prefix", marks=pytest.mark.slow),
     ],
 )
-def test_the_runs_own_keys_are_deleted(tmp_path: Path, etcd: EtcdServer, *, key: str, prefix: bool, words: str) -> None:
+def test_the_runs_own_keys_are_deleted(tmp_path: Path, etcd: EtcdServer, *, key: str, words: str) -> None:
     """E08: without its generation a run never begins a second history: all stop with code 4 and say what is gone."""
     with _run(tmp_path, etcd) as run:
         run.start_many(["n0", "n1"])
         run.wait_for_commits(1)
         workers = [pid for pids in run.pids().values() for pid in pids.values()]
-        raw_delete(etcd.address, f"/elasticrt/{run.run_id}/{key}", prefix=prefix)
+        raw_delete(etcd.address, f"/elasticrt/{run.run_id}/{key}")
         assert run.ended() == {"n0": 4, "n1": 4}, run.story()
         assert not [pid for pid in workers if alive(pid)]
         for agent in run.agents.values():

@@ -56,9 +56,9 @@ class Troubled(MemoryStore):
             act()
         raise StoreUnavailable("no answer within the deadline")
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        act = functools.partial(super().read, prefix, exact=exact, limit=limit, by_create=by_create)
+        act = functools.partial(super().read, range_, limit=limit, by_create=by_create)
         found: RangeRead = self._call(act)
         return found
 

@@ -64,7 +64,7 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
             Doing("waiting", "c will join"), id="what the leader waits for",
         ),
         pytest.param(
-            ME, view("a", generation=GENERATION, seated=True, handover=HANDOVER), Run(None, None, ""), "", 25.0,
+            ME, view("a", generation=GENERATION, seated=True, handover=HANDOVER), Run("", None, None), "", 25.0,
             Doing("handing over", "b drained, all leave after step 120", 25.0), id="a node drains",
         ),
     ],

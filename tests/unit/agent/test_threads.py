@@ -152,7 +152,7 @@ def test_a_watch_thread_that_dies_is_replaced(agent):
     watcher = Watcher(cast("Connections", None), lambda: "")
     items: queue.SimpleQueue[object] = queue.SimpleQueue()
     for _ in range(2):
-        watcher.add("/x/", items.put, from_revision=1, exact=False)
+        watcher.add("/x/", items.put, from_revision=1)
         assert items.get(timeout=10) == Resync("cancelled: the watch thread failed")
     watcher.close()
     assert agent.queue.empty()

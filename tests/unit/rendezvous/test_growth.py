@@ -30,9 +30,9 @@ class CountedStore(MemoryStore):
 
     requests = size = 0
 
-    def read(self, prefix: str, *, exact: bool = False, limit: int = 0, by_create: bool = False) -> RangeRead:
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> RangeRead:
         """See `protocol.Store`."""
-        found = super().read(prefix, exact=exact, limit=limit, by_create=by_create)
+        found = super().read(range_, limit=limit, by_create=by_create)
         self.requests += 1
         self.size += sum(len(kv.value) for kv in found.keys)
         return found
@@ -88,7 +88,7 @@ class One:
             self.messages += 1
             self.store.size += sum(len(event.value.value) for event in notice.item.events if event.value)
             self.member.handle(notice, 0.0)
-        self.driver.run(self.member.complete())
+        self.driver.run(self.member.replica.complete())
         while True:
             decision = self.member.decide(0.0)
             match decision:
@@ -177,12 +177,12 @@ def test_many_changes_at_once_fold_like_one_by_one(leads: bool) -> None:
     """A fold of many changes gives the same view as many folds, and leaves the view before as it was."""
     start = View("n00000", oldest="n00000" if leads else "n00003")
     start = apply_range(
-        start, KEYS, KEYS.members, RangeRead(tuple(_kv(index, 10 + index) for index in range(4)), 14, "s", 4), 0.0
+        start, KEYS, KEYS.members, RangeRead(tuple(_kv(index, 10 + index) for index in range(4)), 14, "s"), 0.0
     )
     members = dict(start.members)
     changes = [Event(kv.key, kv, kv.mod_revision) for kv in (_kv(index, 20 + index) for index in range(8))]
     changes += [Event(KEYS.member("n00003"), None, 30), Event(KEYS.member("n00000"), None, 31)]
-    changes += [Event(KEYS.member("n00005"), KeyValue(KEYS.member("n00005"), b"not ours", 32, 32, 1), 32)]
+    changes += [Event(KEYS.member("n00005"), KeyValue(KEYS.member("n00005"), b"not ours", 32, 32), 32)]
     at_once = apply(start, KEYS, changes, 1.0)
     one_by_one = start
     for change in changes:
@@ -197,7 +197,7 @@ def test_a_view_remembers_no_reads_of_former_rosters() -> None:
     view = View("n00000")
     for _ in range(5):
         chunk = KEYS.chunk(secrets.token_hex(8), 0)
-        view = apply_range(view, KEYS, chunk, RangeRead((), 5, "s", 0), 0.0)
+        view = apply_range(view, KEYS, chunk, RangeRead((), 5, "s"), 0.0)
     assert list(view.read_at) == [chunk]
 
 
@@ -216,4 +216,4 @@ def _member(index: int) -> MemberRecord:
 
 def _kv(index: int, revision: int) -> KeyValue:
     record = _member(index)
-    return KeyValue(KEYS.member(record.node), record.encode(), revision, revision, 1)
+    return KeyValue(KEYS.member(record.node), record.encode(), revision, revision)

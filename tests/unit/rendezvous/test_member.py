@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from elasticrt.errors import EXIT_STORE, StoreError
-from elasticrt.rendezvous.conversations import Conversations
 from elasticrt.rendezvous.decision import File, Halt, Me, Wait
 from elasticrt.rendezvous.member import Joining, Member
 from elasticrt.rendezvous.records import Keys, Report, decode
@@ -18,7 +17,7 @@ from tests.memory_store import MemoryServer, MemoryStore
 
 SPEC = RunSpec(min_nodes=1, max_nodes=2, command=("script", "train.py"))
 HOW = Joining(60.0, 5.0, again=False, named=True, too_late=StoreError("too late"))
-EMPTY = RangeRead((), 1, "store", 0)
+EMPTY = RangeRead((), 1, "store")
 
 
 def _member(said: list[str]) -> Member:
@@ -71,7 +70,7 @@ def test_what_is_not_known_is_read_before_anything_is_decided_upon_it() -> None:
     assert member.failed(StoreUnavailable("silence"), 10.0) == 10.5
     assert not member.outage.is_due(10.4)
     assert member.outage.is_due(10.5)
-    assert member.decide(70.1) == Halt(EXIT_STORE, "etcd has not answered for 60 s")
+    assert member.decide(70.1) == Halt("etcd has not answered for 60 s", EXIT_STORE)
     member.outage.end(11.0)
     member.handle(SessionState("suspended", 0, 5.0, 12.0, "no answer"), 12.0)
     assert member.me.lease == "suspended"
@@ -117,20 +116,20 @@ def _sent(filing: Conversation[bool], store: MemoryStore) -> bool:
 def test_a_report_without_an_answer_never_replaces_the_next_one(arrives: str) -> None:
     """Whenever it arrives: the report that is there in the end is the one that was made last."""
     store, keys = MemoryStore(MemoryServer(lambda: 0.0)), Keys("run")
-    talks = Conversations("n0", keys, lambda: "b" * 16, lambda _: None)
+    member = _member([])
     first, last = (
-        File(Report(generation=1, node="n0", incarnation="a" * 16, status=status), status)
+        File(status, Report(generation=1, node="n0", incarnation="a" * 16, status=status))
         for status in ("holding", "held")
     )
-    filing = talks.file(first)
+    filing = member.carry_out(first)
     lost = next(filing)
     assert isinstance(lost, Transact)
     with pytest.raises(StoreUnavailable):
         filing.throw(StoreUnavailable("silence"))
     if arrives == "before the next":
         assert store.commit(lost.txn).succeeded
-        assert not _sent(talks.file(last), store), "what it knew was old"
-    assert _sent(talks.file(last), store)
+        assert not _sent(member.carry_out(last), store), "what it knew was old"
+    assert _sent(member.carry_out(last), store)
     if arrives == "after the next":
         assert not store.commit(lost.txn).succeeded
     (found,) = store.read(keys.report(1, "n0")).keys

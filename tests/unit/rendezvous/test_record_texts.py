@@ -15,7 +15,6 @@ from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
 from elasticrt.ipc.env import PATH_BYTES_MAX, Commit
 from elasticrt.ipc.failure import Failure
-from elasticrt.rendezvous.conversations import Conversations
 from elasticrt.rendezvous.records import (
     TEXT_MAX_BYTES,
     VALUE_MAX_BYTES,
@@ -32,6 +31,7 @@ from elasticrt.rendezvous.records import (
     roster_chunks,
     version_of,
 )
+from elasticrt.rendezvous.replica import Replica
 from elasticrt.spec import COMMAND_MAX_BYTES, RunSpec, difference
 from elasticrt.store.protocol import Put, Txn
 from elasticrt.text import cut, known, packed, plain, shell, size, unpacked
@@ -186,7 +186,7 @@ def test_a_preparation_of_any_name_has_a_key():
 def test_a_record_that_nobody_could_read_ends_its_writer():
     """Should a record be made past its checks all the same, its writer crashes, and nobody waits for it."""
     report = Report(generation=1, status="ok", **LIFE).model_copy(update={"node": "no/node"})
-    with pytest.raises(AssertionError, match=r"Report that nobody could read.*node"):
+    with pytest.raises(AssertionError, match=r"Report that can't be read.*node"):
         report.encode()
 
 
@@ -218,12 +218,12 @@ def test_a_record_that_the_run_waits_for_ends_it_when_it_is_not_readable(key):
     for name, record in values.items():
         store.commit(Txn((), (Put(name, record.encode()),)))
     driver = StoreDriver(store, lambda _: None, time, grant=lambda: store.grant(5.0))
-    talks = Conversations("n0", keys, lambda: "0" * 16, lambda _: None)
-    driver.run(talks.refresh())
-    assert talks.view.leads
+    known = Replica("n0", keys, lambda _: None)
+    driver.run(known.refresh())
+    assert known.view.leads
     store.commit(Txn((), (Put(keys.prefix + key, b"\xff no record"),)))
-    fresh = Conversations("n0", keys, lambda: "0" * 16, lambda _: None)
-    fresh.view = replace(talks.view, read_at={})
+    fresh = Replica("n0", keys, lambda _: None)
+    fresh.view = replace(known.view, read_at={})
     if key in OWN:
         with pytest.raises(StoreError, match=rf"has been overwritten \({keys.prefix + key}\)"):
             driver.run(fresh.refresh())

@@ -61,7 +61,6 @@ TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000041
         ("INVALID_ARGUMENT", "etcdserver: revision of auth store is old", ErrorMeaning.LOGIN),
         ("FAILED_PRECONDITION", "etcdserver: authentication is not enabled", ErrorMeaning.NO_AUTH),
         ("NOT_FOUND", "etcdserver: requested lease not found", ErrorMeaning.LEASE_LOST),
-        ("FAILED_PRECONDITION", "etcdserver: lease already exists", ErrorMeaning.LEASE_EXISTS),
         ("OUT_OF_RANGE", "etcdserver: mvcc: required revision has been compacted", ErrorMeaning.COMPACTED),
         ("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password", ErrorMeaning.REFUSED),
         ("PERMISSION_DENIED", "etcdserver: permission denied", ErrorMeaning.REFUSED),

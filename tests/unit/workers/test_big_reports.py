@@ -22,7 +22,7 @@ PIECES = {"NUL": "\0", "CJK": "漢", "emoji": "🦊", "surrogate": "\udce9", "qu
 def _seen(report) -> object:
     """What a leader that reads the report knows of it; None where it takes it for somebody else's."""
     key = KEYS.report(report.generation, report.node)
-    event = Event(key, KeyValue(key, report.encode(), 5, 5, 1), 5)
+    event = Event(key, KeyValue(key, report.encode(), 5, 5), 5)
     view = apply(View("node-0"), KEYS, [event], 0.0)
     return view.filed[key].record if key in view.filed else None
 

@@ -1,0 +1,152 @@
+"""How a member gets its key into etcd, comes back with it, and takes it out again. Pure (see `requests`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticrt.errors import DuplicateError, explain
+from elasticrt.rendezvous import transactions
+from elasticrt.rendezvous.records import Member, Report, Result, SpecRecord, decode
+from elasticrt.rendezvous.replica import Replica
+from elasticrt.rendezvous.requests import Conversation, Transact
+from elasticrt.rendezvous.transactions import Guard
+from elasticrt.rendezvous.view import Stored
+from elasticrt.spec import RunSpec, difference, resized
+from elasticrt.store.protocol import KeyValue
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What registering found: the attempt this member belongs to, and the run's options (it may have been resized)."""
+
+    attempt: int
+    spec: RunSpec
+
+
+def enter(
+    replica: Replica, spec: RunSpec, member: Member, lease: int, *, again: bool
+) -> Conversation[Entered | Result | KeyValue | None]:
+    """One try to register for the first time.
+
+    Args:
+        replica: the member's copy of the run's keys.
+        spec: the options that this node was started with.
+        member: its record.
+        lease: what its key is to be bound to.
+        again: whether a run that has succeeded is to be run once more.
+
+    Returns:
+        Entered: registered. Result: the run has succeeded before, so there is nothing to do. KeyValue: the key of
+        another life with this name; the caller finds out whether that life still lives. None: another member was
+        faster, or members of an attempt that has ended are still leaving. Try again soon.
+
+    Raises DuplicateError when live members run with other options.
+    """
+    keys, own = replica.keys, replica.keys.member(member.node)
+    # In this order: an earlier try whose answer was lost, and which arrives only now, writes the spec and the key.
+    mine = yield from replica.look_up(own)
+    stored = yield from replica.record(SpecRecord, keys.spec)
+    if mine is not None:
+        if decode(Member, mine.key, mine.value).incarnation != member.incarnation:
+            return mine
+        return Entered(stored[0].attempt, stored[0].spec) if stored else None
+    generation = yield from replica.look_up(keys.generation)
+    alive = (yield from replica.read(keys.members, limit=1))[0].keys
+    if own in (kv.key for kv in alive):
+        return None
+    known = stored[0] if stored is not None else None
+    result = (yield from replica.record(Result, keys.result(known.attempt))) if known is not None else None
+    place = _place(keys.run_id, spec, known, result[0] if result is not None else None, alive=bool(alive), again=again)
+    if not isinstance(place, Entered):
+        return place
+    guard = Guard(member.node, spec=stored[1] if stored else 0, generation=generation.mod_revision if generation else 0)
+    if known is None or not alive:
+        # Also where it is written as it was: of two that see no live member, with two specs, one has to be refused.
+        same = known is not None and (known.spec, known.attempt) == (place.spec, place.attempt)
+        record = known if known is not None and same else SpecRecord(spec=place.spec, attempt=place.attempt)
+        txn = transactions.register(keys, guard, record, member, lease)
+    else:
+        txn = transactions.register_again(keys, guard, member, lease)
+    done, _ = yield Transact(txn)
+    return place if done.succeeded else None
+
+
+def _place(
+    run_id: str, spec: RunSpec, stored: SpecRecord | None, result: Result | None, *, alive: bool, again: bool
+) -> Entered | Result | None:
+    """Where a newcomer belongs. `result` is that of the attempt in `stored`; `alive`: the run has live members.
+
+    Returns and raises as `enter`.
+    """
+    if stored is None:
+        return Entered(1, spec)
+    if not alive:
+        if result is None:
+            return Entered(stored.attempt, spec)
+        if result.status == "succeeded" and not again:
+            return result
+        return Entered(stored.attempt + 1, spec)
+    if stored.resized:
+        spec = resized(spec, stored.spec)
+    unlike = difference(spec, stored.spec)
+    if unlike:
+        raise DuplicateError(_other_options(run_id, unlike))
+    return Entered(stored.attempt, spec) if result is None else None
+
+
+def evict(replica: Replica, stale: KeyValue, member: Member) -> Conversation[None]:
+    """Delete the key of a dead life with this member's name, if it is unchanged.
+
+    Args:
+        replica: the member's copy of the run's keys.
+        stale: the key as it was read.
+        member: the record that it holds.
+    """
+    generation = yield from replica.look_up(replica.keys.generation)
+    guard = Guard(member.node, generation=generation.mod_revision if generation else 0)
+    seen = Stored(member, stale.create_revision, stale.mod_revision, since=0.0)
+    yield Transact(transactions.evict(replica.keys, guard, seen))
+
+
+def register_again(replica: Replica, member: Member, lease: int) -> Conversation[bool]:
+    """Come back with a key, after the last one was lost. False: the view was old (it has been read anew)."""
+    keys, before = replica.keys, (replica.view.number, Guard.of(replica.view).spec)
+    yield from replica.refresh()
+    if (replica.view.number, Guard.of(replica.view).spec) != before:
+        # A generation may have left this life out, or the run may have other options: that is decided anew.
+        return False
+    mine = replica.view.members.get(member.node)
+    if mine is not None and mine.record.incarnation == member.incarnation:
+        # The key is still there, on the old lease: replace it by one on the new lease.
+        txn = transactions.announce(keys, Guard.of(replica.view), member, lease)
+        return bool((yield from replica.write(txn)))
+    if mine is not None and _same_process(mine.record, member):
+        # A former life of this very agent. Its farewell did not reach etcd, and its lease may be ours still.
+        yield from leave(replica, None)
+        yield from replica.refresh()
+    txn = transactions.register_again(keys, Guard.of(replica.view), member, lease)
+    return bool((yield from replica.write(txn)))
+
+
+def leave(replica: Replica, report: Report | None) -> Conversation[None]:
+    """Take the own key out at once; `report` tells the other members why."""
+    guard = Guard.of(replica.view)
+    done, _ = yield Transact(transactions.leave(replica.keys, guard, report))
+    if not done.succeeded:
+        # The generation has moved on, or the key does not exist any more: then leaving needs no report.
+        yield Transact(transactions.leave(replica.keys, guard, None))
+
+
+def _same_process(one: Member, other: Member) -> bool:
+    """Whether two lives are those of one agent: it holds its probe port from its start to its end."""
+    return (one.address, one.probe_port, one.pid) == (other.address, other.probe_port, other.pid)
+
+
+def _other_options(run_id: str, unlike: str) -> str:
+    return explain(
+        "this run is alive with other options",
+        f"run {run_id}",
+        got=unlike,
+        expected="the same options on every node",
+        remedy="Start this node with the run's options, or choose another --run-id",
+    )

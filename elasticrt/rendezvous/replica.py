@@ -1,0 +1,190 @@
+"""A member's copy of its run's keys in etcd: read, followed by watches, changed by transactions. Pure.
+
+`Replica` owns the view. It reads what the view says is missing, folds what watches deliver, and folds what its own
+transactions have written. It does no I/O: methods that return a `Conversation` yield requests (see `requests`).
+
+Any request may fail with StoreUnavailable. Its effect is unknown then, and `refresh` has to come before the next
+decision: what happened is in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import TypeVar
+
+from elasticrt.errors import StoreError, explain
+from elasticrt.rendezvous.records import Keys, Record, decode
+from elasticrt.rendezvous.requests import Conversation, Follow, Notice, Read, Transact, Unfollow
+from elasticrt.rendezvous.view import (
+    View,
+    apply,
+    apply_range,
+    apply_written,
+    awaited,
+    followed,
+    wanted_reads,
+    with_oldest,
+)
+from elasticrt.store.protocol import Changes, KeyValue, RangeRead, Txn, TxnResult, covers
+
+R = TypeVar("R", bound=Record)
+
+READS_MAX = 20
+"""Reads in a row to complete one view. Each answers a question that the last one raised; more means a livelock."""
+
+
+class Replica:
+    """One member's copy of its run's keys.
+
+    Args:
+        node: the member's name.
+        keys: of its run.
+        note: takes what an operator may want to know.
+
+    Attributes:
+        view: the keys as they were last seen.
+    """
+
+    def __init__(self, node: str, keys: Keys, note: Callable[[str], None]) -> None:
+        self.keys = keys
+        self.view = View(node)
+        self._note = note
+        self._store_id, self._revision = "", 0
+        self._watches: dict[str, int] = {}  # The number of the watch of each range that is followed.
+        self._ended: list[int] = []  # Watches that have still to be cancelled.
+        self._numbers = count(1)
+        self._warned: set[str] = set()
+
+    def refresh(self) -> Conversation[None]:
+        """Read everything that is followed, then whatever the view still lacks."""
+        for range_ in followed(self.view, self.keys):
+            if range_ in self._watches:  # `complete` reads any other one when it begins to follow it.
+                yield from self.fold_range(range_)
+        yield from self.complete()
+
+    def complete(self) -> Conversation[None]:
+        """Read what the view lacks and follow what it should, until it lacks nothing.
+
+        Raises StoreError when a record of this run has been overwritten.
+        """
+        for _ in range(READS_MAX):
+            yield from self._follow()
+            wanted = wanted_reads(self.view, self.keys)
+            if not wanted:
+                break
+            for range_ in wanted:
+                if range_ == self.keys.members and not self.view.complete:
+                    found, now = yield from self.read(range_, limit=1, by_create=True)
+                    self.view = with_oldest(self.view, self.keys, next(iter(found.keys), None), now)
+                else:
+                    found = yield from self.fold_range(range_)
+            if wanted == (self.keys.members,) and not found.keys:
+                return  # No member is registered, not even this one: the view can't be complete.
+        else:
+            raise StoreError(f"the view of {self.keys.prefix} does not settle after {READS_MAX} reads")
+        self._check_unreadable()
+
+    def absorb(self, notice: Notice, now: float) -> None:
+        """Fold one delivery of a watch. Deliveries of a watch that has ended are dropped."""
+        if self._watches.get(notice.range) != notice.watch:
+            return
+        if isinstance(notice.item, Changes):
+            self.view = apply(self.view, self.keys, notice.item.events, now)
+            self._revision = max(self._revision, notice.item.revision)
+        else:
+            self._note(f"reading {notice.range} again: {notice.item.reason}")
+            self._unfollow(notice.range)
+
+    def write(self, txn: Txn, otherwise: Txn | None = None) -> Conversation[int]:
+        """Carry out a transaction, and fold what it has written to keys that are followed.
+
+        Args:
+            txn: what to write.
+            otherwise: a transaction for when `txn` has no effect.
+
+        Returns:
+            The revision of its effect; 0 when it had none. Then everything has been read again.
+        """
+        done: TxnResult
+        done, now = yield Transact(txn)
+        if not done.succeeded:
+            if otherwise is not None:
+                yield Transact(otherwise)
+            yield from self.refresh()
+            return 0
+        for operation in txn.operations:
+            # The reader's own watch may be slow to deliver it, and the next decision must not be made without it.
+            single = not operation.key.endswith("/")
+            if single and any(covers(range_, operation.key) for range_ in self._watches):
+                self.view = apply_written(self.view, self.keys, operation, done.revision, now)
+        return done.revision
+
+    def read(self, range_: str, *, limit: int = 0, by_create: bool = False) -> Conversation[tuple[RangeRead, float]]:
+        """Read a range, and notice when the store has lost what it had acknowledged. The answer and its time."""
+        found, now = yield Read(range_, limit, by_create)
+        lost = ""
+        if self._store_id and found.store_id != self._store_id:
+            lost = "another store answers"
+        elif found.revision < self._revision:  # Reads are linearizable: revisions of an intact store never go back.
+            lost = f"the store is at revision {found.revision} and was at {self._revision}"
+        if lost:
+            self._note(lost)
+            self.view = View(self.view.node, lost=lost if self.view.number else "")
+            for watched in list(self._watches):  # Everything is read anew.
+                self._unfollow(watched)
+        self._store_id, self._revision = found.store_id, found.revision
+        return found, now
+
+    def look_up(self, key: str) -> Conversation[KeyValue | None]:
+        """Read one key, past the view."""
+        found, _ = yield from self.read(key)
+        return found.get(key)
+
+    def record(self, kind: type[R], key: str) -> Conversation[tuple[R, int] | None]:
+        """Read one record of a kind, past the view: the record and its mod revision."""
+        found = yield from self.look_up(key)
+        return None if found is None else (decode(kind, key, found.value), found.mod_revision)
+
+    def fold_range(self, range_: str) -> Conversation[RangeRead]:
+        """Read a range and fold it into the view."""
+        found, now = yield from self.read(range_)
+        self.view = apply_range(self.view, self.keys, range_, found, now)
+        return found
+
+    def _follow(self) -> Conversation[None]:
+        """Begin and end watches as the view asks for."""
+        ranges = followed(self.view, self.keys)
+        for range_ in [known for known in self._watches if known not in ranges]:
+            self._unfollow(range_)
+            if range_ == self.keys.members:
+                self.view = replace(self.view, complete=False)
+        while self._ended:
+            yield Unfollow(self._ended.pop())
+        for range_ in ranges:
+            if range_ not in self._watches:
+                found = yield from self.fold_range(range_)
+                number = next(self._numbers)
+                yield Follow(number, range_, found.revision + 1)
+                self._watches[range_] = number
+
+    def _unfollow(self, range_: str) -> None:
+        """Drop what the watch of a range delivers from now on. `_follow` cancels it before the next one begins."""
+        self._ended.append(self._watches.pop(range_))
+
+    def _check_unreadable(self) -> None:
+        """Leave foreign keys alone. Raises StoreError for a key in the place of one that this run waits for."""
+        ruined = [key for key in self.view.unreadable if awaited(self.view, self.keys, key)]
+        if ruined:
+            raise StoreError(
+                explain(
+                    "this run's own record in etcd has been overwritten",
+                    ", ".join(sorted(ruined)),
+                    expected="what this run has written",
+                    remedy="The checkpoints are intact: delete the run's keys, or use another run id",
+                )
+            )
+        for key in sorted(self.view.unreadable - self._warned):
+            self._note(f"{key} holds something that is not ours; it is ignored")
+        self._warned |= self.view.unreadable
