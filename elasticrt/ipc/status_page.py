@@ -101,6 +101,7 @@ class StatusPage:
     samples = _Word(37)
 
     def __init__(self, fd: int) -> None:
+        """Map the file of `fd`, which may be closed then; -1: memory that only this process and its forks see."""
         self._map = mmap.mmap(fd, PAGE_BYTES + TEXT_BYTES)
         self.words = memoryview(self._map)[:PAGE_BYTES].cast("Q")
 

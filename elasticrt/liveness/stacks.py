@@ -1,6 +1,6 @@
-"""The stacks of the workers' threads, as text.
+"""The stacks of the workers' main threads, as text.
 
-A worker with a Loop writes its stacks on its status page when it gets `STACKS_SIGNAL`, by `faulthandler`, which works
+A worker with a Loop writes its stack on its status page when it gets `STACKS_SIGNAL`, by `faulthandler`, which works
 while the interpreter hangs. If a worker does not answer, the state of its process is given instead.
 """
 
@@ -34,7 +34,7 @@ class Stacks:
         why: the reason for taking them, see `hang_monitor`.
         generation, step: the generation, and its newest step.
         age_s: for how long this state had lasted, in seconds; `final`: that is too long.
-        lines: the stacks by local rank, the main thread first.
+        lines: the stacks by local rank.
         ended: for "waited_for": a description of the workers that have ended.
     """
 
@@ -106,9 +106,7 @@ def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
         time.sleep(STACKS_LOOK_S)
     if length == before:
         return [f"it has not answered within {STACKS_S_MAX:g} s, and {_state(pid)}"]
-    # A process lists its newest thread first. The oldest one, the main thread, matters most.
-    threads = page.text()[before:].decode(errors="replace").strip().split("\n\n")
-    return "\n".join(reversed(threads)).splitlines()
+    return page.text()[before:].decode(errors="replace").strip().splitlines()
 
 
 def _catches(pid: int) -> bool:

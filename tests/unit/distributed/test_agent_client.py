@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import threading
 import time
 
@@ -11,7 +13,7 @@ import pytest
 from elasticrt import ConfigError
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.messages import Claim, Done, Release, Reply, Step
-from elasticrt.ipc.status_page import PAGE_BYTES
+from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL
 from tests.fake_worker import Agent, under
 from tests.servers import wait_until
 
@@ -142,3 +144,42 @@ def test_malformed_environment(monkeypatch):
             agent_client.worker_env()
         monkeypatch.setenv("ELASTICRT_CHANNEL_FD", str(agent.worker_fd))
         agent_client.forget()
+
+
+def deep(frames: int) -> int:
+    """Python code whose frames come and go."""
+    return frames and deep(frames - 1)
+
+
+def work() -> None:
+    """What a thread may be doing."""
+    while True:
+        deep(30)
+        json.loads('{"a": [1, 2]}')
+
+
+def test_thousands_of_looks_at_its_stack_harm_no_process(monkeypatch):
+    """W07, W08: a healthy worker whose stack is asked for lives on, also while its other threads run Python code."""
+    page = os.memfd_create("page")
+    os.truncate(page, PAGE_BYTES)
+    with under(Agent(), monkeypatch, page_fd=page):
+        child = os.fork()
+        if child == 0:
+            agent_client.show_stacks()
+            threading.Thread(target=work, daemon=True).start()
+            os.write(page, b" ")
+            while True:
+                time.sleep(0.001)
+        wait_until(lambda: os.pread(page, 1, PAGE_BYTES) == b" ", "its handler")
+        try:
+            for _ in range(3000):
+                os.kill(child, STACKS_SIGNAL)
+                time.sleep(0.0003)
+            ended = os.waitpid(child, os.WNOHANG)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert ended == (0, 0)
+    os.waitpid(child, 0)
+    text = os.pread(page, 4096, PAGE_BYTES).decode()
+    os.close(page)
+    assert "test_thousands_of_looks" in text
