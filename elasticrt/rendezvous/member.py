@@ -261,7 +261,8 @@ class Member:
         generation = Generation(**dict(decision.draft), nonce=self._token(), chunks=len(chunks))
         for txn in transactions.roster(keys, generation.nonce, chunks):
             yield Transact(txn)
-        txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None)
+        absent = sorted(self.view.seats.keys() - self.view.members.keys())
+        txn = transactions.publish(keys, Guard.of(self.view), generation, before.record if before else None, absent)
         discard = transactions.discard_roster(keys, generation.nonce)
         if not (yield from self.replica.write(txn, otherwise=discard)):
             return False

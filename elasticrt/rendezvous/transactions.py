@@ -10,6 +10,7 @@ after reading again, either its effect is there (with our nonce), or it is not a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticrt.ipc.env import Commit
@@ -29,6 +30,9 @@ from elasticrt.store.protocol import Compare, Delete, KeyValue, Put, Txn
 
 CHUNKS_PER_TXN = 64
 """As many fit into one request of etcd (1.5 MiB, 128 operations), even with the longest of names."""
+
+ABSENT_MAX = 64
+"""Compares of missing keys in one transaction; etcd takes 128 of all kinds."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +162,14 @@ def roster(keys: Keys, nonce: str, chunks: tuple[RosterChunk, ...]) -> tuple[Txn
     return tuple(Txn((), part, why=f"{len(part)} of {len(puts)} roster chunks") for part in parts)
 
 
-def publish(keys: Keys, guard: Guard, generation: Generation, before: Generation | None) -> Txn:
+def publish(
+    keys: Keys, guard: Guard, generation: Generation, before: Generation | None, absent: Sequence[str] = ()
+) -> Txn:
     """Replace the generation: number = previous + 1, by a leader whose key lives, from a head that still is the head.
 
     Comparing the head makes the resume point exact: a commit accepted since the leader read it makes this fail, and
-    the leader decides again. The roster and the reports of the generation before go with it.
+    the leader decides again. So does a node of `absent`, which the leader leaves out because it has no key, if it has
+    registered again and the leader's watch is late. The roster and the reports of the generation before go with it.
     """
     cleanup: tuple[Put | Delete, ...] = ()
     if before is not None:
@@ -178,6 +185,7 @@ def publish(keys: Keys, guard: Guard, generation: Generation, before: Generation
             _unchanged(keys.checkpoint, guard.checkpoint),
             _alive(keys, guard),
             _absent(keys.result(generation.attempt)),
+            *(_absent(keys.member(node)) for node in absent[:ABSENT_MAX]),
         ),
         operations=(Put(keys.generation, generation.encode()), *cleanup),
         why=f"generation {generation.number}: {generation.cause}",

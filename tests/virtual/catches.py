@@ -100,6 +100,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a worker is killed, and all others go on",
     ),
+    "an old report counts, and not the key that is newer": ("S18", 300952),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
     "followers are not told that workers go on": (
         "L1",
@@ -151,6 +152,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "publish without _alive(keys, guard)": ("S1", "a former leader publishes"),
     "publish without _absent(keys.result(generation.attempt))": ("S1", "the next leader does not know the result"),
+    "publish without _absent(keys.member(node))": ("L4", 305410),
     "ask without _unchanged(keys.generation, guard.generation)": ("S1", "asking to hold meets the next generation"),
     "ask without _unchanged(keys.handover, guard.handover)": ("S5", "asking to hold comes after all were told to go"),
     "ask without _alive(keys, guard)": ("S1", "a former leader asks to hold"),

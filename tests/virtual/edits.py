@@ -137,6 +137,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "workers that are ready beside their node's seat are not let in": (
         (_R + "reconfiguration", "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
     ),
+    "an old report counts, and not the key that is newer": ((_LED, "as_reported", "report.mod_revision < entry.mod_revision", "False"),),
     "a key counts, and not the report that is newer": ((_LED, "as_reported", "return replace(entry", "return entry if True else replace(entry"),),
     "followers are not told that workers go on": (
         (_A + "joining", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),

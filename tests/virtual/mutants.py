@@ -48,7 +48,10 @@ def mutants() -> dict[str, Mutant]:
     found = [Mutant(name, functools.partial(_edited, edits)) for name, edits in EDITS.items()]
     for function, compares in _transactions().items():
         found += [
-            Mutant(f"{function} without {text}", functools.partial(_without_compare, function, index))
+            Mutant(
+                f"{function} without {text}",
+                functools.partial(_without_compare, function, index, index + 1 == len(compares)),
+            )
             for index, text in enumerate(compares)
         ]
     for module in GUARDED:
@@ -79,11 +82,14 @@ def _edited(edits: tuple[tuple[str, str, str, str], ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_compare(function: str, index: int) -> Iterator[None]:
+def _without_compare(function: str, index: int, last: bool) -> Iterator[None]:
+    """The last one in the source may stand for several, one for each of some nodes: they go together."""
     original = getattr(transactions, function)
 
     def drop(txn: Any) -> Any:
-        compares = tuple(compare for place, compare in enumerate(txn.compares) if place != index)
+        compares = tuple(
+            compare for place, compare in enumerate(txn.compares) if place < index or (place > index and not last)
+        )
         return replace(txn, compares=compares)
 
     @functools.wraps(original)
