@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt import events
+from elasticrt.cli.options import add_command, declare_log_dir
 from elasticrt.errors import EXIT_OK, ConfigError, explain
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import write
-from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
 from elasticrt.story.page import page
@@ -58,46 +57,33 @@ examples:
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    made = _command(subparsers, "report", show, "show how a run went: where its time went, what changes cost", REPORT)
+    text = "show how a run went: where its time went, what changes cost"
+    made = _command(subparsers, "report", show, text, REPORT, run=True)
     made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
-    runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS, run=False)
-    runs.set_defaults(run=None)
+    _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     text = "show the runs of this machine on a page of a browser, until interrupted"
-    shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD, run=False)
+    shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
     shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
-    listed = _command(
-        subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", EVENTS
-    )
+    text = "print what the agents of a run have written, as JSON lines"
+    listed = _command(subparsers, "events", show_events, text, EVENTS, run=True)
     listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
-    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS)
+    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS, run=True)
     logs.add_argument("rank", metavar="RANK", nargs="?", type=int, help="of this global rank only")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
 
 
 def _command(
-    subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = True
+    subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = False
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}. Reads the run's directory; no etcd is needed.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_command(
+        subparsers, name, act, text, more="Reads the run's directory; no etcd is needed.", epilog=epilog
     )
     if run:
         parser.add_argument(
             "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
         )
     declare_log_dir(parser)
-    parser.set_defaults(func=act)
     return parser
-
-
-def declare_log_dir(parser: argparse.ArgumentParser) -> None:
-    """The option of all commands that read the directories of runs."""
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
