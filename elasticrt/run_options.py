@@ -1,8 +1,8 @@
-"""Every option of `elasticrt run`: spellings, value, default and what it does, each said once. Pure.
+"""Every option of `elasticrt run`, declared once: spellings, value, default and meaning. Pure.
 
 The parser, `--help`, the tables in docs/commands.md, the line that brings another node and the check of the Kubernetes
-manifests are made from here. Every option also reads `ELASTICRT_<NAME>`. torchrun's flags that are not options of ours
-are in cli/torchrun_flags.py, which turns them into these.
+manifests are made from here. Every option also reads `ELASTICRT_<NAME>`. cli/torchrun_flags.py translates the flags of
+torchrun that are not options here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 from typing import Literal
 
 from elasticrt import option_values as parse
-from elasticrt.option_values import NO_STREAMS, Streams, option
+from elasticrt.option_values import NO_STREAMS, Streams, check_name, option
+from elasticrt.store.address import parse_endpoints
 from elasticrt.store.protocol import ETCD_WAIT_S, Address
 
 RESTARTS = 3
@@ -24,15 +25,17 @@ STOP_TIMEOUT_S = 10.0
 
 _nodes, _workers = partial(option, section="nodes"), partial(option, section="workers")
 _output, _etcd = partial(option, section="output"), partial(option, section="etcd")
-_run_id = parse.name_for("--run-id")
+_run_id = partial(check_name, where="--run-id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
     """Which run, and how its etcd is reached: for every command that talks to a run.
 
-    `meet_at` has no option of its own: it is where agents without an etcd meet, as torchrun's flags or SLURM say. The
-    one whose machine has that address serves an etcd there; `serves` says so where the address does not.
+    Attributes:
+        meet_at: where agents without an etcd meet, as torchrun's flags or SLURM say. The agent whose machine has that
+            address serves an etcd there.
+        serves: whether this agent is that one; None: the address decides.
     """
 
     run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
@@ -40,7 +43,7 @@ class EtcdOptions:
         "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
         "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
         "after the last agent, or with a run that has succeeded",
-        parse.endpoints, own=True,
+        parse_endpoints, own=True,
     )  # fmt: skip
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)
     etcd_ca_file: str | None = _etcd("--etcd-ca-file FILE", None, "TLS: the certificate authority of etcd")
@@ -54,37 +57,31 @@ class EtcdOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(EtcdOptions):
-    """What `elasticrt run` is told. The last fields have no option of their own: torchrun's flags fill them in.
+    """The options of `elasticrt run`. The last fields have no option of their own: torchrun's flags fill them in.
 
     Attributes:
-        settle_quiet_s, settle_max_s: how long the first members wait for more.
+        settle_quiet_s, settle_max_s: how long the first members wait for more, in seconds.
         hidden: streams of workers that the console does not show.
-        prefix: what the console puts before each line of workers, None: as fits their number.
-        notes: what people should know of their options.
+        prefix: what the console puts before each line of workers; None: as fits their number.
+        notes: sentences to print about the options, such as one without effect.
     """
 
     run_id: str | None = _nodes(
         "--run-id, --rdzv-id ID", None, "the run's name; the same id again goes on where the run was. After success it "
         "says so and does nothing", _run_id, default="a new one, which is printed", own=True,
     )  # fmt: skip
-    min_nodes: int | None = _nodes(
-        "--min-nodes N", None, "train with at least so many nodes; below that the rest waits",
-        parse.whole(1, parse.NODES_MAX), default="1", own=True,
-    )  # fmt: skip
-    max_nodes: int | None = _nodes(
-        "--max-nodes N", None, "and with at most so many; nodes beyond that stand by, warm",
-        parse.whole(1, parse.NODES_MAX), default="the minimum", own=True,
-    )  # fmt: skip
     nnodes: tuple[int, int] = _nodes(
-        "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it", parse.parse_nodes, default="1", own=True,
+        "--nnodes MIN:MAX", (1, 1), "nodes to train with: below MIN the rest waits; nodes beyond MAX stand by, warm. "
+        "One number means both", parse.parse_nodes, default="1", own=True,
     )  # fmt: skip
     again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
     fresh: bool = _nodes(
         "--fresh", False, "do not resume from the checkpoint directory; for a run's first start only", own=True
     )
     node: str | None = _nodes(
-        "--node NAME", None, "this node's name", parse.name_for("--node"), default="SLURM's, or the host name", own=True
-    )
+        "--node NAME", None, "this node's name", partial(check_name, where="--node"),
+        default="SLURM's, or the host name", own=True,
+    )  # fmt: skip
     node_rank: int | None = _nodes(
         "--node-rank N", None, "where this node would like to sit; nodes that stay keep their ranks",
         parse.whole(0, 100_000), own=True,
@@ -116,7 +113,7 @@ class RunOptions(EtcdOptions):
     )  # fmt: skip
     health: tuple[str, int] | None = _nodes(
         "--health-port [HOST:]PORT", None, "answer GET /live, /ready and /metrics there, also while etcd is away; 0: "
-        "at a free port. On loopback without HOST", parse.health_address, own=True,
+        "at a free port. On loopback without HOST", parse.host_and_port("--health-port", "127.0.0.1"), own=True,
     )  # fmt: skip
 
     nproc_per_node: int | str | None = _workers(

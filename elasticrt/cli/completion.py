@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from elasticrt.cli.options import add_command
 from elasticrt.errors import EXIT_OK
 from elasticrt.ipc.std_streams import write
 
@@ -24,16 +25,8 @@ _FILES = frozenset({"script", "--checkpoint", "--html", "--log-dir", "--data-dir
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     text = "print what a shell needs to complete commands and options"
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "completion",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(subparsers, "completion", show, text, epilog=EXAMPLES)
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-    parser.set_defaults(func=show)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -45,8 +38,6 @@ def show(arguments: argparse.Namespace) -> int:
     parser = build_parser()
     for each in _parsers(parser):
         for action in each._actions:
-            # torchrun's spellings with underscores are taken, and need not be offered as well.
-            action.option_strings = [name for name in action.option_strings if "_" not in name]
             if action.metavar == "FILE" or _FILES & {action.dest, *action.option_strings}:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     write(sys.stdout, shtab.complete(parser, arguments.shell))

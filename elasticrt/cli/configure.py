@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from elasticrt.spec import RunSpec
 
 BEFORE_THE_SCRIPT = frozenset({
-    "--nproc-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
+    "--nproc-per-node", "--nnodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
     "--rdzv-backend", "--max-restarts",
 })  # fmt: skip
 """Few scripts have these as options of their own. Who writes them behind the script is told where they go."""

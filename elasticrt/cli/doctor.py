@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticrt.cli.options import declare, read
+from elasticrt.cli.options import add_command, read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS
 from elasticrt.ipc.std_streams import write
@@ -36,15 +36,10 @@ class DoctorOptions(EtcdOptions):
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="look for what would keep a run from working on this machine",
-        description="Look at what a run needs on this machine; say what is wrong, and the remedy.",
-        epilog="example: elasticrt doctor --etcd https://10.0.0.5:2379 --checkpoint /shared/ckpt",
-        allow_abbrev=False,
-    )
-    declare(parser, DoctorOptions, MeetingFlags)
-    parser.set_defaults(func=main)
+    text = "look for what would keep a run from working on this machine"
+    more = "Each line says what was seen and, where something is wrong, the remedy."
+    epilog = "example: elasticrt doctor --etcd https://10.0.0.5:2379 --checkpoint /shared/ckpt"
+    add_command(subparsers, "doctor", main, text, DoctorOptions, MeetingFlags, more=more, epilog=epilog)
 
 
 def main(arguments: argparse.Namespace) -> int:

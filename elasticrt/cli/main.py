@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     def _near(self, words: str) -> str:
         """The option that the first of these words may be a slip or the beginning of; "" when none is likely."""
         unknown = re.split("[ =]", words)[0].replace("_", "-")
-        known = [option for action in self._actions for option in action.option_strings if "_" not in option]
+        known = [option for action in self._actions for option in action.option_strings]
         begun = [option for option in known if len(unknown) > 3 and option.startswith(unknown)]
         return next(iter(begun or get_close_matches(unknown, known, n=1, cutoff=0.75)), "")
 

@@ -15,7 +15,7 @@ from typing import Any
 from elasticrt.cli import run
 from elasticrt.cli.configure import configure as configure_run
 from elasticrt.cli.configure import count_workers
-from elasticrt.cli.options import read
+from elasticrt.cli.options import add_command, read
 from elasticrt.errors import ConfigError, explain
 from elasticrt.option_values import option, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
@@ -36,7 +36,7 @@ class SimulateOptions:
 
 
 _OURS = frozenset({
-    "nnodes", "min_nodes", "max_nodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
+    "nnodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
     "events_fd", "health",
 })  # fmt: skip
 """Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
@@ -50,18 +50,16 @@ example:
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="play a run of several nodes on this machine, and kill some of them",
-        description="Start one agent for each node on this machine, as real processes, and show what happens to them. "
-        "The options of `elasticrt run` are passed on to every agent.",
-        epilog=f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    text = "play a run of several nodes on this machine, and kill some of them"
+    more = (
+        "\nEach node is a real agent process, which gets the options of `elasticrt run`. The screen shows what happens "
+        "to all of them."
     )
+    epilog = f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}"
+    kinds = (*run.KINDS, SimulateOptions)
+    parser = add_command(subparsers, "simulate", main, text, *kinds, more=more, epilog=epilog)
     parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="may be given several times")
-    run.declare_all(parser, SimulateOptions)
-    parser.set_defaults(func=main)
+    run.declare_script(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
