@@ -229,6 +229,11 @@ def check_name(text: str, where: str) -> str:
     return text
 
 
+def as_name(text: str) -> str:
+    """`text` as a usable name: characters that no name has become dashes."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip(".")[:100] or "node"
+
+
 def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
     """`N` or `MIN:MAX`, given as `where`, as two numbers. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
@@ -239,16 +244,16 @@ def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
     return least, most
 
 
-def host_and_port(where: str, default: str = "") -> Callable[[str], tuple[str, int]]:
-    """A parser for HOST:PORT, given as `where`; with a `default` host for PORT alone as well.
+def host_and_port(where: str, default: str = "", least: int = 0) -> Callable[[str], tuple[str, int]]:
+    """A parser for HOST:PORT, given as `where`, that raises ConfigError for a malformed host.
 
-    The parser raises ConfigError for a malformed host.
+    `default`: the host for PORT alone; "" makes HOST required. `least`: the lowest port; 0 lets the kernel choose one.
     """
 
     def parse(text: str) -> tuple[str, int]:
         host, colon, port = text.rpartition(":")
         if not colon and not default:
             raise ValueError("HOST:PORT")
-        return check_host(host, where) if colon else default, whole(0, 65535)(port)
+        return check_host(host, where) if colon else default, whole(least, 65535)(port)
 
     return parse

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.cli.slurm import Slurm, placed
 from elasticrt.errors import ConfigError, explain
-from elasticrt.option_values import check_name, options_of
+from elasticrt.option_values import as_name, check_name, options_of
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.settings import Command, LogOptions, Settings
 from elasticrt.store.address import check_security, is_loopback
@@ -69,7 +69,7 @@ def configure(
     settings = Settings(
         options=options,
         run_id=run_id,
-        node=check_name(options.node or (slurm.node if slurm else "") or _host_name(), "--node"),
+        node=check_name(options.node or (slurm.node if slurm else "") or as_name(socket.gethostname()), "--node"),
         address=own_address(options.local_addr, most),
         workers=workers,
         command=command,
@@ -172,11 +172,6 @@ def _new_run_id() -> str:
     # Whoever draws the name of another run on this machine would join it.
     rest = "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(5))
     return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{rest}"
-
-
-def _host_name() -> str:
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
-    return name.lstrip(".")[:100] or "node"
 
 
 def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:

@@ -117,15 +117,6 @@ def ports(first: int, last: int, used: int) -> Finding:
     )
 
 
-def clock(synchronised: bool | None) -> Finding:
-    """The wall clock: whether the kernel takes it for synchronised; None: it does not say."""
-    remedy = "Start chrony or systemd-timesyncd: only times in logs and certificates depend on it"
-    return _judged(
-        "synchronised" if synchronised else "nothing says that it is synchronised",
-        (synchronised is False, "warn", "", remedy),
-    )
-
-
 def shared_memory(total: int, free: int) -> Finding:
     """The shared memory in which workers of loaders hand over their batches."""
     said = f"{_size(free)} of {_size(total)} shared memory are free"
@@ -191,12 +182,6 @@ def slurm(said: str, nodes: int, *, meets: bool) -> Finding:
     """A SLURM job of so many `nodes`; `meets`: its agents are told where to meet."""
     more, remedy = ": its nodes have no etcd to meet in", "Give --etcd, or --insecure-etcd to `elasticrt run`"
     return _judged(said, (nodes > 1 and not meets, "warn", more, remedy))
-
-
-def kubernetes(pod: str, memory: int, cpus: int) -> Finding:
-    """A pod: the memory that its processes may still use, and its CPUs."""
-    said = f"pod {pod}: {_size(memory)} of memory left, {cpus} CPUs"
-    return _judged(said, (memory < GIB, "warn", "", "Raise the container's limit of memory"))
 
 
 def peer(where: str, errors: Mapping[str, str], *, seen_as: str, own: str, rtt_s: float, ahead_s: float) -> Finding:

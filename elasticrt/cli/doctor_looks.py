@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -26,7 +25,7 @@ from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.doctor_reach import ask_peer
 from elasticrt.cli.slurm import Slurm
-from elasticrt.ipc.cgroups import available_bytes, text_of
+from elasticrt.ipc.cgroups import text_of
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import is_loopback
@@ -145,8 +144,6 @@ def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
     lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
     used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
-    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())  # All zero: it only looks.
-    yield "clock", findings.clock({-1: None, 5: False}.get(state, True))
     room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
@@ -195,15 +192,12 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         yield "gpus", findings.gpus(len(shown), seen)
 
 
-def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """What SLURM or Kubernetes says."""
-    slurm = Slurm.from_env(os.environ)
-    if slurm is not None:
-        said = f"job {slurm.job}, step {slurm.step}, node {slurm.node or 'none'} of {slurm.job_nodes}"
-        yield "slurm", findings.slurm(said, slurm.step_nodes, meets=bool(options.etcd or options.meet_at))
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        cpus = len(os.sched_getaffinity(0))
-        yield "kubernetes", findings.kubernetes(socket.gethostname(), available_bytes(), cpus)
+def slurm(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """What SLURM says."""
+    job = Slurm.from_env(os.environ)
+    if job is not None:
+        said = f"job {job.job}, step {job.step}, node {job.node or 'none'} of {job.job_nodes}"
+        yield "slurm", findings.slurm(said, job.step_nodes, meets=bool(options.etcd or options.meet_at))
 
 
 def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
@@ -222,5 +216,5 @@ LOOKS: dict[str, Look] = {
     "machine": machine,
     "checkpoints": checkpoints,
     "torch": torch,
-    "scheduler": scheduler,
+    "slurm": slurm,
 }

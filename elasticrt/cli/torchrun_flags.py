@@ -7,7 +7,6 @@ the others; they are translated into `RunOptions`. tests/compat/FLAGS.md lists a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -177,7 +176,7 @@ class TorchrunFlags(MeetingFlags):
         alone = options.nnodes[1] == 1 or endpoint.endswith(":0")
         if not endpoint or alone or options.etcd or self.rdzv_backend in _THEIR_ETCD:
             return None
-        return re.sub(r"[^A-Za-z0-9._-]", "-", endpoint)
+        return parse.as_name(endpoint)
 
 
 def _standalone(options: RunOptions) -> RunOptions:

@@ -54,7 +54,7 @@ from torch.distributed.elastic.rendezvous import (
 from elasticrt import errors
 from elasticrt.agent.store_discovery import address_towards
 from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
-from elasticrt.option_values import check_name
+from elasticrt.option_values import as_name, check_name
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import check_security, parse_endpoints
 from elasticrt.store.etcd_server import resolve_for_others
@@ -194,7 +194,7 @@ class ElasticrtHandler(RendezvousHandler):
             EtcdStore(self._addresses, self._credentials),
             self._run_id,
             self._spec,
-            node=f"{_host_name()}-{secrets.token_hex(4)}",
+            node=f"{as_name(socket.gethostname())}-{secrets.token_hex(4)}",
             address=resolve_for_others(self._local_address, "--local-addr")
             if self._local_address
             else address_towards(self._addresses[0]),
@@ -275,8 +275,3 @@ def _options(parameters: RendezvousParameters) -> dict[str, Any]:
             explain("no such way", "--rdzv-conf join", got=parameters.get("join"), expected="now, failure")
         )
     return {name: parameters.get(name, default) for name, default in OPTIONS.items()}
-
-
-def _host_name() -> str:
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
-    return name.lstrip(".")[:100] or "node"
