@@ -90,20 +90,20 @@ def yes_or_no(text: str) -> bool:
     raise ValueError("1 or 0")
 
 
-def seconds(text: str) -> float:
-    """A duration such as `90`, `1.5s`, `10m`, in seconds."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text)
-    if not match:
-        raise ValueError("a duration such as 90, 1.5s or 10m")
-    return float(match[1]) * _UNITS_S[match[2]]
+def duration(least_s: float = 0.0, most_s: float = 1000 * 3600.0) -> Callable[[str], float]:
+    """A parser for durations such as `90`, `1.5s`, `10m` in a range; their value is in seconds."""
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text)
+        value_s = float(match[1]) * _UNITS_S[match[2]] if match else -1.0
+        if not least_s <= value_s <= most_s:
+            raise ValueError(f"a duration from {least_s:g}s to {most_s / 3600:g}h, such as 90, 1.5s or 10m")
+        return value_s
+
+    return parse
 
 
-def positive_seconds(text: str) -> float:
-    """A duration above 0, in seconds."""
-    value = seconds(text)
-    if not 0 < value <= 1e7:
-        raise ValueError("a duration greater than 0, such as 90, 1.5s or 10m")
-    return value
+seconds = duration()
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:

@@ -99,11 +99,12 @@ class RunOptions(EtcdOptions):
         "or failure (only together with a failure or a leaving node)", parse.choice("now", "budget", "failure"),
     )  # fmt: skip
     join_timeout_s: float = _nodes(
-        "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.positive_seconds
+        "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.duration(0.001)
     )
     lease_ttl_s: float = _nodes(
-        "--lease-ttl T", 5.0, "a node that etcd does not hear is out after so long, at least 1s", parse.positive_seconds
-    )
+        "--lease-ttl T", 5.0, "a node that etcd does not hear is out after so long, at least 1s",
+        parse.duration(1.0, 3600.0),
+    )  # fmt: skip
     drain_timeout_s: float = _nodes(
         "--drain-timeout T", 15.0, "from SIGTERM to leaving without a handover", parse.seconds
     )

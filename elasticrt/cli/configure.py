@@ -23,8 +23,6 @@ from elasticrt.store.protocol import Address, Credentials
 from elasticrt.text import plain
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-
     from elasticrt.spec import RunSpec
 
 BEFORE_THE_SCRIPT = frozenset({
@@ -52,8 +50,6 @@ def configure(
         arguments: the script's.
         env: the agent's environment.
     """
-    from pydantic import ValidationError
-
     from elasticrt.spec import RunSpec
 
     least, most = options.nnodes
@@ -82,33 +78,20 @@ def configure(
         fresh=options.fresh,
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
-    try:
-        spec = RunSpec(
-            min_nodes=least,
-            max_nodes=most,
-            command=(command.kind, *command.argv),
-            max_restarts=settings.max_restarts,
-            restarts_reset=options.max_restarts is None,
-            join_timeout_s=options.join_timeout_s,
-            lease_ttl_s=options.lease_ttl_s,
-            join=options.join,
-            settle_quiet_s=options.settle_quiet_s,
-            settle_max_s=options.settle_max_s,
-            role=options.role,
-        )
-    except ValidationError as error:
-        raise ConfigError(_out_of_range(error)) from None
+    spec = RunSpec(
+        min_nodes=least,
+        max_nodes=most,
+        command=(command.kind, *command.argv),
+        max_restarts=settings.max_restarts,
+        restarts_reset=options.max_restarts is None,
+        join_timeout_s=options.join_timeout_s,
+        lease_ttl_s=options.lease_ttl_s,
+        join=options.join,
+        settle_quiet_s=options.settle_quiet_s,
+        settle_max_s=options.settle_max_s,
+        role=options.role,
+    )
     return settings, spec
-
-
-def _out_of_range(error: ValidationError) -> str:
-    """The first field of a spec that its bounds refuse, by its option."""
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    known = options_of(RunOptions)
-    where = known[name].names[0] if name in known else name
-    expected = first["msg"].replace("Input should be ", "")
-    return explain("not a usable value", where, got=str(first["input"]), expected=expected)
 
 
 # The script.

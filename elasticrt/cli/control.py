@@ -11,7 +11,7 @@ from typing import Any
 
 from elasticrt.cli.options import add_command, declare_log_dir
 from elasticrt.cli.torchrun_flags import MeetingFlags
-from elasticrt.option_values import option, parse_nodes, positive_seconds
+from elasticrt.option_values import duration, option, parse_nodes
 from elasticrt.run_options import EtcdOptions
 
 
@@ -19,7 +19,7 @@ from elasticrt.run_options import EtcdOptions
 class LeaveOptions(EtcdOptions):
     """The options of `drain` and `stop`."""
 
-    timeout_s: float = option("--timeout T", 120.0, "wait so long until the nodes have left", positive_seconds)
+    timeout_s: float = option("--timeout T", 120.0, "wait so long until the nodes have left", duration(0.001))
 
 
 STATUS = """\

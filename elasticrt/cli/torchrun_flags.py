@@ -198,10 +198,10 @@ def _bracketed(host: str) -> str:
 
 
 _CONF = {
-    "join_timeout": parse.positive_seconds,
-    "timeout": parse.positive_seconds,
-    "last_call_timeout": parse.positive_seconds,
-    "keep_alive_interval": parse.positive_seconds,
+    "join_timeout": parse.duration(0.001),
+    "timeout": parse.duration(0.001),
+    "last_call_timeout": parse.duration(0.001),
+    "keep_alive_interval": parse.duration(0.001),
     "keep_alive_max_attempt": parse.whole(1, 1000),
     "is_host": parse.yes_or_no,
     "store_type": parse.choice("tcp"),
@@ -241,5 +241,9 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         found["settle_quiet_s"] = min(60.0, given["last_call_timeout"])
         found["settle_max_s"] = min(600.0, given["last_call_timeout"])
     if "keep_alive_interval" in given or "keep_alive_max_attempt" in given:  # torchrun's defaults: three times 5 s.
-        found["lease_ttl_s"] = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
+        ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
+        if not 1.0 <= ttl_s <= 3600.0:
+            where, expected = "--rdzv-conf keep_alive_interval", "1 s to 3600 s, with keep_alive_max_attempt"
+            raise ConfigError(explain("not a usable value", where, got=f"{ttl_s:g} s", expected=expected))
+        found["lease_ttl_s"] = ttl_s
     return RunOptions(**found)
