@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.cli.options import add_command, declare_log_dir
+from elasticrt.cli.options import add_command, declare_run
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.option_values import duration, option, parse_nodes
 from elasticrt.run_options import EtcdOptions
@@ -51,26 +51,21 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     flags, only = (EtcdOptions, MeetingFlags), "the only live run below --log-dir"
     text = "show a run: its nodes, generation, newest checkpoint, goodput"
     status = add_command(subparsers, "status", main, text, *flags, epilog=STATUS)
-    _declare_run(status, "the newest")
+    declare_run(status, "the newest")
     status.add_argument(
         "--json", action="store_true", help="print an object of JSON, of what the run's directory tells"
     )
     status.add_argument("--watch", action="store_true", help="look again every 2 s until the run has ended")
     text = "end a whole run in order: all nodes save the present step and leave; the same --run-id goes on after it"
-    _declare_run(add_command(subparsers, "stop", main, text, LeaveOptions, MeetingFlags, epilog=STOP), only)
+    declare_run(add_command(subparsers, "stop", main, text, LeaveOptions, MeetingFlags, epilog=STOP), only)
     text = "make a node hand over and leave; no step is lost"
     drain = add_command(subparsers, "drain", main, text, LeaveOptions, MeetingFlags, epilog=DRAIN)
     drain.add_argument("name", metavar="NODE", help="the node's name, as `elasticrt status` shows it")
-    _declare_run(drain, only)
+    declare_run(drain, only)
     text = "change how many nodes a live run may have"
     resize = add_command(subparsers, "resize", main, text, *flags, epilog=RESIZE)
     resize.add_argument("nodes", metavar="MIN:MAX", type=_nodes, help="nodes, e.g. 1:8; one number for both")
-    _declare_run(resize, only)
-
-
-def _declare_run(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help=f"the run's id, or its directory (default: {default})")
-    declare_log_dir(parser)
+    declare_run(resize, only)
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -1,6 +1,6 @@
-"""`elasticrt doctor`: says in a line each what would keep a run from working on this machine, and the remedy.
+"""`elasticrt doctor`: one line for each thing that may keep a run from working on this machine, with the remedy.
 
-What is looked at, and how, is in `doctor_looks`; what follows from what is seen, in `doctor_findings`.
+`doctor_looks` looks at the machine; `doctor_findings` judges what it sees.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Look, and say. Exit code 0 where no check fails, else 1. Raises ConfigError for options that cannot be used."""
+    """Print the findings. Exit code 0 where no check fails, else 1. Raises ConfigError for unusable options."""
     from elasticrt.cli import doctor_looks, doctor_reach
     from elasticrt.cli.doctor_findings import line
 

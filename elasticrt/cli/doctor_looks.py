@@ -1,4 +1,4 @@
-"""What `elasticrt doctor` looks at: each look has a deadline, and none of them loads torch."""
+"""How `elasticrt doctor` looks at a machine. Each look has a deadline; none loads torch into this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Look = Callable[[DoctorOptions], Iterator[tuple[str, Finding]]]
 
 
 def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_S) -> list[tuple[str, Finding]]:
-    """What `look` finds within `wait_s` seconds. What cannot be seen is told under its `title`, and hides no other."""
+    """The findings of `look` within `wait_s` seconds. If it fails or hangs, that is one more, with its `title`."""
     found: list[tuple[str, Finding]] = []
 
     def work() -> None:
@@ -139,11 +139,7 @@ def network(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """What the kernel gives out, and how much."""
-    first, last = map(int, text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split())
-    lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
-    used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
-    yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
+    """Shared memory and limits."""
     room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
@@ -201,7 +197,7 @@ def slurm(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """The way to the machine where `--listen` was said, and back."""
+    """The way to the machine where `doctor --listen` runs, and back."""
     assert options.peer is not None
     try:
         yield "peer", ask_peer(*options.peer)

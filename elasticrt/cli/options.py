@@ -76,6 +76,12 @@ def declare_refused(parser: argparse.ArgumentParser) -> None:
         _add(parser, (name,), action=_Refused, help=argparse.SUPPRESS, metavar=reason)
 
 
+def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add RUN and --log-dir; `default`: which run is meant without RUN."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"the run's id, or its directory (default: {default})")
+    declare_log_dir(parser)
+
+
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
     log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir

@@ -1,4 +1,4 @@
-"""`elasticrt report`, `runs`, `events` and `logs`: what a run's directory tells, while it runs and afterwards."""
+"""`elasticrt report`, `runs`, `dashboard`, `events` and `logs`: what the directory of a run holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt import events
-from elasticrt.cli.options import add_command, declare_log_dir
+from elasticrt.cli.options import add_command, declare_log_dir, declare_run
 from elasticrt.errors import EXIT_OK, ConfigError, explain
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
@@ -75,14 +75,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def _command(
     subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = False
 ) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, name, act, text, more="Reads the run's directory; no etcd is needed.", epilog=epilog
-    )
+    more = "Reads the run's directory; no etcd is needed."
+    parser = add_command(subparsers, name, act, text, more=more, epilog=epilog)
     if run:
-        parser.add_argument(
-            "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
-        )
-    declare_log_dir(parser)
+        declare_run(parser, "the newest")
+    else:
+        declare_log_dir(parser)
     return parser
 
 
@@ -98,7 +96,7 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the report, or write it. Raises ConfigError for a run that is not there, and where it can't be written."""
+    """Print the report, or write it as a page. Raises ConfigError for an unknown run, and where it can't be written."""
     story = run_dir.read(directory_of(arguments))
     if not arguments.html:
         write(sys.stdout, plain("\n".join(report.report(story))) + "\n")
@@ -140,7 +138,7 @@ def show_dashboard(arguments: argparse.Namespace) -> int:
 
 
 def show_events(arguments: argparse.Namespace) -> int:
-    """Print the lines of all nodes in the order of time; with `follow` those that come, until interrupted."""
+    """Print the lines of all nodes in the order of time; with --follow also new ones, until interrupted."""
     directory, clocks = directory_of(arguments), Clocks()
     for batch in looks(lambda: files(directory), follow=arguments.follow):
         lines = [line for text in batch.values() for line in text.splitlines()]
@@ -150,9 +148,9 @@ def show_events(arguments: argparse.Namespace) -> int:
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
-    """Print what workers have printed, generation by generation; with `follow` what they print from now on, too.
+    """Print the workers' output, generation by generation; with --follow also new output, until interrupted.
 
-    Raises ConfigError where nothing is kept.
+    Raises ConfigError where none is kept.
     """
     run, rank = arguments.run or "", arguments.rank
     if rank is None and run.isdigit() and not any(path.is_dir() for path in (Path(run), Path(arguments.log_dir, run))):
@@ -178,7 +176,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
-    """What the files have more than at the look before: whole lines while somebody may write the rest."""
+    """What has been added to the files since the last look; with `follow` only whole lines, for ever."""
     offsets: dict[Path, int] = {}
     while True:
         batch = {}

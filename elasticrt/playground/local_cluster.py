@@ -75,11 +75,11 @@ class _Player:
         self._screen = screen
         self._narration = narration.Narration(started_at=self._now(), min_nodes=simulation.min_nodes)
         self._faults = simulation.faults
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}  # Those whose end has not been told, by node.
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}  # Those whose end has not been taken note of, by node.
         self._started = 0
         self._stopped_by = 0
         self._kill_at: float | None = None
-        # What has happened: a line of a node's output, its event, or its exit code; without a node, a signal to us.
+        # By node: a line of output, an event, or an exit code; a signal to this process has "" for a node.
         self._news: SimpleQueue[tuple[str, bytes | events.Record | int]] = SimpleQueue()
 
     @contextmanager
@@ -122,7 +122,7 @@ class _Player:
         return self._zero + time.monotonic()
 
     def _take(self, node: str, news: bytes | events.Record | int) -> None:
-        """One piece of news."""
+        """Take note of one item of the queue."""
         if isinstance(news, events.Record):
             self._show(self._narration.tell(news))
         elif isinstance(news, bytes):
@@ -149,7 +149,7 @@ class _Player:
                 self._show(self._narration.fault(fault.text, self._do(fault)))
 
     def _stop(self, number: signal.Signals) -> None:
-        """The first time SIGTERM to all agents, the second time SIGKILL."""
+        """Send SIGTERM to all agents, or SIGKILL the second time."""
         now = self._now()
         if self._stopped_by:
             self._kill_at = now
@@ -187,7 +187,7 @@ class _Player:
         return f"pid {process.pid} is {node}"
 
     def _follow(self, node: str, process: subprocess.Popen[bytes], of_events: IO[bytes]) -> None:
-        """In a thread: read the agent's pipes, and say its end when all that it has said before has been read."""
+        """In a thread: read the agent's pipes to their ends, then report its exit code."""
         pipes = ((of_events, _event), (process.stdout, bytes), (process.stderr, bytes))
         readers = [threading.Thread(target=self._read, args=(node, *pipe), daemon=True) for pipe in pipes]
         for reader in readers:
@@ -204,7 +204,7 @@ class _Player:
                 self._news.put((node, meaning(line)))
 
     def _do(self, fault: fault_plan.Fault) -> str:
-        """Carry out a fault; what was done, in words."""
+        """Carry out a fault; a text about what was done."""
         if fault.what == "add node":
             return self._add_node()
         if fault.what == "kill worker":
@@ -223,7 +223,7 @@ class _Player:
     def _kill_worker(self, rank: int) -> str:
         pid = self._narration.story.worker(rank)
         agents = [process.pid for process in self._agents.values()]
-        # A number that an event named some time ago is signalled only while it still belongs to one of our agents.
+        # The pid comes from an event: by now it may belong to another process.
         if pid is None or not any(descends(pid, agent) for agent in agents):
             return "no such worker is running: nothing done"
         with suppress(ProcessLookupError):  # It has ended by itself in this very moment.
