@@ -12,7 +12,7 @@ from typing import Any
 from elasticrt.cli.configure import ORDER, configure
 from elasticrt.cli.options import add_command, check_refused, declare_refused, read, words
 from elasticrt.cli.slurm import Slurm, alone
-from elasticrt.cli.torchrun_flags import TorchrunFlags
+from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.option_values import options_of
 from elasticrt.run_options import RunOptions
 
@@ -58,7 +58,7 @@ def options_given(
     """
     check_refused(env)
     flags = read(TorchrunFlags(), arguments, env)
-    return flags.translated(read(replace(flags.base(), nnodes=nnodes), arguments, env))
+    return flags.translated(read(replace(conf_options(flags.rdzv_conf or {}), nnodes=nnodes), arguments, env))
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:

@@ -140,10 +140,6 @@ class TorchrunFlags(MeetingFlags):
         parse.streams, section=SECTION,
     )  # fmt: skip
 
-    def base(self) -> RunOptions:
-        """What --rdzv-conf sets, for options that are not given themselves. Raises ConfigError."""
-        return conf_options(self.rdzv_conf or {})
-
     def translated(self, options: RunOptions) -> RunOptions:
         """`options` with what these flags set, and a note on each without effect. Raises ConfigError."""
         endpoint, notes = self.rdzv_endpoint, []
