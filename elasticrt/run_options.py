@@ -48,8 +48,10 @@ class EtcdOptions:
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)
     etcd_ca_file: str | None = _etcd("--etcd-ca-file FILE", None, "TLS: the certificate authority of etcd")
     etcd_cert_file: str | None = _etcd("--etcd-cert-file FILE", None, "TLS: this client's certificate")
-    etcd_key_file: str | None = _etcd("--etcd-key-file FILE", None, "TLS: and its key")
-    etcd_user: str | None = _etcd("--etcd-user NAME", None, "a login, with --etcd-password-file")
+    etcd_key_file: str | None = _etcd("--etcd-key-file FILE", None, "TLS: the key of that certificate")
+    etcd_user: str | None = _etcd(
+        "--etcd-user NAME", None, "the name to log in with, together with --etcd-password-file"
+    )
     etcd_password_file: str | None = _etcd("--etcd-password-file FILE", None, "a file that holds its password")
     meet_at: Address | None = None
     serves: bool | None = None
@@ -83,7 +85,7 @@ class RunOptions(EtcdOptions):
         default="SLURM's, or the host name", own=True,
     )  # fmt: skip
     node_rank: int | None = _nodes(
-        "--node-rank N", None, "where this node would like to sit; nodes that stay keep their ranks",
+        "--node-rank N", None, "the rank that this node asks for; nodes that stay keep theirs",
         parse.whole(0, 100_000), own=True,
     )  # fmt: skip
     local_addr: str | None = _nodes(
@@ -102,15 +104,15 @@ class RunOptions(EtcdOptions):
         "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.duration(0.001)
     )
     lease_ttl_s: float = _nodes(
-        "--lease-ttl T", 5.0, "a node that etcd does not hear is out after so long, at least 1s",
+        "--lease-ttl T", 5.0, "a node that etcd has not heard for so long is out; at least 1s",
         parse.duration(1.0, 3600.0),
     )  # fmt: skip
     drain_timeout_s: float = _nodes(
         "--drain-timeout T", 15.0, "from SIGTERM to leaving without a handover", parse.seconds
     )
     signals: tuple[Signals, ...] = _nodes(
-        "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "which signals make the node leave; a second "
-        "one waits for nothing", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "signals that make the node leave; a second "
+        "one ends it at once", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )  # fmt: skip
     health: tuple[str, int] | None = _nodes(
         "--health-port [HOST:]PORT", None, "answer GET /live, /ready and /metrics there, also while etcd is away; 0: "
@@ -138,8 +140,8 @@ class RunOptions(EtcdOptions):
         "--virtual-local-rank", False, "LOCAL_RANK is 0 and one GPU is visible, for each worker"
     )
     node_check: tuple[str, ...] = _workers(
-        "--node-check COMMAND", (), "a command that ends with 0 on a node that may train. It is run before workers "
-        "start, and after a failure of a GPU, until it does", parse.command,
+        "--node-check COMMAND", (), "a command that exits with 0 on a node that may train. It runs before workers "
+        "start, and after a failure of a GPU until it exits with 0", parse.command,
         default="nvidia-smi, after a failure of a GPU", own=True,
     )  # fmt: skip
     stop_timeout_s: float | None = _workers(
@@ -164,9 +166,9 @@ class RunOptions(EtcdOptions):
         "--local-ranks-filter RANKS", None, "the console shows these local ranks only, such as 0,1", parse.ranks
     )
     quiet: bool = _output(
-        "--quiet, -q", False, "say only what is wrong; what workers print is shown all the same", own=True
+        "--quiet, -q", False, "print errors and warnings only; the output of workers is still shown", own=True
     )
-    verbose: bool = _output("--verbose, -v", False, "say each decision of this agent, with its reason", own=True)
+    verbose: bool = _output("--verbose, -v", False, "print each decision of this agent, with its reason", own=True)
     log_format: Literal["text", "json"] = _output(
         "--log-format FORMAT", "text", "text, or json: each line of the agent's own is an object of JSON, with time, "
         "node, level, kind, text and the fields of its event", parse.choice("text", "json"), own=True,

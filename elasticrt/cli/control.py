@@ -19,7 +19,7 @@ from elasticrt.run_options import EtcdOptions
 class LeaveOptions(EtcdOptions):
     """The options of `drain` and `stop`."""
 
-    timeout_s: float = option("--timeout T", 120.0, "wait so long until the nodes have left", duration(0.001))
+    timeout_s: float = option("--timeout T", 120.0, "how long to wait until the nodes have left", duration(0.001))
 
 
 STATUS = """\

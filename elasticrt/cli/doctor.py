@@ -29,7 +29,10 @@ class DoctorOptions(EtcdOptions):
     checkpoint: Path | None = option("--checkpoint DIR", None, "look at this checkpoint directory as well", Path)
     listen: bool = option("--listen", False, "let other machines try to reach this one, for ten minutes")
     peer: tuple[str, int] | None = option(
-        "--peer HOST:PORT", None, "try with the one that listens", host_and_port("--peer")
+        "--peer HOST:PORT",
+        None,
+        "try to reach the machine where `doctor --listen` runs, and to be reached by it",
+        host_and_port("--peer"),
     )
     json: bool = option("--json", False, "a JSON object in each line")
 

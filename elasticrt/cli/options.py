@@ -18,9 +18,6 @@ from elasticrt.run_options import RunOptions
 
 SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
 
-_WORKER_VARIABLES = frozenset({"ELASTICRT_NODE"})
-"""An agent sets these for its workers. An `elasticrt run` inside a worker must not take them for options."""
-
 T = TypeVar("T")
 
 
@@ -149,9 +146,10 @@ def _given(option: Option, arguments: argparse.Namespace, env: Mapping[str, str]
     """The text given for an option, and where: the option's name or the variable's. None where nothing is given."""
     text: str | None = getattr(arguments, _dest(option), None)
     if text is None:
+        # An agent sets ELASTICRT_NODE for its workers: an `elasticrt run` inside one must not take it for an option.
         inside_worker = "ELASTICRT_GENERATION" in env
         for name in variables(option):
-            if name in env and not (inside_worker and name in _WORKER_VARIABLES):
+            if name in env and not (inside_worker and name == "ELASTICRT_NODE"):
                 return env[name], name
     return text, option.names[0]
 

@@ -128,15 +128,16 @@ class TorchrunFlags(MeetingFlags):
         "--master-port PORT", None, f"the port for it ({STATIC_PORT})", parse.whole(1, 65535), own=True
     )
     monitor_interval: float | None = _flag(
-        "--monitor-interval T", None, "taken, and said to have no effect: the end of a worker is an event, so nothing "
-        "is polled", parse.seconds, own=True,
+        "--monitor-interval T", None, "accepted without effect, as a note says: the end of a worker is an event, so "
+        "nothing is polled", parse.seconds, own=True,
     )  # fmt: skip
     redirects: Streams = option(
         "--redirects, -r S", NO_STREAMS, "the console does not show these streams: 1 stdout, 2 stderr, 3 both; or "
         "0:3,1:1 by local rank", parse.streams, section=SECTION,
     )  # fmt: skip
     tee: Streams = option(
-        "--tee, -t S", NO_STREAMS, "these are shown all the same, with torchrun's prefix [role local_rank]:",
+        "--tee, -t S", NO_STREAMS, "the console shows these streams nevertheless, with torchrun's prefix [role "
+        "local_rank]:",
         parse.streams, section=SECTION,
     )  # fmt: skip
 
