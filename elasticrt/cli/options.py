@@ -38,13 +38,13 @@ def add_command(
         act: carries it out; returns its exit code.
         text: what it does, in one clause.
         kinds: dataclasses of its options.
-        more: what its own help says behind that.
+        more: what its own help says below that.
         epilog: what stands at the end of its help, with an example.
     """
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=text,
-        description=f"{text[0].upper()}{text[1:]}.{more and ' ' + more}",
+        description="\n".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more))),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     text = "play a run of several nodes on this machine, and kill some of them"
     more = (
-        "\nEach node is a real agent process, which gets the options of `elasticrt run`. The screen shows what happens "
+        "Each node is a real agent process, which gets the options of `elasticrt run`. The screen shows what happens\n"
         "to all of them."
     )
     epilog = f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}"

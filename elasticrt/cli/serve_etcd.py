@@ -62,8 +62,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     text = "serve an etcd on this machine, for several runs or several machines"
     more = (
-        "It serves in the foreground until SIGINT or SIGTERM.\n"
-        "A production cluster has its own of three members; this one is for trying things and for clusters without one."
+        "It is a single server, in the foreground until SIGINT or SIGTERM. A production cluster has its own of three\n"
+        "members; this one is for trying things and for clusters without one."
     )
     epilog = "example: elasticrt etcd --listen 10.0.0.5:2379 --insecure-etcd"
     add_command(subparsers, "etcd", main, text, ServeOptions, more=more, epilog=epilog)
