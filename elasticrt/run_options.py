@@ -72,9 +72,17 @@ class RunOptions(EtcdOptions):
         "--run-id, --rdzv-id ID", None, "the run's name; the same id again goes on where the run was. After success it "
         "says so and does nothing", _run_id, default="a new one, which is printed", own=True,
     )  # fmt: skip
+    min_nodes: int | None = _nodes(
+        "--min-nodes N", None, "train with at least so many nodes; below that the rest waits",
+        parse.whole(1, parse.NODES_MAX), default="1", own=True,
+    )  # fmt: skip
+    max_nodes: int | None = _nodes(
+        "--max-nodes N", None, "train with at most so many nodes; nodes beyond that stand by, warm",
+        parse.whole(1, parse.NODES_MAX), default="the minimum", own=True,
+    )  # fmt: skip
     nnodes: tuple[int, int] = _nodes(
-        "--nnodes MIN:MAX", (1, 1), "nodes to train with: below MIN the rest waits; nodes beyond MAX stand by, warm. "
-        "One number means both", parse.parse_nodes, default="1", own=True,
+        "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it; one number means both", parse.parse_nodes,
+        default="1", own=True,
     )  # fmt: skip
     again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
     fresh: bool = _nodes(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from elasticrt.spec import RunSpec
 
 BEFORE_THE_SCRIPT = frozenset({
-    "--nproc-per-node", "--nnodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
+    "--nproc-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
     "--rdzv-backend", "--max-restarts",
 })  # fmt: skip
 """Few scripts have such options themselves: one behind the script is probably misplaced, and gets a note."""

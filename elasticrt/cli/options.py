@@ -154,6 +154,11 @@ def _given(option: Option, arguments: argparse.Namespace, env: Mapping[str, str]
     return text, option.names[0]
 
 
+def given(kind: type, arguments: argparse.Namespace, env: Mapping[str, str]) -> set[str]:
+    """The fields of `kind` whose options were given, here or in `env`."""
+    return {name for name, option in options_of(kind).items() if _given(option, arguments, env)[0] is not None}
+
+
 def variables(option: Option) -> tuple[str, ...]:
     """The variables that are read where the option is not given, in this order."""
     theirs = (variable(name) for name in option.names)

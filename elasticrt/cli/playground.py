@@ -38,7 +38,7 @@ class SimulateOptions:
 
 
 _OURS = frozenset({
-    "nnodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
+    "nnodes", "min_nodes", "max_nodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
     "events_fd", "health",
 })  # fmt: skip
 """Options that simulate sets for each agent, refuses, or uses itself; all others are passed on as they are."""
@@ -116,7 +116,7 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
                 "--nodes",
                 got=nodes,
                 expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
-                remedy="Start more nodes or lower the minimum of --nnodes",
+                remedy="Start more nodes or lower the minimum (--min-nodes)",
             )
         )
     words = [*run.words_given(arguments, {}, without=_OURS)]  # Agents read the environment by themselves.

@@ -10,16 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.cli.configure import ORDER, configure
-from elasticrt.cli.options import add_command, check_refused, declare_refused, read, words
+from elasticrt.cli.options import add_command, check_refused, declare_refused, given, read, words
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
-from elasticrt.option_values import options_of
+from elasticrt.errors import ConfigError
+from elasticrt.option_values import options_of, parse_nodes
 from elasticrt.run_options import RunOptions
 
 EXAMPLES = """\
 examples:
   elasticrt run --nproc-per-node 2 train.py --epochs 10       two workers on this machine
-  elasticrt run --nnodes 1:4 train.py                         prints the line that brings more nodes
+  elasticrt run --min-nodes 1 --max-nodes 4 train.py          prints the line that brings more nodes
   elasticrt run --etcd http://10.0.0.5:2379 --insecure-etcd --run-id digits --nnodes 1:4 train.py    on every machine
 
 """
@@ -58,7 +59,25 @@ def options_given(
     """
     check_refused(env)
     flags = read(TorchrunFlags(), arguments, env)
-    return flags.translated(read(replace(conf_options(flags.rdzv_conf or {}), nnodes=nnodes), arguments, env))
+    options = read(replace(conf_options(flags.rdzv_conf or {}), nnodes=nnodes), arguments, env)
+    return flags.translated(_counted(options, arguments, env))
+
+
+def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
+    """`options` with `nnodes` in place of --min-nodes and --max-nodes where these are given.
+
+    --nnodes on the command line overrules the variables of these two, and the other way round. Raises ConfigError where
+    both are given in one place.
+    """
+    ways = {"nnodes", "min_nodes", "max_nodes"}
+    used = ways & given(RunOptions, arguments, {}) or ways & given(RunOptions, arguments, env)
+    if "nnodes" in used and len(used) > 1:
+        raise ConfigError("--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them")
+    if not used or "nnodes" in used:
+        return options
+    least = options.min_nodes or 1
+    nnodes = parse_nodes(f"{least}:{options.max_nodes or least}", "--min-nodes, --max-nodes")
+    return replace(options, nnodes=nnodes, min_nodes=None, max_nodes=None)
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:

@@ -82,7 +82,8 @@ def test_who_pastes_it_gets_the_same_options(name: str, how: str) -> None:
     script = "env" if name == "no_python" else "train.py"  # A program has to be one.
     argv = [] if how != "option" else [option] if flag else [f"{option}={text}"]
     env = {f"ELASTICRT_{name.upper()}": text} if how != "option" else {}
-    settings, spec = _agent(*argv, "--nnodes=1:3", "--node=here", script, "--lr", "it's", "$HOME", env=env)
+    size = ["--nnodes=1:3"] if how == "option" else ["--min-nodes=1", "--max-nodes=3"]
+    settings, spec = _agent(*argv, *size, "--node=here", script, "--lr", "it's", "$HOME", env=env)
     assert settings.shared_options
     other, others = _agent("--node=here", *_line(settings, spec))
     assert (others, _here(other)) == (spec, _here(settings))

@@ -40,6 +40,9 @@ def test_defaults() -> None:
     [
         (["--nnodes", "1:4"], {"min_nodes": 1, "max_nodes": 4}),
         (["--nnodes=2"], {"min_nodes": 2, "max_nodes": 2}),
+        (["--min-nodes", "1", "--max-nodes", "4"], {"min_nodes": 1, "max_nodes": 4}),
+        (["--min-nodes", "3"], {"min_nodes": 3, "max_nodes": 3}),
+        (["--max_nodes", "3"], {"min_nodes": 1, "max_nodes": 3}),
         (["--max_restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
         (["--max-restarts", "7"], {"max_restarts": 7, "restarts_reset": False}),
         (["--join-timeout", "2m"], {"join_timeout_s": 120.0}),
@@ -65,6 +68,29 @@ def test_environment_and_command_line() -> None:
     assert (spec.max_nodes, settings.run_id, settings.node) == (5, "given", "n7")
     inside, _ = _configure("train.py", env={**env, "ELASTICRT_GENERATION": "3"})
     assert inside.node != "n7"
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "expected"),
+    [
+        (["--nnodes", "2:3"], {"ELASTICRT_MIN_NODES": "1"}, (2, 3)),
+        (["--max-nodes", "5"], {"ELASTICRT_NNODES": "2:3"}, (1, 5)),
+        (["--max-nodes", "5"], {"PET_NNODES": "2"}, (1, 5)),
+        (["--max-nodes", "5"], {"ELASTICRT_NNODES": "2:3", "ELASTICRT_MIN_NODES": "4"}, (4, 5)),
+        ([], {"ELASTICRT_MIN_NODES": "2", "ELASTICRT_MAX_NODES": "3"}, (2, 3)),
+        (["--nnodes", "2:3", "--max-nodes", "5"], {}, None),
+        (["--nnodes", "2:3", "--min-nodes", "2"], {}, None),
+        ([], {"ELASTICRT_NNODES": "2:3", "ELASTICRT_MAX_NODES": "5"}, None),
+    ],
+)
+def test_two_ways_to_say_how_many(argv: list[str], env: dict[str, str], expected: tuple[int, int] | None) -> None:
+    """A way on the command line overrules the variables of the other; both in one place are refused."""
+    if expected is None:
+        with pytest.raises(ConfigError, match="say the same thing twice"):
+            _configure(*argv, "train.py", env=env)
+        return
+    _, spec = _configure(*argv, "train.py", env=env)
+    assert (spec.min_nodes, spec.max_nodes) == expected
 
 
 NO_ADDRESSES_OF_OURS = ("192.0.2.1", "no.such.host.invalid", "", "a..b", "caf\udce9", "[::", "10.0.0.256", "a" * 64)
@@ -98,6 +124,9 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
     ("argv", "words"),
     [
         (["--nnodes", "0", "train.py"], "--nnodes"),
+        (["--min-nodes", "3", "--max-nodes", "2", "train.py"], "--min-nodes, --max-nodes"),
+        (["--min-nodes", "0", "train.py"], "--min-nodes"),
+        (["--nnodes", "1:2", "--max-nodes", "4", "train.py"], "say the same thing twice"),
         (["--nnodes", "-1", "train.py"], "nnodes"),
         (["--nnodes", "2:1", "train.py"], "--nnodes"),
         (["--nnodes", "a:b", "train.py"], "--nnodes"),

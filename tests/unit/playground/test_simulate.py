@@ -25,9 +25,10 @@ def configured(*words, env=()):
     return playground.configure(build_parser().parse_args(["simulate", *words]), dict(env))
 
 
-def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path):
+@pytest.mark.parametrize("size", ["--nnodes 2:3", "--min-nodes 2 --max-nodes 3"])
+def test_each_agent_gets_its_name_the_size_and_the_options_of_the_run(tmp_path, size):
     """Options of `run` are passed on as given, the script's own arguments stay behind the script."""
-    words = "--nodes 3 --nnodes 2:3 --nproc-per-node 2 --run-id calm-fox --log-dir runs --lease-ttl 3s --join now"
+    words = f"--nodes 3 {size} --nproc-per-node 2 --run-id calm-fox --log-dir runs --lease-ttl 3s --join now"
     simulation = configured(*words.split(), "--no-python", "env", "--lr", "-1", "--nodes", "9")
     assert simulation.nodes == 3
     assert simulation.agent_command("node-2", 7) == [
