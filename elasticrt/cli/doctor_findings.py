@@ -107,6 +107,23 @@ def names(host: str, addresses: Collection[str], back: str, error: str, seconds:
     )
 
 
+def ports(first: int, last: int, used: int) -> Finding:
+    """The ports `first` to `last`, from which the kernel chooses those of a run; `used`: how many are taken."""
+    free, remedy = last - first + 1 - used, "`ss -tan` shows who has them; or widen net.ipv4.ip_local_port_range"
+    return _judged(
+        f"{free:,} of {first} to {last} are free; a run uses any of them",
+        (free < 100, "fail", "", remedy),
+        (free < 1000, "warn", "", remedy),
+    )
+
+
+def clock(synchronised: bool | None) -> Finding:
+    """The wall clock, and whether the kernel takes it for synchronised; None: it does not say."""
+    remedy = "Start chrony or systemd-timesyncd: only times in logs and certificates depend on it"
+    said = {True: "synchronised", False: "not synchronised", None: "the kernel does not say whether it is synchronised"}
+    return _judged(said[synchronised], (synchronised is False, "warn", "", remedy))
+
+
 def shared_memory(total: int, free: int) -> Finding:
     """The shared memory in which workers of loaders hand over their batches."""
     said = f"{_size(free)} of {_size(total)} shared memory are free"
@@ -172,6 +189,12 @@ def slurm(said: str, nodes: int, *, meets: bool) -> Finding:
     """A SLURM job of so many `nodes`; `meets`: its agents are told where to meet."""
     more, remedy = ": its nodes have no etcd to meet in", "Give --etcd, or --insecure-etcd to `elasticrt run`"
     return _judged(said, (nodes > 1 and not meets, "warn", more, remedy))
+
+
+def kubernetes(pod: str, memory: int, cpus: int) -> Finding:
+    """A pod: the bytes of memory that its processes may still use, and its CPUs."""
+    said = f"pod {pod}: {_size(memory)} of memory left, {cpus} CPUs"
+    return _judged(said, (memory < GIB, "warn", "", "Raise the container's limit of memory"))
 
 
 def peer(where: str, errors: Mapping[str, str], *, seen_as: str, own: str, rtt_s: float, ahead_s: float) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ from elasticrt.cli.doctor import DoctorOptions
 from elasticrt.cli.doctor_findings import Finding
 from elasticrt.cli.doctor_reach import ask_peer
 from elasticrt.cli.slurm import Slurm
-from elasticrt.ipc.cgroups import text_of
+from elasticrt.ipc.cgroups import available_bytes, text_of
 from elasticrt.option_values import NODES_MAX
 from elasticrt.store import embedded, etcd_server
 from elasticrt.store.address import is_loopback
@@ -33,6 +34,9 @@ from elasticrt.store.protocol import Address, Put, Txn
 
 LOOK_S = 120.0
 """What one look may take: torch takes more than a minute to load from a cold disk in the network."""
+
+TIME_ERROR = 5
+"""What adjtimex(2) returns for a clock that is not synchronised."""
 
 TORCH = """
 import json, torch, torch.distributed as dist
@@ -139,7 +143,13 @@ def network(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """Shared memory and limits."""
+    """What the kernel gives out: ports, the time, shared memory, and limits."""
+    first, last = map(int, text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split())
+    lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
+    used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
+    yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
+    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())  # A timex full of zeros changes nothing.
+    yield "clock", findings.clock({-1: None, TIME_ERROR: False}.get(state, True))
     room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
@@ -188,12 +198,15 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
         yield "gpus", findings.gpus(len(shown), seen)
 
 
-def slurm(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """What SLURM says."""
+def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
+    """The SLURM job or the Kubernetes pod that this is, if it is one."""
     job = Slurm.from_env(os.environ)
     if job is not None:
         said = f"job {job.job}, step {job.step}, node {job.node or 'none'} of {job.job_nodes}"
         yield "slurm", findings.slurm(said, job.step_nodes, meets=bool(options.etcd or options.meet_at))
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        cpus = len(os.sched_getaffinity(0))
+        yield "kubernetes", findings.kubernetes(socket.gethostname(), available_bytes(), cpus)
 
 
 def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
@@ -212,5 +225,5 @@ LOOKS: dict[str, Look] = {
     "machine": machine,
     "checkpoints": checkpoints,
     "torch": torch,
-    "slurm": slurm,
+    "scheduler": scheduler,
 }

@@ -71,6 +71,12 @@ CASES: list[tuple[Finding, str, str]] = [
     ),
     (doctor_findings.names("n1", set(), "", "Name or service not known", 0.01), "warn", "/etc/hosts"),
     (doctor_findings.names("n1", {"10.0.0.5"}, "", "", 10.2), "warn", "took 10.2 s"),
+    (doctor_findings.ports(32768, 60999, 40), "ok", "28,192 of 32768 to 60999"),
+    (doctor_findings.ports(32768, 60999, 27500), "warn", "732"),
+    (doctor_findings.ports(32768, 60999, 28232), "fail", "0 of"),
+    (doctor_findings.clock(True), "ok", "synchronised"),
+    (doctor_findings.clock(None), "ok", "does not say"),
+    (doctor_findings.clock(False), "warn", "chrony"),
     (doctor_findings.shared_memory(8 * GIB, 7 * GIB), "ok", "7.0 GiB of 8.0 GiB shared"),
     (doctor_findings.shared_memory(64 * MIB, 64 * MIB), "warn", "--shm-size"),
     (doctor_findings.shared_memory(8 * GIB, MIB), "warn", "SIGBUS"),
@@ -104,6 +110,8 @@ CASES: list[tuple[Finding, str, str]] = [
     (doctor_findings.slurm("job 7", 1, meets=False), "ok", "job 7"),
     (doctor_findings.slurm("job 7", 2, meets=True), "ok", "job 7"),
     (doctor_findings.slurm("job 7", 2, meets=False), "warn", "--etcd"),
+    (doctor_findings.kubernetes("train-0", 12 * GIB, 8), "ok", "pod train-0: 12.0 GiB of memory left, 8 CPUs"),
+    (doctor_findings.kubernetes("train-0", 200 * MIB, 8), "warn", "limit of memory"),
     (peer(), "ok", "10.0.0.6:4000 and 10.0.0.5: 2 ports tried, an answer takes 1.0 ms"),
     (
         peer(errors={"from here to port 5": "", "from there to port 6": "timed out"}),
@@ -186,10 +194,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     monkeypatch.setenv("PYTHON_EXEC", "/bin/false")
     assert main(["doctor", "--json", "--checkpoint", str(tmp_path)]) == 1
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    checks = "etcd loopback address names memory limits checkpoints torch"
-    assert [each["check"] for each in found][:8] == checks.split()
+    checks = "etcd loopback address names ports clock memory limits checkpoints torch"
+    assert [each["check"] for each in found][:10] == checks.split()
     assert all(each.keys() == {"check", "level", "what", "remedy"} for each in found)
     assert [each["check"] for each in found if each["level"] == "fail"] == ["torch"]
+
+
+def test_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod is looked at where Kubernetes says that this is one."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert looked("scheduler", doctor_looks.scheduler, DoctorOptions()) == []
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    ((name, finding),) = looked("scheduler", doctor_looks.scheduler, DoctorOptions())
+    assert (name, "of memory left" in finding.what) == ("kubernetes", True)
 
 
 @pytest.mark.slow
