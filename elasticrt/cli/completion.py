@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from elasticrt.cli.options import add_command
 from elasticrt.errors import EXIT_OK
 from elasticrt.ipc.std_streams import write
+from elasticrt.option_values import options_of
+from elasticrt.run_options import RunOptions
 
 SHELLS = ("bash", "zsh", "fish")
 EXAMPLES = """\
@@ -35,13 +37,25 @@ def show(arguments: argparse.Namespace) -> int:
 
     from elasticrt.cli.main import build_parser
 
-    parser = build_parser()
+    parser, words = build_parser(), _words()
     for each in _parsers(parser):
         for action in each._actions:
+            action.choices = next((words[name] for name in action.option_strings if name in words), action.choices)
             if action.metavar == "FILE" or _FILES & {action.dest, *action.option_strings}:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     write(sys.stdout, shtab.complete(parser, arguments.shell))
     return EXIT_OK
+
+
+def _words() -> dict[str, tuple[str, ...]]:
+    """The options whose value is one of some words, with these words: the types of their fields say so."""
+    types, options = get_type_hints(RunOptions), options_of(RunOptions)
+    return {
+        name: get_args(types[field])
+        for field, option in options.items()
+        if get_origin(types[field]) is Literal
+        for name in option.names
+    }
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

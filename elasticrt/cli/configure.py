@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -57,6 +58,8 @@ def configure(
     command = command_of(options, script, arguments)
     if options.node_check:
         _check_program(options.node_check[0], f"--node-check {options.node_check[0]}")
+    if options.log_dir not in (RunOptions.log_dir, os.devnull):
+        _check_log_dir(Path(options.log_dir).absolute())
     slurm = Slurm.from_env(env)
     options = placed(options, slurm)
     etcd, serve = where_etcd_is(options)
@@ -262,6 +265,23 @@ def read_credentials(options: EtcdOptions) -> Credentials:
 def run_dir(options: RunOptions, run_id: str) -> Path:
     """The run's directory. --log-dir /dev/null drops the workers' output only: events need a directory."""
     return Path(RunOptions.log_dir if options.log_dir == os.devnull else options.log_dir, run_id).absolute()
+
+
+def _check_log_dir(directory: Path) -> None:
+    """Raise ConfigError for a directory that cannot be made or written to.
+
+    A disk that is full, failing or read-only is not the user's mistake: the agent warns, and training goes on.
+    """
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".elasticrt-"):
+            pass
+    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        got, expected = f"{there}: {error.strerror}", "a directory that can be made and written to"
+        remedy = "Name another one. Without --log-dir it is elasticrt_runs"
+        raise ConfigError(
+            explain("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy)
+        ) from None
 
 
 def log_options(options: RunOptions, workers: int, env: Mapping[str, str]) -> LogOptions:

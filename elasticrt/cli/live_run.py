@@ -14,6 +14,7 @@ from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError, explain
+from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Keys, Member, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
@@ -31,14 +32,18 @@ def options_given(arguments: argparse.Namespace, base: E) -> E:
 
 
 def named_run(arguments: argparse.Namespace, options: EtcdOptions) -> tuple[str, Path] | None:
-    """The id and the directory of the run that RUN or --run-id names; None where neither is given."""
+    """The id and the directory of the run that RUN or --run-id names; None where neither is given.
+
+    Raises ConfigError where RUN is a path without a run, and where it can be no name.
+    """
     run = arguments.run or options.run_id
     if run is None:
         return None
-    directory = Path(run)
-    if "/" in run and run_dir.has_events(directory):
+    below = Path(arguments.log_dir, run)
+    if "/" in run or (run_dir.has_events(Path(run)) and not run_dir.has_events(below)):
+        directory = run_dir.find(run, arguments.log_dir)
         return run_dir.read(directory).run_id, directory
-    return run, Path(arguments.log_dir, run)
+    return check_name(run, "RUN"), below
 
 
 def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractContextManager[LiveRun]:

@@ -54,3 +54,14 @@ def test_why_etcd_cannot_be_reached(
         last = capsys.readouterr().err.splitlines()[-1]
         assert reason in last
         assert "`elasticrt etcd` starts one" in last
+
+
+def test_a_ledger_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message is a sentence, not the number of an error."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["ledger", "check", "nosuchdir"]) == 2
+    said = capsys.readouterr().err
+    assert "(nosuchdir): got nosuchdir: No such file or directory; expected" in said
+    assert "Errno" not in said
