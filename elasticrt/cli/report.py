@@ -99,7 +99,8 @@ def show(arguments: argparse.Namespace) -> int:
     """Print the report, or write it as a page. Raises ConfigError for an unknown run, and where it can't be written."""
     story = run_dir.read(directory_of(arguments))
     if not arguments.html:
-        write(sys.stdout, plain("\n".join(report.report(story))) + "\n")
+        lines = report.report(story, report.present(story, time.time()))
+        write(sys.stdout, plain("\n".join(lines)) + "\n")
         return EXIT_OK
     text = page(story)
     try:
@@ -120,9 +121,8 @@ def show_runs(arguments: argparse.Namespace) -> int:
         story = run_dir.read(directory)
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
         nodes = str(len({life.node for life in story.lives}))
-        rows.append(
-            (directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", report.state(story))
-        )
+        state = report.state(story, report.present(story, time.time()))
+        rows.append((directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if len(found) > RUNS_SHOWN:
         lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")

@@ -17,7 +17,7 @@ from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.story import run_dir
-from elasticrt.story.report import as_object, changes, head, paces, worth
+from elasticrt.story.report import as_object, changes, head, paces, present, state, worth
 from elasticrt.text import plain
 
 WATCH_EVERY_S = 2.0
@@ -44,11 +44,11 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
-        write(sys.stdout, json.dumps(as_object(story)) + "\n")
+        write(sys.stdout, json.dumps(as_object(story, present(story, time.time()))) + "\n")
         return story.result is not None
     try:
         with opened(run_id, directory, options) as run:
-            show(run)
+            show(run, "nobody is here" if story is None or story.alive() else state(story))
     except ConfigError:
         if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
             raise
@@ -59,8 +59,8 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     return story is not None and story.result is not None
 
 
-def show(run: LiveRun) -> None:
-    """Print what etcd knows of the run. Raises ConfigError when there is no such run."""
+def show(run: LiveRun, without_nodes: str) -> None:
+    """Print what etcd knows of the run, or `without_nodes` of one without any. Raises ConfigError for no such run."""
     spec, _ = run.spec()
     lines = describe(
         run.keys.run_id,
@@ -69,6 +69,7 @@ def show(run: LiveRun) -> None:
         generation=run.record(run.keys.generation, Generation),
         saved=run.record(run.keys.checkpoint, Commit),
         result=run.record(run.keys.result(spec.attempt), Result),
+        without_nodes=without_nodes,
     )
     write(sys.stdout, "\n".join(lines) + "\n")
 
@@ -81,11 +82,15 @@ def describe(
     generation: Generation | None,
     saved: Commit | None,
     result: Result | None,
+    without_nodes: str,
 ) -> list[str]:
-    """The lines about a run with this spec, members, current generation, newest checkpoint and result. Pure."""
+    """The lines about a run with this spec, members, current generation, newest checkpoint and result. Pure.
+
+    `without_nodes`: the state of a run that has neither members nor a result.
+    """
     members = list(members)
-    state = f"{result.status}: {result.reason}" if result else "alive" if members else "nobody is here"
-    lines = [f"run {run_id}: {state}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
+    said = f"{result.status}: {result.reason}" if result else "alive" if members else without_nodes
+    lines = [f"run {run_id}: {said}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
         size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
         lines.append(f"generation {generation.number}: {size} ({generation.cause})")

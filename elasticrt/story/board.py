@@ -24,7 +24,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
     age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
     return {
         "run": story.run_id,
-        "state": report.state(story),
+        "state": report.state(story, report.present(story, now)),
         "alive": bool(story.alive()) and story.result is None,
         "now": now,
         "tiles": {
