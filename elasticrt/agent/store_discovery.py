@@ -67,7 +67,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
         address = driver.run(ride_out(lambda: _first_answer(settings, endpoints), settings.etcd_wait_s, log.warning))
     except BaseException as error:
         store.close()
-        if settings.etcd and isinstance(error, StoreError):
+        if settings.etcd and isinstance(error, StoreError) and not told_to_leave():
             check_listening(endpoints)  # Says why, where nothing listens.
         raise
     return Meeting(store, endpoints, served, address)
