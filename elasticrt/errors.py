@@ -19,6 +19,9 @@ EXIT_DUPLICATE = 7
 EXIT_BUG = 70
 EXIT_TERMINATED = 143
 
+GOT_MAX = 240
+"""Characters that `explain` shows of a value. Some values are messages themselves, whose end says what happened."""
+
 
 class ElasticError(Exception):
     """Base of all errors that elasticrt raises on purpose."""
@@ -87,14 +90,14 @@ def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
 def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 
-    `got` is cut to 80 characters and escaped if it is not printable, so no value can flood a terminal or begin a second
-    line in a log. No part of the message has control characters.
+    `got` is cut to GOT_MAX characters and escaped if it is empty or not printable, so no value can flood a terminal or
+    begin a second line in a log. No part of the message has control characters.
     """
     message = f"{what} ({where})"
     details = []
     if got is not None:
-        text = got if isinstance(got, str) and got.isprintable() else repr(got)
-        details.append("got " + (text if len(text) <= 80 else text[:77] + "..."))
+        text = got if isinstance(got, str) and got and got.isprintable() else repr(got)
+        details.append("got " + (text if len(text) <= GOT_MAX else text[: GOT_MAX - 3] + "..."))
     if expected:
         details.append(f"expected {expected}")
     if details:

@@ -1,13 +1,12 @@
-"""What an option is, and how its words become a value. Pure.
+"""What an option is, and the parsers of option values. Pure.
 
-A parser takes the words and returns the value, or raises ValueError with what it expects (ConfigError where the whole
-message is its own).
+A parser takes the text and returns the value, or raises ValueError with what it expects (ConfigError where it makes
+the whole message itself).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import shlex
 import signal
@@ -16,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elasticrt.errors import ConfigError, explain
-from elasticrt.store.address import check_host, parse_endpoints
-from elasticrt.store.protocol import Address
+from elasticrt.store.address import check_host
 
 OUT, ERR = "out", "err"
 
@@ -32,15 +30,15 @@ class Option:
     """How one option is given and shown.
 
     Attributes:
-        spelled: its names and what stands for its value, if it has one, such as `--run-id, --rdzv-id ID`. The first
-            name is the one in messages and in ELASTICRT_<NAME>.
+        spelled: its names, and the placeholder of its value if it takes one, such as `--run-id, --rdzv-id ID`. Messages
+            use the first name, which also makes ELASTICRT_<NAME>.
         initial: its value where nothing is given.
-        text: what it does, for `--help` and docs/commands.md; "" for one that people do not give.
-        parse: words to value.
+        text: what it does, for `--help` and docs/commands.md; "" hides the option.
+        parse: text to value.
         default: the default in words, where `initial` does not say it.
-        section: where it is shown.
-        also: variables besides ELASTICRT_<NAME> and torchrun's.
-        own: whether it is this node's own, so that the line that brings another node does not repeat it.
+        section: the heading of `--help` that it is below.
+        also: variables to read besides ELASTICRT_<NAME> and torchrun's.
+        own: whether it belongs to this node alone, so that the line that brings another node does not repeat it.
     """
 
     spelled: str
@@ -59,14 +57,14 @@ class Option:
 
     @property
     def value(self) -> str:
-        """What stands for its value in the help; "" for an option without a value."""
+        """The placeholder of its value; "" for an option without a value."""
         return self.spelled.rpartition(", ")[2].partition(" ")[2]
 
     @property
     def shown(self) -> str:
         """The text with the default."""
         default, initial = self.default, self.initial
-        if not default and isinstance(initial, float) and self.parse in (seconds, positive_seconds):
+        if not default and isinstance(initial, float):  # Floats are durations.
             default = f"{initial / 60:g}m" if initial >= 60 and initial % 60 == 0 else f"{initial:g}s"
         elif not default and isinstance(initial, str | int) and not isinstance(initial, bool):
             default = str(initial)
@@ -83,32 +81,29 @@ def options_of(kind: Any) -> dict[str, Option]:
     return {each.name: each.metadata["option"] for each in dataclasses.fields(kind) if "option" in each.metadata}
 
 
-# Words to values.
-
-
 def yes_or_no(text: str) -> bool:
-    """Of an option without a value: what its variable says."""
-    if text.lower() in ("1", "true", "yes", "on"):
+    """The value of a flag's variable."""
+    if text.lower() in ("1", "true", "yes", "y", "t", "on"):
         return True
-    if text.lower() in ("0", "false", "no", "off", ""):
+    if text.lower() in ("0", "false", "no", "n", "f", "off", ""):
         return False
     raise ValueError("1 or 0")
 
 
-def seconds(text: str) -> float:
-    """A duration such as `90`, `1.5s`, `10m`, in seconds."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text)
-    if not match:
-        raise ValueError("a duration such as 90, 1.5s or 10m")
-    return float(match[1]) * _UNITS_S[match[2]]
+def duration(least_s: float = 0.0, most_s: float = 1000 * 3600.0) -> Callable[[str], float]:
+    """A parser for durations such as `90`, `1.5s`, `10m` in a range; their value is in seconds."""
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)", text)
+        value_s = float(match[1]) * _UNITS_S[match[2]] if match else -1.0
+        if not least_s <= value_s <= most_s:
+            raise ValueError(f"a duration from {least_s:g}s to {most_s / 3600:g}h, such as 90, 1.5s or 10m")
+        return value_s
+
+    return parse
 
 
-def positive_seconds(text: str) -> float:
-    """A duration greater than 0."""
-    value = seconds(text)
-    if not 0 < value <= 1e7 or not math.isfinite(value):
-        raise ValueError("a duration greater than 0, such as 90, 1.5s or 10m")
-    return value
+seconds = duration()
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -144,17 +139,17 @@ def workers(text: str) -> int | str:
 
 
 def start_method(text: str) -> str:
-    """How workers are started. The process that they are forked from is what others call a fork server."""
+    """How workers are started; torchrun's forkserver means the same as fork here."""
     return "fork" if text == "forkserver" else choice("fork", "spawn", "forkserver")(text)
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
-    """Words with commas; empty ones are left out."""
+    """Words, separated by commas; empty ones are left out."""
     return tuple(filter(None, text.split(",")))
 
 
 def command(text: str) -> tuple[str, ...]:
-    """A command with its arguments, quoted as in a shell; nothing for no words."""
+    """A command with its arguments, quoted as in a shell; empty for an empty text."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -162,14 +157,14 @@ def command(text: str) -> tuple[str, ...]:
 
 
 def ranks(text: str) -> frozenset[int]:
-    """Local ranks with commas."""
+    """Local ranks, separated by commas."""
     if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
         raise ValueError("local ranks with commas, such as 0,1,2")
     return frozenset(map(int, text.split(",")))
 
 
 def signals(text: str) -> tuple[signal.Signals, ...]:
-    """Names of signals that a process can handle, with commas."""
+    """Names of signals that a process can handle, separated by commas."""
     try:
         found = [signal.Signals[name.strip()] for name in text.split(",")]
     except KeyError as unknown:
@@ -181,7 +176,7 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
 
 @dataclass(frozen=True)
 class Streams:
-    """Streams of workers: those of `some`, by local rank, and `others` of everybody else."""
+    """A choice of workers' output streams: by local rank in `some`, and `others` for all other local ranks."""
 
     others: frozenset[str] = frozenset()
     some: Mapping[int, frozenset[str]] = field(default_factory=dict)
@@ -197,7 +192,7 @@ _STREAMS = {"0": frozenset[str](), "1": frozenset({OUT}), "2": frozenset({ERR}),
 
 
 def streams(text: str) -> Streams:
-    """torchrun's way of naming streams: 0 none, 1 stdout, 2 stderr, 3 both; of all workers or of some (`0:3,12:1`)."""
+    """Streams as torchrun numbers them: 0 none, 1 stdout, 2 stderr, 3 both; of all workers, or of some (`0:3,12:1`)."""
     if text in _STREAMS:
         return Streams(_STREAMS[text])
     pairs = [re.fullmatch(r"([0-9]{1,4}):([0-3])", part) for part in text.split(",")]
@@ -207,7 +202,7 @@ def streams(text: str) -> Streams:
 
 
 def key_values(text: str) -> dict[str, str]:
-    """`key=value` with commas."""
+    """`key=value` pairs, separated by commas."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -219,17 +214,8 @@ def key_values(text: str) -> dict[str, str]:
     return found
 
 
-def name_for(where: str) -> Callable[[str], str]:
-    """A parser for a run id or a node name, given with the option `where`: part of keys in etcd and of paths."""
-
-    def parse(text: str) -> str:
-        return check_name(text, where)
-
-    return parse
-
-
 def check_name(text: str, where: str) -> str:
-    """A run id or a node name. Raises ConfigError."""
+    """A run id or a node name, given as `where`: it becomes part of keys in etcd and of paths. Raises ConfigError."""
     if not NAME.fullmatch(text):
         raise ConfigError(
             explain(
@@ -243,48 +229,31 @@ def check_name(text: str, where: str) -> str:
     return text
 
 
+def as_name(text: str) -> str:
+    """`text` as a usable name: characters that no name has become dashes."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip(".")[:100] or "node"
+
+
 def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
-    """`N` or `MIN:MAX` as two numbers. Raises ConfigError."""
-    parts = text.split(":")
-    if not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts) or len(parts) > 2:
-        raise ConfigError(
-            explain("not a number of nodes", where, got=text, expected="N or MIN:MAX", remedy="Example: 1:4")
-        )
-    least, most = int(parts[0]), int(parts[-1])
+    """`N` or `MIN:MAX`, given as `where`, as two numbers. Raises ConfigError."""
+    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most <= NODES_MAX:
-        raise ConfigError(
-            explain(
-                "not a range of nodes",
-                where,
-                got=f"{least}:{most}",
-                expected=f"1 <= min <= max <= {NODES_MAX}",
-                remedy="Example: 1:4",
-            )
-        )
+        expected = f"N or MIN:MAX, 1 <= MIN <= MAX <= {NODES_MAX}"
+        raise ConfigError(explain("not a number of nodes", where, got=text, expected=expected, remedy="Example: 1:4"))
     return least, most
 
 
-def endpoints(text: str) -> tuple[Address, ...]:
-    """Where etcd is. No words are a mistake: a variable that is not set must not make each machine a run of its own.
+def host_and_port(where: str, default: str = "", least: int = 0) -> Callable[[str], tuple[str, int]]:
+    """A parser for HOST:PORT, given as `where`, that raises ConfigError for a malformed host.
 
-    Raises ConfigError.
-    """
-    return parse_endpoints(text)
-
-
-def host_and_port(where: str, default: str = "") -> Callable[[str], tuple[str, int]]:
-    """A parser for HOST:PORT, given with the option `where`; with a `default` host for PORT alone as well.
-
-    It raises ConfigError for a host that is none.
+    `default`: the host for PORT alone; "" makes HOST required. `least`: the lowest port; 0 lets the kernel choose one.
     """
 
     def parse(text: str) -> tuple[str, int]:
         host, colon, port = text.rpartition(":")
         if not colon and not default:
             raise ValueError("HOST:PORT")
-        return check_host(host, where) if colon else default, whole(0, 65535)(port)
+        return check_host(host, where) if colon else default, whole(least, 65535)(port)
 
     return parse
-
-
-health_address = host_and_port("--health-port", "127.0.0.1")

@@ -1,8 +1,8 @@
-"""Every option of `elasticrt run`: spellings, value, default and what it does, each said once. Pure.
+"""Every option of `elasticrt run`, declared once: spellings, value, default and meaning. Pure.
 
 The parser, `--help`, the tables in docs/commands.md, the line that brings another node and the check of the Kubernetes
-manifests are made from here. Every option also reads `ELASTICRT_<NAME>`. torchrun's flags that are not options of ours
-are in cli/torchrun_flags.py, which turns them into these.
+manifests are made from here. Every option also reads `ELASTICRT_<NAME>`. cli/torchrun_flags.py translates the flags of
+torchrun that are not options here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 from typing import Literal
 
 from elasticrt import option_values as parse
-from elasticrt.option_values import NO_STREAMS, Streams, option
+from elasticrt.option_values import NO_STREAMS, Streams, check_name, option
+from elasticrt.store.address import parse_endpoints
 from elasticrt.store.protocol import ETCD_WAIT_S, Address
 
 RESTARTS = 3
@@ -24,15 +25,17 @@ STOP_TIMEOUT_S = 10.0
 
 _nodes, _workers = partial(option, section="nodes"), partial(option, section="workers")
 _output, _etcd = partial(option, section="output"), partial(option, section="etcd")
-_run_id = parse.name_for("--run-id")
+_run_id = partial(check_name, where="--run-id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
     """Which run, and how its etcd is reached: for every command that talks to a run.
 
-    `meet_at` has no option of its own: it is where agents without an etcd meet, as torchrun's flags or SLURM say. The
-    one whose machine has that address serves an etcd there; `serves` says so where the address does not.
+    Attributes:
+        meet_at: where agents without an etcd meet, as torchrun's flags or SLURM say. The agent whose machine has that
+            address serves an etcd there.
+        serves: whether this agent is that one; None: the address decides.
     """
 
     run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
@@ -40,13 +43,15 @@ class EtcdOptions:
         "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
         "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
         "after the last agent, or with a run that has succeeded",
-        parse.endpoints, own=True,
+        parse_endpoints, own=True,
     )  # fmt: skip
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)
     etcd_ca_file: str | None = _etcd("--etcd-ca-file FILE", None, "TLS: the certificate authority of etcd")
     etcd_cert_file: str | None = _etcd("--etcd-cert-file FILE", None, "TLS: this client's certificate")
-    etcd_key_file: str | None = _etcd("--etcd-key-file FILE", None, "TLS: and its key")
-    etcd_user: str | None = _etcd("--etcd-user NAME", None, "a login, with --etcd-password-file")
+    etcd_key_file: str | None = _etcd("--etcd-key-file FILE", None, "TLS: the key of that certificate")
+    etcd_user: str | None = _etcd(
+        "--etcd-user NAME", None, "the name to log in with, together with --etcd-password-file"
+    )
     etcd_password_file: str | None = _etcd("--etcd-password-file FILE", None, "a file that holds its password")
     meet_at: Address | None = None
     serves: bool | None = None
@@ -54,13 +59,13 @@ class EtcdOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(EtcdOptions):
-    """What `elasticrt run` is told. The last fields have no option of their own: torchrun's flags fill them in.
+    """The options of `elasticrt run`. The last fields have no option of their own: torchrun's flags fill them in.
 
     Attributes:
-        settle_quiet_s, settle_max_s: how long the first members wait for more.
+        settle_quiet_s, settle_max_s: how long the first members wait for more, in seconds.
         hidden: streams of workers that the console does not show.
-        prefix: what the console puts before each line of workers, None: as fits their number.
-        notes: what people should know of their options.
+        prefix: what the console puts before each line of workers; None: as fits their number.
+        notes: sentences to print about the options, such as one without effect.
     """
 
     run_id: str | None = _nodes(
@@ -72,21 +77,23 @@ class RunOptions(EtcdOptions):
         parse.whole(1, parse.NODES_MAX), default="1", own=True,
     )  # fmt: skip
     max_nodes: int | None = _nodes(
-        "--max-nodes N", None, "and with at most so many; nodes beyond that stand by, warm",
+        "--max-nodes N", None, "train with at most so many nodes; nodes beyond that stand by, warm",
         parse.whole(1, parse.NODES_MAX), default="the minimum", own=True,
     )  # fmt: skip
     nnodes: tuple[int, int] = _nodes(
-        "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it", parse.parse_nodes, default="1", own=True,
+        "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it; one number means both", parse.parse_nodes,
+        default="1", own=True,
     )  # fmt: skip
     again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
     fresh: bool = _nodes(
         "--fresh", False, "do not resume from the checkpoint directory; for a run's first start only", own=True
     )
     node: str | None = _nodes(
-        "--node NAME", None, "this node's name", parse.name_for("--node"), default="SLURM's, or the host name", own=True
-    )
+        "--node NAME", None, "this node's name", partial(check_name, where="--node"),
+        default="SLURM's, or the host name", own=True,
+    )  # fmt: skip
     node_rank: int | None = _nodes(
-        "--node-rank N", None, "where this node would like to sit; nodes that stay keep their ranks",
+        "--node-rank N", None, "the rank that this node asks for; nodes that stay keep theirs",
         parse.whole(0, 100_000), own=True,
     )  # fmt: skip
     local_addr: str | None = _nodes(
@@ -102,21 +109,22 @@ class RunOptions(EtcdOptions):
         "or failure (only together with a failure or a leaving node)", parse.choice("now", "budget", "failure"),
     )  # fmt: skip
     join_timeout_s: float = _nodes(
-        "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.positive_seconds
+        "--join-timeout T", 600.0, "how long to wait for the minimum of nodes", parse.duration(0.001)
     )
     lease_ttl_s: float = _nodes(
-        "--lease-ttl T", 5.0, "a node that etcd does not hear is out after so long, at least 1s", parse.positive_seconds
-    )
+        "--lease-ttl T", 5.0, "a node that etcd has not heard for so long is out; at least 1s",
+        parse.duration(1.0, 3600.0),
+    )  # fmt: skip
     drain_timeout_s: float = _nodes(
         "--drain-timeout T", 15.0, "from SIGTERM to leaving without a handover", parse.seconds
     )
     signals: tuple[Signals, ...] = _nodes(
-        "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "which signals make the node leave; a second "
-        "one waits for nothing", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "signals that make the node leave; a second "
+        "one ends it at once", parse.signals, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )  # fmt: skip
     health: tuple[str, int] | None = _nodes(
         "--health-port [HOST:]PORT", None, "answer GET /live, /ready and /metrics there, also while etcd is away; 0: "
-        "at a free port. On loopback without HOST", parse.health_address, own=True,
+        "at a free port. On loopback without HOST", parse.host_and_port("--health-port", "127.0.0.1"), own=True,
     )  # fmt: skip
 
     nproc_per_node: int | str | None = _workers(
@@ -140,8 +148,8 @@ class RunOptions(EtcdOptions):
         "--virtual-local-rank", False, "LOCAL_RANK is 0 and one GPU is visible, for each worker"
     )
     node_check: tuple[str, ...] = _workers(
-        "--node-check COMMAND", (), "a command that ends with 0 on a node that may train. It is run before workers "
-        "start, and after a failure of a GPU, until it does", parse.command,
+        "--node-check COMMAND", (), "a command that exits with 0 on a node that may train. It runs before workers "
+        "start, and after a failure of a GPU until it exits with 0", parse.command,
         default="nvidia-smi, after a failure of a GPU", own=True,
     )  # fmt: skip
     stop_timeout_s: float | None = _workers(
@@ -166,9 +174,9 @@ class RunOptions(EtcdOptions):
         "--local-ranks-filter RANKS", None, "the console shows these local ranks only, such as 0,1", parse.ranks
     )
     quiet: bool = _output(
-        "--quiet, -q", False, "say only what is wrong; what workers print is shown all the same", own=True
+        "--quiet, -q", False, "print errors and warnings only; the output of workers is still shown", own=True
     )
-    verbose: bool = _output("--verbose, -v", False, "say each decision of this agent, with its reason", own=True)
+    verbose: bool = _output("--verbose, -v", False, "print each decision of this agent, with its reason", own=True)
     log_format: Literal["text", "json"] = _output(
         "--log-format FORMAT", "text", "text, or json: each line of the agent's own is an object of JSON, with time, "
         "node, level, kind, text and the fields of its event", parse.choice("text", "json"), own=True,

@@ -1,4 +1,4 @@
-"""What one agent works with: its options, and what they mean on this machine."""
+"""The settings of one agent: its options, and what they mean on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Command:
     kind: str = "script"
 
     def of_worker(self, local_rank: int) -> list[str]:
-        """The words for one worker: as under torchrun, `${local_rank}` in an argument stands for its local rank."""
+        """The command line of one worker: as under torchrun, `${local_rank}` in an argument becomes its local rank."""
         return [self.argv[0], *(word.replace("${local_rank}", str(local_rank)) for word in self.argv[1:])]
 
 
@@ -50,13 +50,13 @@ class LogOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """One agent's own. What it must agree on with the others of its run is a `RunSpec`.
+    """What concerns one agent alone. What all agents of a run must agree on is a `RunSpec`.
 
     Attributes:
-        options: as they were given; below is what had to be found out.
+        options: as they were given. The other fields are derived from them and from this machine.
         run_id: the run's name.
         node: this node's name; with `node_given` false another one is taken when a live agent has this one already.
-        address: what the others reach this machine at; None: found from the way to etcd.
+        address: where other nodes reach this machine; None: found from the way to etcd.
         workers: processes on this node.
         command: what each of them runs.
         etcd: endpoints; empty: the embedded server of this machine, found or started by the run id.
@@ -64,11 +64,12 @@ class Settings:
         serve: serve the embedded etcd on this address instead of loopback.
         run_dir: logs and events; shared by all nodes that see the same directory.
         logs: what of the workers' output is kept and shown.
-        notes: what people should know of their options.
+        notes: sentences to print about the options.
         shared_options: options that a node needs as well to join, as words of a command line; see `how_to_join`.
         fresh: whether the user has asked for a start from the beginning; workers read that from their environment.
-        alone: what to say if no other node has come after a while, "" for nothing.
-        gpus: the one GPU that each worker sees, which then is told that its local rank is 0; empty: all see all.
+        alone: the warning to print if no other node has come after a while; "" for none.
+        gpus: by local rank, the only GPU that a worker sees, with LOCAL_RANK 0; empty: each worker sees all.
+        ride_through_s: how long workers train on without etcd, in seconds.
     """
 
     options: RunOptions
@@ -91,35 +92,35 @@ class Settings:
 
     @property
     def node_given(self) -> bool:
-        """Whether people have chosen the node's name."""
+        """Whether the node's name was given, so that it must not be changed."""
         return self.options.node is not None
 
     @property
     def start_method(self) -> Literal["fork", "exec"]:
-        """How the worker parent starts workers. A program is never a fork of it."""
+        """How the worker parent starts workers; a program that is not Python is always executed."""
         return "exec" if self.options.start_method == "spawn" or self.command.kind == "program" else "fork"
 
     @property
     def max_restarts(self) -> int:
-        """Restarts that are allowed: in all, or without new commits."""
+        """The restart budget: in all, or without new commits."""
         return RESTARTS if self.options.max_restarts is None else self.options.max_restarts
 
     @property
     def stop_timeout_s(self) -> float:
-        """Grace between SIGTERM and SIGKILL for workers when this agent is told to leave."""
+        """Seconds between SIGTERM and SIGKILL for workers when this agent leaves."""
         return STOP_TIMEOUT_S if self.options.stop_timeout_s is None else self.options.stop_timeout_s
 
     @property
     def restart_grace_s(self) -> float:
-        """The same for workers of a generation that is replaced; 0: they are killed at once."""
+        """The same for workers of a generation that is replaced; 0 kills them at once."""
         return self.options.stop_timeout_s or 0.0
 
     @property
     def etcd_runs(self) -> bool:
-        """Whether an etcd is said to run at its endpoints: where nothing listens, nothing is waited for."""
+        """Whether the etcd at the endpoints must be running: then a port where nothing listens is an error at once."""
         return bool(self.options.etcd) and self.options.etcd_wait_s is None
 
     @property
     def etcd_wait_s(self) -> float:
-        """How long this agent waits for an answer of etcd until it has joined."""
+        """How many seconds this agent waits for an answer of etcd until it has joined."""
         return ETCD_WAIT_S if self.options.etcd_wait_s is None else self.options.etcd_wait_s

@@ -6,13 +6,14 @@ one node needs to know (its name, its log directory, its etcd endpoints) is not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from elasticrt.option_values import NODES_MAX
 from elasticrt.run_options import RESTARTS, RunOptions
-from elasticrt.text import known, size
+from elasticrt.text import known, shell, size
 
 PROTOCOL = 1
 """Raised whenever records or their meaning change: agents of different protocols never share a run."""
@@ -72,9 +73,18 @@ class RunSpec(BaseModel):
 def difference(mine: RunSpec, theirs: RunSpec) -> str:
     """The fields in which two specs differ, as text for a message; "" when they agree."""
     ours, others = mine.model_dump(), theirs.model_dump()
+    if mine.command != theirs.command:
+        ours["command"], others["command"] = _differing(mine.command, theirs.command)
     return ", ".join(
         f"{name}: {ours[name]!r} here, {others[name]!r} in the run" for name in ours if ours[name] != others[name]
     )
+
+
+def _differing(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    """Three words of each command, from the last one that they share on: commands are long."""
+    first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin = max(0, first - 1)
+    return shell(one[begin : begin + 3]), shell(other[begin : begin + 3])
 
 
 def resized(spec: RunSpec, to: RunSpec) -> RunSpec:

@@ -23,8 +23,6 @@ GENERATED = PACKAGE / "store" / "proto"
 
 LAYERS: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "run": {"cli"},
-    "launch": {"cli"},
     "__init__": {"train", "checkpoint", "data", "distributed", "multiprocessing", "errors"},
     "text": set(),
     "errors": {"text"},

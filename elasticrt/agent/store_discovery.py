@@ -65,8 +65,10 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
     try:
         driver = StoreDriver(store, _unheard, time, told_to_leave=told_to_leave)
         address = driver.run(ride_out(lambda: _first_answer(settings, endpoints), settings.etcd_wait_s, log.warning))
-    except BaseException:
+    except BaseException as error:
         store.close()
+        if settings.etcd and isinstance(error, StoreError) and not told_to_leave():
+            check_listening(endpoints)  # Says why, where nothing listens.
         raise
     return Meeting(store, endpoints, served, address)
 

@@ -50,12 +50,14 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         verdict = check(books(*map(Path, arguments.directories)))
     except (OSError, ValueError) as error:
+        got = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ConfigError(
             explain(
                 "not a ledger that can be checked",
                 ", ".join(arguments.directories),
+                got=got,
                 expected=f"directories with files *{SUFFIX}, each whole",
-                remedy=f"What is wrong: {error}",
+                remedy="Name the directory of Loop(ledger=DIR) or ELASTICRT_LEDGER",
             )
         ) from None
     write(sys.stdout, "\n".join(describe(verdict)) + "\n")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from elasticrt.cli.options import add_command
 from elasticrt.errors import EXIT_OK
 from elasticrt.ipc.std_streams import write
+from elasticrt.option_values import options_of
+from elasticrt.run_options import RunOptions
 
 SHELLS = ("bash", "zsh", "fish")
 EXAMPLES = """\
@@ -24,16 +27,8 @@ _FILES = frozenset({"script", "--checkpoint", "--html", "--log-dir", "--data-dir
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
     text = "print what a shell needs to complete commands and options"
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "completion",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_command(subparsers, "completion", show, text, epilog=EXAMPLES)
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
-    parser.set_defaults(func=show)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -42,15 +37,25 @@ def show(arguments: argparse.Namespace) -> int:
 
     from elasticrt.cli.main import build_parser
 
-    parser = build_parser()
+    parser, words = build_parser(), _words()
     for each in _parsers(parser):
         for action in each._actions:
-            # torchrun's spellings with underscores are taken, and need not be offered as well.
-            action.option_strings = [name for name in action.option_strings if "_" not in name]
+            action.choices = next((words[name] for name in action.option_strings if name in words), action.choices)
             if action.metavar == "FILE" or _FILES & {action.dest, *action.option_strings}:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     write(sys.stdout, shtab.complete(parser, arguments.shell))
     return EXIT_OK
+
+
+def _words() -> dict[str, tuple[str, ...]]:
+    """The options whose value is one of some words, with these words: the types of their fields say so."""
+    types, options = get_type_hints(RunOptions), options_of(RunOptions)
+    return {
+        name: get_args(types[field])
+        for field, option in options.items()
+        if get_origin(types[field]) is Literal
+        for name in option.names
+    }
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

@@ -1,4 +1,4 @@
-"""From options to what an agent works with: everything is checked here, before anything is started or asked."""
+"""From options to the settings of an agent: all checks are here, before any process starts or any server is asked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from elasticrt.cli.slurm import Slurm, placed
 from elasticrt.errors import ConfigError, explain
-from elasticrt.option_values import check_name, options_of
+from elasticrt.option_values import as_name, check_name, options_of
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.settings import Command, LogOptions, Settings
 from elasticrt.store.address import check_security, is_loopback
@@ -23,15 +24,13 @@ from elasticrt.store.protocol import Address, Credentials
 from elasticrt.text import plain
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-
     from elasticrt.spec import RunSpec
 
 BEFORE_THE_SCRIPT = frozenset({
     "--nproc-per-node", "--nnodes", "--min-nodes", "--max-nodes", "--run-id", "--rdzv-id", "--etcd", "--rdzv-endpoint",
     "--rdzv-backend", "--max-restarts",
 })  # fmt: skip
-"""Few scripts have these as options of their own. Who writes them behind the script is told where they go."""
+"""Few scripts have such options themselves: one behind the script is probably misplaced, and gets a note."""
 
 ORDER = "Options go before SCRIPT; what follows it is the script's."
 
@@ -44,16 +43,14 @@ _ANIMALS = "badger crane dolphin falcon fox gecko heron ibex jay koala lark mart
 def configure(
     options: RunOptions, script: str | None, arguments: list[str], env: Mapping[str, str]
 ) -> tuple[Settings, RunSpec]:
-    """This agent's settings, and what it must agree on with the others of its run. Raises ConfigError.
+    """This agent's settings, and the spec that it must agree on with the others of its run. Raises ConfigError.
 
     Args:
         options: with torchrun's flags translated.
-        script: the training script, a module or a program; None: none was named.
+        script: the training script, a module or a program; None where none is given.
         arguments: the script's.
         env: the agent's environment.
     """
-    from pydantic import ValidationError
-
     from elasticrt.spec import RunSpec
 
     least, most = options.nnodes
@@ -61,6 +58,8 @@ def configure(
     command = command_of(options, script, arguments)
     if options.node_check:
         _check_program(options.node_check[0], f"--node-check {options.node_check[0]}")
+    if options.log_dir not in (RunOptions.log_dir, os.devnull):
+        _check_log_dir(Path(options.log_dir).absolute())
     slurm = Slurm.from_env(env)
     options = placed(options, slurm)
     etcd, serve = where_etcd_is(options)
@@ -69,7 +68,7 @@ def configure(
     settings = Settings(
         options=options,
         run_id=run_id,
-        node=check_name(options.node or (slurm.node if slurm else "") or _host_name(), "--node"),
+        node=check_name(options.node or (slurm.node if slurm else "") or as_name(socket.gethostname()), "--node"),
         address=own_address(options.local_addr, most),
         workers=workers,
         command=command,
@@ -82,40 +81,27 @@ def configure(
         fresh=options.fresh,
         gpus=own_gpus(workers, env) if options.virtual_local_rank else (),
     )
-    try:
-        spec = RunSpec(
-            min_nodes=least,
-            max_nodes=most,
-            command=(command.kind, *command.argv),
-            max_restarts=settings.max_restarts,
-            restarts_reset=options.max_restarts is None,
-            join_timeout_s=options.join_timeout_s,
-            lease_ttl_s=options.lease_ttl_s,
-            join=options.join,
-            settle_quiet_s=options.settle_quiet_s,
-            settle_max_s=options.settle_max_s,
-            role=options.role,
-        )
-    except ValidationError as error:
-        raise ConfigError(_out_of_range(error)) from None
+    spec = RunSpec(
+        min_nodes=least,
+        max_nodes=most,
+        command=(command.kind, *command.argv),
+        max_restarts=settings.max_restarts,
+        restarts_reset=options.max_restarts is None,
+        join_timeout_s=options.join_timeout_s,
+        lease_ttl_s=options.lease_ttl_s,
+        join=options.join,
+        settle_quiet_s=options.settle_quiet_s,
+        settle_max_s=options.settle_max_s,
+        role=options.role,
+    )
     return settings, spec
-
-
-def _out_of_range(error: ValidationError) -> str:
-    """The first field of a spec that its bounds refuse, by its option."""
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    known = options_of(RunOptions)
-    where = known[name].names[0] if name in known else name
-    expected = first["msg"].replace("Input should be ", "")
-    return explain("not a usable value", where, got=str(first["input"]), expected=expected)
 
 
 # The script.
 
 
 def command_of(options: RunOptions, script: str | None, arguments: list[str]) -> Command:
-    """What every worker runs. Raises ConfigError where that cannot be run."""
+    """What every worker runs. Raises ConfigError where it cannot be run."""
     if options.module and options.no_python:
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
     if not script:
@@ -141,9 +127,9 @@ def _check_program(name: str, where: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Look for its top-level part: what is below could be found only by importing that."""
+    """Look for its top-level package: to find what is below, that would have to be imported."""
     top = name.partition(".")[0]
-    # Another Python may have other modules.
+    # Workers of another Python ($PYTHON_EXEC) may have other modules.
     if not os.environ.get("PYTHON_EXEC") and not (
         top and (PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top))
     ):
@@ -169,20 +155,16 @@ def _check_script(path: Path) -> None:
 
 def _new_run_id() -> str:
     adjectives, animals = _ADJECTIVES.split(), _ANIMALS.split()
-    # Whoever draws the name of another run on this machine would join it.
+    # The suffix is for safety: an agent that draws the name of another run would join that run.
     rest = "".join(secrets.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(5))
     return f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{rest}"
 
 
-def _host_name() -> str:
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
-    return name.lstrip(".")[:100] or "node"
-
-
 def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
-    """Workers on this node. GPUs are counted without importing torch: by what the driver shows.
+    """The number of workers on this node. GPUs are counted by their device files, without importing torch.
 
-    Without any GPU, "auto" means one worker for each CPU, as under torchrun, and None one worker.
+    `wanted`: --nproc-per-node. Without any GPU, "auto" means one worker for each CPU, as under torchrun, and None one
+    worker. Raises ConfigError for "gpu" without any.
     """
     if isinstance(wanted, int):
         return wanted
@@ -222,9 +204,9 @@ def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def where_etcd_is(options: EtcdOptions) -> tuple[tuple[Address, ...], Address | None]:
-    """Endpoints to use, or the address to serve an embedded etcd at (both empty: on loopback, by the run id).
+    """The endpoints to use, or the address to serve an embedded etcd at; neither: one on a socket, found by run id.
 
-    Raises ConfigError, also for an etcd on another machine without TLS that nobody has accepted.
+    Raises ConfigError, also for an etcd on another machine without TLS, unless --insecure-etcd accepts it.
     """
     etcd, serve = options.etcd, None
     if options.meet_at is not None:
@@ -237,7 +219,7 @@ def where_etcd_is(options: EtcdOptions) -> tuple[tuple[Address, ...], Address | 
 
 
 def _is_ours(host: str) -> bool:
-    """Whether this machine owns the address: then a socket can be bound to it."""
+    """Whether this machine has the address."""
     try:
         resolve(host, "--rdzv-endpoint")
     except ConfigError:
@@ -251,7 +233,7 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
         return None
     ip = resolve_for_others(text, "--local-addr")
     if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
-        # /etc/hosts often gives a machine's own name 127.0.1.1. An address of loopback may be meant as it is.
+        # /etc/hosts often maps a machine's own name to 127.0.1.1. A loopback address that was typed is meant.
         got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
         what, remedy = "a name that means this machine alone", "Give the IP address that `ip -brief address` shows"
         raise ConfigError(explain(what, "--local-addr", got=got, expected=expected, remedy=remedy))
@@ -281,12 +263,29 @@ def read_credentials(options: EtcdOptions) -> Credentials:
 
 
 def run_dir(options: RunOptions, run_id: str) -> Path:
-    """The run's directory. --log-dir /dev/null is about what workers print, and not about the rest."""
+    """The run's directory. --log-dir /dev/null drops the workers' output only: events need a directory."""
     return Path(RunOptions.log_dir if options.log_dir == os.devnull else options.log_dir, run_id).absolute()
 
 
+def _check_log_dir(directory: Path) -> None:
+    """Raise ConfigError for a directory that cannot be made or written to.
+
+    A disk that is full, failing or read-only is not the user's mistake: the agent warns, and training goes on.
+    """
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".elasticrt-"):
+            pass
+    except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        got, expected = f"{there}: {error.strerror}", "a directory that can be made and written to"
+        remedy = "Name another one. Without --log-dir it is elasticrt_runs"
+        raise ConfigError(
+            explain("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy)
+        ) from None
+
+
 def log_options(options: RunOptions, workers: int, env: Mapping[str, str]) -> LogOptions:
-    """What is kept and shown of this many workers' output."""
+    """Which output of the workers is kept and shown, and how."""
     prefix = env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", options.prefix)
     if prefix is None:
         prefix = "[rank ${rank}] " if workers > 1 and options.events_fd < 0 else ""

@@ -1,7 +1,7 @@
-"""`elasticrt dashboard`: a page that shows the runs of this machine while they go on. It reads their directories alone.
+"""`elasticrt dashboard`: a page that shows the runs of this machine while they go on, from their directories.
 
-The server takes no orders. Only this machine's own users reach it, unless another address is given; then a token is
-needed. `elasticrt report --html` writes the same page into a file, with one run in it.
+It is read-only. On loopback, the default, the users of this machine reach it; at other addresses it needs a token.
+`elasticrt report --html` writes the same page into a file, with one run in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGE = Path(__file__).with_name("dashboard.html")
 REQUEST_S = 10.0
 STREAMS_MAX = 32
 TELL_EVERY_S = 1.0
-"""A page hears of a living run at least so often, so that its ages grow; and this end learns that a page is gone."""
+"""An open page gets an update at least so often: its ages grow, and a closed connection is noticed."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -88,12 +88,12 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{shown}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
 
-class Refusal(Exception):  # noqa: N818  It is an answer: a status and a text.
-    """Why a request gets nothing else."""
+class Refusal(Exception):  # noqa: N818  It is an answer.
+    """The answer to a request that is refused: its arguments are a status and a text."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one page: `/` is the page, `/runs` the names of runs, `/updates?run=NAME` what happens in one."""
+    """Answers requests: `/` is the page, `/runs` the names of runs, `/updates?run=NAME` a stream about one run."""
 
     server: Server
     timeout = REQUEST_S
@@ -104,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
         answers = {"/": self._page, "/runs": self._runs, "/updates": self._updates}
-        with suppress(ConnectionError, TimeoutError):  # The page is gone.
+        with suppress(ConnectionError, TimeoutError):  # The page was closed.
             try:
                 self._check(query)
                 answers.get(asked.path, self._nothing)(query)
@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content or b"")
 
     def _updates(self, query: dict[str, str]) -> None:
-        """Say what is known of a run, and again whenever it is more, until the page is gone."""
+        """Send the state of a run, and each change of it, until the page is closed."""
         directory = next((each for each in run_dir.newest(self.server.log_dir) if each.name == query.get("run")), None)
         if directory is None:
             raise Refusal(HTTPStatus.NOT_FOUND, "no such run")
@@ -161,4 +161,4 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
 
     def log_message(self, format: str, *_: Any) -> None:  # noqa: A002  Its name is http.server's.
-        """Nothing is said of each request."""
+        """Requests are not logged."""

@@ -1,6 +1,6 @@
-"""`elasticrt doctor`: says in a line each what would keep a run from working on this machine, and the remedy.
+"""`elasticrt doctor`: one line for each thing that may keep a run from working on this machine, with the remedy.
 
-What is looked at, and how, is in `doctor_looks`; what follows from what is seen, in `doctor_findings`.
+`doctor_looks` looks at the machine; `doctor_findings` judges what it sees.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elasticrt.cli.options import declare, read
+from elasticrt.cli.options import add_command, read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import EXIT_OK, EXIT_WORKERS
 from elasticrt.ipc.std_streams import write
@@ -29,26 +29,24 @@ class DoctorOptions(EtcdOptions):
     checkpoint: Path | None = option("--checkpoint DIR", None, "look at this checkpoint directory as well", Path)
     listen: bool = option("--listen", False, "let other machines try to reach this one, for ten minutes")
     peer: tuple[str, int] | None = option(
-        "--peer HOST:PORT", None, "try with the one that listens", host_and_port("--peer")
+        "--peer HOST:PORT",
+        None,
+        "try to reach the machine where `doctor --listen` runs, and to be reached by it",
+        host_and_port("--peer"),
     )
     json: bool = option("--json", False, "a JSON object in each line")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="look for what would keep a run from working on this machine",
-        description="Look at what a run needs on this machine; say what is wrong, and the remedy.",
-        epilog="example: elasticrt doctor --etcd https://10.0.0.5:2379 --checkpoint /shared/ckpt",
-        allow_abbrev=False,
-    )
-    declare(parser, DoctorOptions, MeetingFlags)
-    parser.set_defaults(func=main)
+    text = "look for what would keep a run from working on this machine"
+    more = "Each line says what was seen and, where something is wrong, the remedy."
+    epilog = "example: elasticrt doctor --etcd https://10.0.0.5:2379 --checkpoint /shared/ckpt"
+    add_command(subparsers, "doctor", main, text, DoctorOptions, MeetingFlags, more=more, epilog=epilog)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Look, and say. Exit code 0 where no check fails, else 1. Raises ConfigError for options that cannot be used."""
+    """Print the findings. Exit code 0 where no check fails, else 1. Raises ConfigError for unusable options."""
     from elasticrt.cli import doctor_looks, doctor_reach
     from elasticrt.cli.doctor_findings import line
 

@@ -1,4 +1,4 @@
-"""What `elasticrt doctor` makes of what it has seen: each check is one function from values to a finding. Pure.
+"""The checks of `elasticrt doctor`: each is a function from what was seen to a finding. Pure.
 
 Sizes are in bytes, times in seconds.
 """
@@ -25,7 +25,7 @@ SHARED = re.compile(r"nfs4?|cifs|smb3|lustre|gpfs|ceph|beegfs|glusterfs|9p|virti
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check has found, and what to do about it ("" where nothing is to be done)."""
+    """The result of one check, and the remedy ("" where none is needed)."""
 
     level: Level
     what: str
@@ -38,7 +38,7 @@ def line(name: str, finding: Finding) -> str:
 
 
 def _judged(said: str, *troubles: tuple[object, Level, str, str]) -> Finding:
-    """The first trouble that is there, of (whether, level, what to say more, remedy); without any all is well."""
+    """The first of the troubles (whether, level, text behind `said`, remedy) that is there; "ok" without any."""
     for there, level, more, remedy in troubles:
         if there:
             return Finding(level, said + more, remedy)
@@ -58,7 +58,7 @@ def _version(text: str, parts: int) -> tuple[int, ...]:
 
 
 def etcd(where: str, server: ServerStatus, read_s: float, write_s: float, *, own: bool, open_to_all: bool) -> Finding:
-    """An etcd `where` reads and writes take so long; where it tells of troubles, none is tried.
+    """An etcd at `where`, and the times of a read and a write; an etcd that reports troubles was asked for neither.
 
     `own`: it was started for this look. `open_to_all`: it is another machine's, without TLS and login.
     """
@@ -108,8 +108,8 @@ def names(host: str, addresses: Collection[str], back: str, error: str, seconds:
 
 
 def ports(first: int, last: int, used: int) -> Finding:
-    """The ports `first` to `last` that the kernel gives out, of which so many are in use."""
-    free, remedy = last - first + 1 - used, "`ss -tan` says who holds them; or widen net.ipv4.ip_local_port_range"
+    """The ports `first` to `last`, from which the kernel chooses those of a run; `used`: how many are taken."""
+    free, remedy = last - first + 1 - used, "`ss -tan` shows who has them; or widen net.ipv4.ip_local_port_range"
     return _judged(
         f"{free:,} of {first} to {last} are free; a run uses any of them",
         (free < 100, "fail", "", remedy),
@@ -118,12 +118,10 @@ def ports(first: int, last: int, used: int) -> Finding:
 
 
 def clock(synchronised: bool | None) -> Finding:
-    """The wall clock: whether the kernel takes it for synchronised; None: it does not say."""
+    """The wall clock, and whether the kernel takes it for synchronised; None: it does not say."""
     remedy = "Start chrony or systemd-timesyncd: only times in logs and certificates depend on it"
-    return _judged(
-        "synchronised" if synchronised else "nothing says that it is synchronised",
-        (synchronised is False, "warn", "", remedy),
-    )
+    said = {True: "synchronised", False: "not synchronised", None: "the kernel does not say whether it is synchronised"}
+    return _judged(said[synchronised], (synchronised is False, "warn", "", remedy))
 
 
 def shared_memory(total: int, free: int) -> Finding:
@@ -194,7 +192,7 @@ def slurm(said: str, nodes: int, *, meets: bool) -> Finding:
 
 
 def kubernetes(pod: str, memory: int, cpus: int) -> Finding:
-    """A pod: the memory that its processes may still use, and its CPUs."""
+    """A pod: the bytes of memory that its processes may still use, and its CPUs."""
     said = f"pod {pod}: {_size(memory)} of memory left, {cpus} CPUs"
     return _judged(said, (memory < GIB, "warn", "", "Raise the container's limit of memory"))
 

@@ -1,4 +1,4 @@
-"""What `elasticrt doctor` looks at: each look has a deadline, and none of them loads torch."""
+"""How `elasticrt doctor` looks at a machine. Each look has a deadline; none loads torch into this process."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ from elasticrt.store.protocol import Address, Put, Txn
 LOOK_S = 120.0
 """What one look may take: torch takes more than a minute to load from a cold disk in the network."""
 
+TIME_ERROR = 5
+"""What adjtimex(2) returns for a clock that is not synchronised."""
+
 TORCH = """
 import json, torch, torch.distributed as dist
 print(json.dumps({
@@ -49,7 +52,7 @@ Look = Callable[[DoctorOptions], Iterator[tuple[str, Finding]]]
 
 
 def looked(title: str, look: Look, options: DoctorOptions, wait_s: float = LOOK_S) -> list[tuple[str, Finding]]:
-    """What `look` finds within `wait_s` seconds. What cannot be seen is told under its `title`, and hides no other."""
+    """The findings of `look` within `wait_s` seconds. If it fails or hangs, that is one more, with its `title`."""
     found: list[tuple[str, Finding]] = []
 
     def work() -> None:
@@ -140,13 +143,13 @@ def network(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def machine(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """What the kernel gives out, and how much."""
+    """What the kernel gives out: ports, the time, shared memory, and limits."""
     first, last = map(int, text_of(Path("/proc/sys/net/ipv4/ip_local_port_range")).split())
     lines = [line for name in ("tcp", "tcp6") for line in text_of(Path("/proc/net", name)).splitlines()[1:]]
     used = {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     yield "ports", findings.ports(first, last, len(used & set(range(first, last + 1))))
-    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())  # All zero: it only looks.
-    yield "clock", findings.clock({-1: None, 5: False}.get(state, True))
+    state = ctypes.CDLL(None).adjtimex((ctypes.c_long * 64)())  # A timex full of zeros changes nothing.
+    yield "clock", findings.clock({-1: None, TIME_ERROR: False}.get(state, True))
     room = os.statvfs("/dev/shm")  # noqa: S108  Nothing is made there.
     yield "memory", findings.shared_memory(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
@@ -196,18 +199,18 @@ def torch(_: DoctorOptions) -> Iterator[tuple[str, Finding]]:
 
 
 def scheduler(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """What SLURM or Kubernetes says."""
-    slurm = Slurm.from_env(os.environ)
-    if slurm is not None:
-        said = f"job {slurm.job}, step {slurm.step}, node {slurm.node or 'none'} of {slurm.job_nodes}"
-        yield "slurm", findings.slurm(said, slurm.step_nodes, meets=bool(options.etcd or options.meet_at))
+    """The SLURM job or the Kubernetes pod that this is, if it is one."""
+    job = Slurm.from_env(os.environ)
+    if job is not None:
+        said = f"job {job.job}, step {job.step}, node {job.node or 'none'} of {job.job_nodes}"
+        yield "slurm", findings.slurm(said, job.step_nodes, meets=bool(options.etcd or options.meet_at))
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         cpus = len(os.sched_getaffinity(0))
         yield "kubernetes", findings.kubernetes(socket.gethostname(), available_bytes(), cpus)
 
 
 def peer(options: DoctorOptions) -> Iterator[tuple[str, Finding]]:
-    """The way to the machine where `--listen` was said, and back."""
+    """The way to the machine where `doctor --listen` runs, and back."""
     assert options.peer is not None
     try:
         yield "peer", ask_peer(*options.peer)

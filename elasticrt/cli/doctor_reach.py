@@ -1,6 +1,6 @@
 """`elasticrt doctor --listen` and `--peer`: whether two machines reach each other, both ways, at ports like a run's.
 
-Each connection asks one question and gets one answer. Who listens connects to nobody but to who asks.
+Each connection carries one question and one answer. The listener connects to no host but the one that asks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINE_MAX_BYTES = 4096
 
 
 def answer_peers(address: str) -> None:
-    """Answer those that ask at `address`, for ten minutes."""
+    """Answer questions at `address`, for ten minutes."""
     until = time.monotonic() + LISTEN_S
     with ExitStack() as opened:
         sockets = [opened.enter_context(_listener(address)) for _ in range(1 + PORTS)]
@@ -33,7 +33,7 @@ def answer_peers(address: str) -> None:
         write(sys.stdout, f"on the other machine: elasticrt doctor --peer {shown}:{asked}\n")
         while (left := until - time.monotonic()) > 0:
             sockets[0].settimeout(left)
-            with suppress(OSError, ValueError, TypeError, KeyError):  # Who asks nothing gets no answer.
+            with suppress(OSError, ValueError, TypeError, KeyError):  # A malformed question gets no answer.
                 connection, (host, *_) = sockets[0].accept()
                 with connection:
                     connection.settimeout(STEP_S)

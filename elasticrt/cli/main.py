@@ -25,10 +25,10 @@ DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are ours: one line, a suggestion, exit code 2."""
+    """An argument parser whose errors look like all others: one line with a suggestion, exit code 2."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but unknown options are told by the command that they were given to, not by the whole."""
+        """As argparse's, but unknown options are an error of the command that they were given to."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -48,14 +48,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} ({self.prog}){hint}")
 
     def _near(self, words: str) -> str:
-        """The option that the first of these words may be a slip or the beginning of; "" when none is likely."""
+        """The option that the first of these words may be a misspelling or the beginning of; "" if none is likely."""
         unknown = re.split("[ =]", words)[0].replace("_", "-")
-        known = [option for action in self._actions for option in action.option_strings if "_" not in option]
+        known = [option for action in self._actions for option in action.option_strings]
         begun = [option for option in known if len(unknown) > 3 and option.startswith(unknown)]
         return next(iter(begun or get_close_matches(unknown, known, n=1, cutoff=0.75)), "")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """At once and to stdout, so that help which cannot be written is found out like anything else."""
+        """Write help like all other output, so that a full disk behind stdout is reported."""
         del file
         write(sys.stdout, message)
 
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         return {name: parser for action in nested for name, parser in action.choices.items()}
 
     def _meant(self, word: str) -> str:
-        """What somebody may have meant by something that is no command; "" when nothing is likely."""
+        """The command that an unknown word may stand for; "" if none is likely."""
         if word.endswith(".py") and "run" in self._commands():
             return f"{self.prog} run {word}"
         near = get_close_matches(word, self._commands(), n=1)
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Handler(logging.Handler):
-    """Writes the lines of a log to stderr. They give no orders to a terminal, whatever they quote."""
+    """Writes log records to stderr, with control characters escaped: they may quote anything."""
 
     in_json = False
 
@@ -109,7 +109,7 @@ def _check_directory() -> None:
 
 
 def _heed(arguments: argparse.Namespace, handler: _Handler) -> None:
-    """Do as the options of `run` for its own lines say, which concern a log's as well."""
+    """Apply --log-format and --verbose to log records, where the command has these options."""
     if "quiet" not in arguments:
         return
     options = read(RunOptions(), arguments, os.environ)

@@ -1,26 +1,57 @@
-"""Dataclasses of options as an argparse parser, and what was given as such a dataclass.
+"""From dataclasses of options to an argparse parser, and from what was given back to such a dataclass.
 
 The command line wins, then ELASTICRT_<NAME>, then torchrun's PET_<NAME> where torchrun has the flag, then the default.
-Spellings are taken with dashes or, as torchrun has it, with underscores.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Mapping
+import os
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from elasticrt.cli.torchrun_flags import FLAGS, SECTION, variable
+from elasticrt.cli.torchrun_flags import REFUSED, SECTION, variable
 from elasticrt.errors import ConfigError, explain
 from elasticrt.option_values import Option, options_of, yes_or_no
+from elasticrt.run_options import RunOptions
 
 SECTIONS = ("", "nodes", "workers", "output", "etcd", SECTION)
 
-_WORKER_VARIABLES = frozenset({"ELASTICRT_NODE"})
-"""Set by an agent for its workers. An `elasticrt run` inside a worker must not take them for options."""
-
 T = TypeVar("T")
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[Any],
+    name: str,
+    act: Callable[[argparse.Namespace], int],
+    text: str,
+    *kinds: type,
+    more: str = "",
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    """Register a command.
+
+    Args:
+        subparsers: all commands.
+        name: the word for it.
+        act: carries it out; returns its exit code.
+        text: what it does, in one clause.
+        kinds: dataclasses of its options.
+        more: what its own help says below that.
+        epilog: what stands at the end of its help, with an example.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=text,
+        description="\n".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more))),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    declare(parser, *kinds)
+    parser.set_defaults(func=act)
+    return parser
 
 
 def declare(parser: argparse.ArgumentParser, *kinds: type) -> None:
@@ -32,23 +63,41 @@ def declare(parser: argparse.ArgumentParser, *kinds: type) -> None:
         for option in of_section:
             shown = option.shown.replace("%", "%%") if option.text else argparse.SUPPRESS
             how: dict[str, Any] = {"metavar": option.value} if option.value else {"action": "store_const", "const": "1"}
-            group.add_argument(*spellings(option.names), dest=_dest(option), help=shown, **how)
+            _add(group, option.names, dest=_dest(option), help=shown, **how)
     parser.set_defaults(prog=parser.prog)
 
 
 def declare_refused(parser: argparse.ArgumentParser) -> None:
-    """torchrun's flags that we do not have: whoever gives one is told why, and what to use in its place."""
-    for flag in FLAGS:
-        if flag.refused:
-            parser.add_argument(*spellings((flag.name,)), action=_Refused, help=argparse.SUPPRESS, metavar=flag.meaning)
+    """Add torchrun's flags that elasticrt refuses: giving one is an error that names a replacement."""
+    for name, reason in REFUSED.items():
+        _add(parser, (name,), action=_Refused, help=argparse.SUPPRESS, metavar=reason)
+
+
+def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add RUN and --log-dir; `default`: which run is meant without RUN."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"the run's id, or its directory (default: {default})")
+    declare_log_dir(parser)
+
+
+def declare_log_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the option of all commands that read the directories of runs."""
+    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
+    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+
+
+def _add(group: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) -> None:
+    action = group.add_argument(*names, **how)
+    for name in names:
+        # Underscores do as well, as with torchrun. Registered here, they appear neither in help nor in completion.
+        group._option_string_actions.setdefault(name[:2] + name[2:].replace("-", "_"), action)
 
 
 def check_refused(env: Mapping[str, str]) -> None:
-    """The same for their variables. Raises ConfigError."""
-    for flag in FLAGS:
-        name = variable(flag.name) if flag.refused else None
+    """Refuse the same flags as variables. Raises ConfigError."""
+    for flag, reason in REFUSED.items():
+        name = variable(flag)
         if name is not None and env.get(name, "0") not in ("", "0", "null"):
-            raise ConfigError(f"not taken by elasticrt ({name}): {flag.meaning}")
+            raise ConfigError(f"not taken by elasticrt ({name}): {reason}")
 
 
 class _Refused(argparse.Action):
@@ -57,7 +106,7 @@ class _Refused(argparse.Action):
 
 
 def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
-    """`base` with what was given. Raises ConfigError naming the option or the variable."""
+    """`base` with what was given. Raises ConfigError that names the option or the variable."""
     values: dict[str, Any] = {}
     for name, option in options_of(base).items():
         text, where = _given(option, arguments, env)
@@ -75,9 +124,9 @@ def _value(option: Option, text: str, where: str, prog: str) -> Any:
 
 
 def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, without: Container[str]) -> list[str]:
-    """The options that were given, here or in `env`, as words of a command line where nobody has set a variable.
+    """The options that were given, here or in `env`, as words of a command line for a place without these variables.
 
-    `without`: fields whose options are left out. The values have been read, and are usable.
+    `without`: fields whose options are left out. All values must have been read without an error.
     """
     found = []
     for name, option in options_of(kind).items():
@@ -94,24 +143,20 @@ def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, 
 
 
 def _given(option: Option, arguments: argparse.Namespace, env: Mapping[str, str]) -> tuple[str | None, str]:
-    """What was said of it, and where: the option's name or the variable's. None when nothing was."""
+    """The text given for an option, and where: the option's name or the variable's. None where nothing is given."""
     text: str | None = getattr(arguments, _dest(option), None)
     if text is None:
+        # An agent sets ELASTICRT_NODE for its workers: an `elasticrt run` inside one must not take it for an option.
         inside_worker = "ELASTICRT_GENERATION" in env
         for name in variables(option):
-            if name in env and not (inside_worker and name in _WORKER_VARIABLES):
+            if name in env and not (inside_worker and name == "ELASTICRT_NODE"):
                 return env[name], name
     return text, option.names[0]
 
 
-def given_on_line(kind: type, arguments: argparse.Namespace) -> set[str]:
-    """The fields whose options were typed."""
-    return {name for name, option in options_of(kind).items() if getattr(arguments, _dest(option), None) is not None}
-
-
-def is_given(kind: type, field: str, arguments: argparse.Namespace, env: Mapping[str, str]) -> bool:
-    """Whether the option of a field was typed, or stands in `env`."""
-    return _given(options_of(kind)[field], arguments, env)[0] is not None
+def given(kind: type, arguments: argparse.Namespace, env: Mapping[str, str]) -> set[str]:
+    """The fields of `kind` whose options were given, here or in `env`."""
+    return {name for name, option in options_of(kind).items() if _given(option, arguments, env)[0] is not None}
 
 
 def variables(option: Option) -> tuple[str, ...]:
@@ -122,13 +167,3 @@ def variables(option: Option) -> tuple[str, ...]:
 
 def _dest(option: Option) -> str:
     return option.names[0].lstrip("-").replace("-", "_")
-
-
-def spellings(names: tuple[str, ...]) -> list[str]:
-    """Each long option with dashes and, as torchrun has it, with underscores."""
-    found: list[str] = []
-    for name in names:
-        found.append(name)
-        if name.startswith("--") and "-" in name[2:]:
-            found.append("--" + name[2:].replace("-", "_"))
-    return found

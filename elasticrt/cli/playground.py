@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from elasticrt.cli import run
 from elasticrt.cli.configure import configure as configure_run
 from elasticrt.cli.configure import count_workers
-from elasticrt.cli.options import read
+from elasticrt.cli.options import add_command, read
 from elasticrt.errors import ConfigError, explain
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.option_values import option, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
 from elasticrt.playground.local_cluster import Simulation, play
@@ -39,7 +41,7 @@ _OURS = frozenset({
     "nnodes", "min_nodes", "max_nodes", "nproc_per_node", "run_id", "log_dir", "node", "node_rank", "standalone",
     "events_fd", "health",
 })  # fmt: skip
-"""Options that simulate states for each agent, refuses, or has for itself; all others are passed on as they are."""
+"""Options that simulate sets for each agent, refuses, or uses itself; all others are passed on as they are."""
 
 
 EXAMPLE = """\
@@ -50,22 +52,20 @@ example:
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="play a run of several nodes on this machine, and kill some of them",
-        description="Start one agent for each node on this machine, as real processes, and show what happens to them. "
-        "The options of `elasticrt run` are passed on to every agent.",
-        epilog=f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    text = "play a run of several nodes on this machine, and kill some of them"
+    more = (
+        "Each node is a real agent process, which gets the options of `elasticrt run`. The screen shows what happens\n"
+        "to all of them."
     )
+    epilog = f"A FAULT is {GRAMMAR}\n\n{EXAMPLE}"
+    kinds = (*run.KINDS, SimulateOptions)
+    parser = add_command(subparsers, "simulate", main, text, *kinds, more=more, epilog=epilog)
     parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="may be given several times")
-    run.declare_all(parser, SimulateOptions)
-    parser.set_defaults(func=main)
+    run.declare_script(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything has been started."""
+    """Play it; the exit code is 0 only if the run succeeded. Raises ConfigError before anything starts."""
     simulation = configure(arguments, os.environ)
     try:
         return play(simulation, Screen(sys.stdout, os.environ))
@@ -75,32 +75,25 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def end_embedded_store(run_id: str) -> None:
-    """End the etcd that the agents have started for themselves, if it has not ended yet, and wait for its end.
+    """End the etcd that the agents have started for themselves, and wait for its end.
 
-    For a run without a result it would wait for agents that come again. Nobody does: the run was this simulation's.
+    Without a result of the run it would wait for agents to come again. Those of a simulation never do.
     """
     from elasticrt.store import embedded
 
-    served = embedded.find(run_id)
+    served, until = embedded.find(run_id), time.monotonic() + STORE_END_S
     if served is None:
         return
-    try:
-        pidfd = os.pidfd_open(served.keeper_pid)
-    except ProcessLookupError:
-        return  # It has ended since.
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGINT)
-        select.select([pidfd], [], [], STORE_END_S)
-    except ProcessLookupError:
-        return
-    finally:
-        os.close(pidfd)
+    with suppress(ProcessLookupError):  # It has ended since.
+        os.kill(served.keeper_pid, signal.SIGINT)
+    while served.lives() and time.monotonic() < until:
+        time.sleep(LOOK_AGAIN_S)
 
 
 def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulation:
     """What to play, checked as `elasticrt run` would check it. Raises ConfigError."""
     for name in ("node", "node_rank", "standalone"):
-        # A variable such as ELASTICRT_NODE may be there for a later `run`; each agent's command line overrules it.
+        # A variable such as ELASTICRT_NODE does no harm: each agent's command line overrules it.
         if getattr(arguments, name) is not None:
             raise ConfigError(
                 f"simulate names its nodes itself: node-0, node-1, ... (--{name.replace('_', '-')}). Leave it out"
@@ -123,7 +116,7 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
                 "--nodes",
                 got=nodes,
                 expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
-                remedy="Start more nodes or lower the minimum of --nnodes",
+                remedy="Start more nodes or lower the minimum (--min-nodes)",
             )
         )
     words = [*run.words_given(arguments, {}, without=_OURS)]  # Agents read the environment by themselves.

@@ -1,9 +1,8 @@
-"""`elasticrt report`, `runs`, `events` and `logs`: what a run's directory tells, while it runs and afterwards."""
+"""`elasticrt report`, `runs`, `dashboard`, `events` and `logs`: what the directory of a run holds."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt import events
+from elasticrt.cli.options import add_command, declare_log_dir, declare_run
 from elasticrt.errors import EXIT_OK, ConfigError, explain
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import write
-from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
 from elasticrt.text import plain
@@ -57,46 +56,31 @@ examples:
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    made = _command(subparsers, "report", show, "show how a run went: where its time went, what changes cost", REPORT)
+    text = "show how a run went: where its time went, what changes cost"
+    made = _command(subparsers, "report", show, text, REPORT, run=True)
     made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page")
-    runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS, run=False)
-    runs.set_defaults(run=None)
+    _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     text = "show the runs of this machine on a page of a browser, until interrupted"
-    shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD, run=False)
+    shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
     shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
-    listed = _command(
-        subparsers, "events", show_events, "print what the agents of a run have written, as JSON lines", EVENTS
-    )
+    text = "print what the agents of a run have written, as JSON lines"
+    listed = _command(subparsers, "events", show_events, text, EVENTS, run=True)
     listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
-    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS)
+    logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS, run=True)
     logs.add_argument("rank", metavar="RANK", nargs="?", type=int, help="of this global rank only")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
 
 
 def _command(
-    subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = True
+    subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = False
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}. Reads the run's directory; no etcd is needed.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    more = "Reads the run's directory; no etcd is needed."
+    parser = add_command(subparsers, name, act, text, more=more, epilog=epilog)
     if run:
-        parser.add_argument(
-            "run", metavar="RUN", nargs="?", help="the run's id, or its directory (default: the newest)"
-        )
-    declare_log_dir(parser)
-    parser.set_defaults(func=act)
+        declare_run(parser, "the newest")
+    else:
+        declare_log_dir(parser)
     return parser
-
-
-def declare_log_dir(parser: argparse.ArgumentParser) -> None:
-    """The option of all commands that read the directories of runs."""
-    log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
@@ -111,10 +95,11 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print the report, or write it. Raises ConfigError for a run that is not there, and where it can't be written."""
+    """Print the report, or write it as a page. Raises ConfigError for an unknown run, and where it can't be written."""
     story = run_dir.read(directory_of(arguments))
     if not arguments.html:
-        write(sys.stdout, plain("\n".join(report.report(story))) + "\n")
+        lines = report.report(story, report.present(story, time.time()))
+        write(sys.stdout, plain("\n".join(lines)) + "\n")
         return EXIT_OK
     from elasticrt.cli.dashboard import still
 
@@ -137,9 +122,8 @@ def show_runs(arguments: argparse.Namespace) -> int:
         story = run_dir.read(directory)
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
         nodes = str(len({life.node for life in story.lives}))
-        rows.append(
-            (directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", report.state(story))
-        )
+        state = report.state(story, report.present(story, time.time()))
+        rows.append((directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if len(found) > RUNS_SHOWN:
         lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")
@@ -155,7 +139,7 @@ def show_dashboard(arguments: argparse.Namespace) -> int:
 
 
 def show_events(arguments: argparse.Namespace) -> int:
-    """Print the lines of all nodes in the order of time; with `follow` those that come, until interrupted."""
+    """Print the lines of all nodes in the order of time; with --follow also new ones, until interrupted."""
     directory, clocks = directory_of(arguments), Clocks()
     for batch in looks(lambda: files(directory), follow=arguments.follow):
         lines = [line for text in batch.values() for line in text.splitlines()]
@@ -165,9 +149,9 @@ def show_events(arguments: argparse.Namespace) -> int:
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
-    """Print what workers have printed, generation by generation; with `follow` what they print from now on, too.
+    """Print the workers' output, generation by generation; with --follow also new output, until interrupted.
 
-    Raises ConfigError where nothing is kept.
+    Raises ConfigError where none is kept.
     """
     run, rank = arguments.run or "", arguments.rank
     if rank is None and run.isdigit() and not any(path.is_dir() for path in (Path(run), Path(arguments.log_dir, run))):
@@ -193,7 +177,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
-    """What the files have more than at the look before: whole lines while somebody may write the rest."""
+    """What has been added to the files since the last look; with `follow` only whole lines, for ever."""
     offsets: dict[Path, int] = {}
     while True:
         batch = {}

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from elasticrt.cli.configure import ORDER, configure
-from elasticrt.cli.options import check_refused, declare, declare_refused, given_on_line, is_given, read, words
+from elasticrt.cli.options import add_command, check_refused, declare_refused, given, read, words
 from elasticrt.cli.slurm import Slurm, alone
-from elasticrt.cli.torchrun_flags import TorchrunFlags
+from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.errors import ConfigError
 from elasticrt.option_values import options_of, parse_nodes
 from elasticrt.run_options import RunOptions
@@ -20,7 +20,7 @@ from elasticrt.run_options import RunOptions
 EXAMPLES = """\
 examples:
   elasticrt run --nproc-per-node 2 train.py --epochs 10       two workers on this machine
-  elasticrt run --nnodes 1:4 train.py                         prints the line that brings more nodes
+  elasticrt run --min-nodes 1 --max-nodes 4 train.py          prints the line that brings more nodes
   elasticrt run --etcd http://10.0.0.5:2379 --insecure-etcd --run-id digits --nnodes 1:4 train.py    on every machine
 
 """
@@ -28,26 +28,18 @@ examples:
 KINDS = (RunOptions, TorchrunFlags)
 
 OWN = frozenset(name for kind in KINDS for name, option in options_of(kind).items() if option.own)
-"""Options that another node of the run is not told, or is told in its line's own words. All others are repeated."""
+"""Options that the line for another node does not repeat: it gets its own, or the line's own words say the same."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a training script on this node, as part of an elastic run",
-        description="Start this node's agent. Every option also reads ELASTICRT_<NAME>, and torchrun's PET_<NAME>.",
-        epilog=EXAMPLES + ORDER,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    declare_all(parser)
-    parser.set_defaults(func=main)
+    text = "run a training script on this node, as part of an elastic run"
+    more = "Every option also reads ELASTICRT_<NAME>, and torchrun's PET_<NAME>."
+    declare_script(add_command(subparsers, "run", main, text, *KINDS, more=more, epilog=EXAMPLES + ORDER))
 
 
-def declare_all(parser: argparse.ArgumentParser, *more: type) -> None:
-    """The options of `run`, those of `more`, and the script."""
-    declare(parser, *KINDS, *more)
+def declare_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script with its arguments, and torchrun's flags that are refused."""
     declare_refused(parser)
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script (with -m: a module)")
     parser.add_argument(
@@ -63,32 +55,29 @@ def options_given(
     Args:
         arguments: what was typed.
         env: the variables.
-        nnodes: how many nodes train where nothing says so.
+        nnodes: how many nodes train where nothing is given.
     """
     check_refused(env)
     flags = read(TorchrunFlags(), arguments, env)
-    options = read(replace(flags.base(), nnodes=nnodes), arguments, env)
-    return flags.translated(_with_nodes(options, arguments, env))
+    options = read(replace(conf_options(flags.rdzv_conf or {}), nnodes=nnodes), arguments, env)
+    return flags.translated(_counted(options, arguments, env))
 
 
-def _with_nodes(options: RunOptions, arguments: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
-    """`options` with `nnodes` as --min-nodes and --max-nodes say. Raises ConfigError for both ways at once.
+def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[str, str]) -> RunOptions:
+    """`options` with `nnodes` in place of --min-nodes and --max-nodes where these are given.
 
-    A way on the command line overrules the variables of the other.
+    --nnodes on the command line overrules the variables of these two, and the other way round. Raises ConfigError where
+    both are given in one place.
     """
-    typed = given_on_line(RunOptions, arguments)
-    apart = {name for name in ("min_nodes", "max_nodes") if getattr(options, name) is not None}
-    both_in_one = is_given(RunOptions, "nnodes", arguments, env)
-    if both_in_one and apart:
-        both_in_one = "nnodes" in typed
-        if both_in_one == bool(apart & typed):
-            raise ConfigError(
-                "--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them"
-            )
-    if both_in_one or not apart:
+    ways = {"nnodes", "min_nodes", "max_nodes"}
+    used = ways & given(RunOptions, arguments, {}) or ways & given(RunOptions, arguments, env)
+    if "nnodes" in used and len(used) > 1:
+        raise ConfigError("--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them")
+    if not used or "nnodes" in used:
         return options
     least = options.min_nodes or 1
-    return replace(options, nnodes=parse_nodes(f"{least}:{options.max_nodes or least}", "--min-nodes, --max-nodes"))
+    nnodes = parse_nodes(f"{least}:{options.max_nodes or least}", "--min-nodes, --max-nodes")
+    return replace(options, nnodes=nnodes, min_nodes=None, max_nodes=None)
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:

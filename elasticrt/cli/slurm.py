@@ -1,7 +1,6 @@
-"""What SLURM says about an agent that it has started: which node this is, which run, where the others are. Pure.
+"""What SLURM knows about an agent that it has started: its node, its run, where the others are. Pure.
 
-Everything comes from the variables that SLURM sets for a task, so `scontrol` is not needed on the nodes. What the
-command line says always wins.
+All of it comes from the variables that SLURM sets for a task, so nodes need no `scontrol`. Options overrule it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _OWN_STEPS = 0xFFFFFFF0
 """SLURM numbers its own steps downwards from 2^32: the batch script, an interactive shell, `extern`."""
 
 _PORTS = range(10_000, 30_000)
-"""Below the ports that Linux gives to clients. Jobs that share a node seldom share one, and then are told."""
+"""Below the ports that Linux gives to clients. Jobs on one node seldom get the same; the second then reports it."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Slurm:
         cluster: the cluster's name, "slurm" where it has none.
         job: the job's number; of an array's element the element's own.
         array: the number of the whole array, None outside of one.
-        step: the number of the step that `srun` has made, None in the batch script itself and in a shell.
-        node: SLURM's name of this node, "" on a machine outside the job (where `salloc` was typed).
+        step: the number of the step that `srun` has made; None in the batch script and in a shell.
+        node: SLURM's name of this node; "" on a machine outside the job, where `salloc` was typed.
         first: the name of the step's first node.
         step_nodes: nodes of the step; 1 outside of a step.
         job_nodes: nodes of the job.
@@ -48,7 +47,7 @@ class Slurm:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Slurm | None:
-        """None outside of SLURM, and inside a worker. Raises ConfigError naming the variable that makes no sense."""
+        """The place; None outside of SLURM, and inside a worker. Raises ConfigError that names a malformed variable."""
         if not env.get("SLURM_JOB_ID") or "ELASTICRT_GENERATION" in env:
             return None
         number = _whole(env, "SLURM_STEP_ID", _OWN_STEPS)
@@ -66,26 +65,26 @@ class Slurm:
 
     @property
     def port(self) -> int:
-        """Where this job's first node serves etcd when it has to: the same number for all agents of a job."""
+        """Where the job's first node serves an etcd if it has to: the same for all agents of a job."""
         return _PORTS[self.job % len(_PORTS)]
 
     def run_id(self, max_nodes: int) -> str | None:
-        """The run that this agent belongs to; None when SLURM does not say, or when it will be alone anyway.
+        """The run that this agent belongs to; None where SLURM does not know, or where `max_nodes` is 1.
 
-        The tasks of a step of several nodes are one run. The elements of an array of single nodes are one run when
-        more than one node may take part; else each is a run of its own, as in a search for parameters.
+        The tasks of a step of several nodes are one run. So are the elements of an array of single nodes, if more than
+        one node may take part; otherwise each is a run of its own, as in a search for hyperparameters.
         """
         job = self.job if self.step_nodes > 1 else self.array
         if self.step is None or job is None or max_nodes == 1:
             return None
-        # The next `srun` of the same script is another run: it must not find that this one has succeeded already.
+        # The next `srun` in the same batch script is another run. By this name it would find that it has succeeded.
         return f"{self.cluster}-{job}" + (f".{self.step}" if self.step else "")
 
 
 def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
-    """The options with the run and the way to etcd filled in, where they were not given and SLURM knows.
+    """`options` with the run id and the way to etcd that SLURM knows, where they are not given.
 
-    Raises ConfigError when the agents of one run would each start an etcd of their own.
+    Raises ConfigError where each agent of the run would start an etcd of its own.
     """
     run_id = slurm.run_id(options.nnodes[1]) if slurm is not None else None
     if slurm is None or run_id is None:
@@ -109,7 +108,7 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
 
 
 def alone(slurm: Slurm | None, max_nodes: int, argv: Sequence[str]) -> str:
-    """What to tell somebody whose agent stays alone in a job of several nodes; "" when that may be meant.
+    """The warning for an agent that stays alone in a job of several nodes; "" where that may be intended.
 
     `argv` are the words after `elasticrt`.
     """

@@ -1,153 +1,55 @@
-"""Every flag of torchrun: what it means here, where that differs, or why it is refused; and what it becomes. Pure.
+"""torchrun's flags: which are taken, which are refused, and the options that they become. Pure.
 
-Nothing of torchrun's is silently ignored. A test walks torchrun's own parser and fails when it has a flag that is not
-in this table. Most flags are options of ours (run_options.py). The others are `TorchrunFlags`, which are turned into
-those. `python -m tests.compat.flags` makes a page of the table (tests/compat/FLAGS.md), with the tests that ran.
+No flag of torchrun is silently ignored: a test walks torchrun's own parser and fails on a flag that is in neither of
+`TAKEN` and `REFUSED`. Most of those taken are options of ours by the same name (run_options.py). `TorchrunFlags` are
+the others; they are translated into `RunOptions`. tests/compat/FLAGS.md lists all, with what differs from torchrun.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from elasticrt import option_values as parse
 from elasticrt.errors import ConfigError, explain
-from elasticrt.option_values import NO_STREAMS, Streams, key_values, option, options_of, streams, whole
+from elasticrt.option_values import NO_STREAMS, Streams, option
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.store.address import is_loopback, parse_endpoints
 from elasticrt.store.protocol import Address
 
-_OURS = {name: each for each in options_of(RunOptions).values() for name in each.names}
-"""Flags of torchrun that are options of ours."""
+TAKEN = (
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone",
+    "--max-restarts", "--monitor-interval", "--start-method", "--role", "--module", "--no-python", "--log-dir",
+    "--redirects", "--tee", "--local-ranks-filter", "--node-rank", "--master-addr", "--master-port", "--local-addr",
+    "--signals-to-handle", "--shutdown-timeout", "--virtual-local-rank",
+)  # fmt: skip
 
+REFUSED = {
+    "--event-log-handler": "events are always kept, as JSON lines. Use the files events-NODE.jsonl in the run's "
+    "directory (tail -f)",
+    "--run-path": "SCRIPT is a Python file unless --no-python or --module is given. Use neither, and leave it out",
+    "--duplicate-stdout-filters": "all lines are in files already. Use grep, with logs/generation-*/*.out in the run's "
+    "directory",
+    "--duplicate-stderr-filters": "all lines are in files already. Use grep, with logs/generation-*/*.err in the run's "
+    "directory",
+    "--logs-specs": "it names a class of torch's, and the agent has no torch. Use --log-dir, --redirects, --tee and "
+    "--local-ranks-filter",
+    "--numa-binding": "which CPUs are near a GPU is not looked at. Use numactl (numactl --cpunodebind=0 elasticrt run "
+    "...), or os.sched_setaffinity in the script, by LOCAL_RANK",
+}
+"""Why each is refused, and what to use in its place."""
 
-@dataclass(frozen=True)
-class Flag:
-    """One flag of torchrun.
-
-    Attributes:
-        name: its long spelling with dashes.
-        here: what it does where that is not said by an option of ours; of one that is refused, why, and what to use
-            in its place.
-        differs: where that is not what torchrun does; "" where it is.
-        env: whether torchrun reads it from PET_<NAME>, too.
-        refused: whether it is not taken.
-    """
-
-    name: str
-    here: str = ""
-    differs: str = ""
-    env: bool = True
-    refused: bool = False
-
-    @property
-    def meaning(self) -> str:
-        """What it does here."""
-        return self.here or _OURS[self.name].text
-
-
-FLAGS = (
-    Flag("--nnodes"),
-    Flag(
-        "--nproc-per-node",
-        differs="without it there is a worker for each GPU, else one; xpu is refused: give the number",
-    ),
-    Flag(
-        "--rdzv-backend",
-        "static and c10d: who owns --rdzv-endpoint serves an etcd there; elasticrt and etcd-v3: an etcd runs there",
-        "etcd and etcd-v2 are refused: agents meet in etcd v3 (--etcd)",
-    ),
-    Flag("--rdzv-endpoint", "where the agents meet; the others wait until it is served"),
-    Flag("--rdzv-id", differs="without it, one is made from the endpoint, or made up and printed"),
-    Flag(
-        "--rdzv-conf",
-        "join_timeout, timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt, is_host, store_type",
-        "others are refused by name, with what to use in their place",
-    ),
-    Flag("--standalone", "a run of this node only, with a name of its own"),
-    Flag(
-        "--max-restarts",
-        differs="without it: three without newly committed steps (torchrun: none); lost and joining nodes cost none",
-    ),
-    Flag(
-        "--monitor-interval", "taken, and said to have no effect: the end of a worker is an event, so nothing is polled"
-    ),
-    Flag("--start-method", differs="it concerns scripts as well; the default is fork, and forkserver means the same"),
-    Flag(
-        "--event-log-handler",
-        "events are always kept, as JSON lines. Use the files events-NODE.jsonl in the run's directory (tail -f)",
-        refused=True,
-    ),
-    Flag("--role", differs="one for all nodes of a run; part of the console's prefix with --tee"),
-    Flag("--module"),
-    Flag("--no-python"),
-    Flag(
-        "--run-path",
-        "SCRIPT is a Python file unless --no-python or --module is given. Use neither, and leave it out",
-        refused=True,
-    ),
-    Flag(
-        "--log-dir", differs="files are logs/generation-G/rank-R.NODE.out and .err; those of earlier generations stay"
-    ),
-    Flag(
-        "--redirects",
-        "the console does not show these streams: 1 stdout, 2 stderr, 3 both; or 0:3,1:1 by local rank",
-        "files are kept of all streams anyway",
-    ),
-    Flag("--tee", "these are shown all the same, with torchrun's prefix [role local_rank]:"),
-    Flag("--local-ranks-filter"),
-    Flag(
-        "--duplicate-stdout-filters",
-        "all lines are in files already. Use grep, with logs/generation-*/*.out in the run's directory",
-        refused=True,
-    ),
-    Flag(
-        "--duplicate-stderr-filters",
-        "all lines are in files already. Use grep, with logs/generation-*/*.err in the run's directory",
-        refused=True,
-    ),
-    Flag("--node-rank", differs="a hint for newcomers: nodes that stay keep their ranks"),
-    Flag(
-        "--master-addr",
-        "with several nodes, where agents meet if there is no --rdzv-endpoint: its owner serves an etcd there",
-        "workers' own MASTER_ADDR is the node with rank 0; for one node, both flags are left to the script",
-    ),
-    Flag("--master-port", "the port for it (29500)", "workers' own MASTER_PORT is another one in each generation"),
-    Flag("--local-addr"),
-    Flag(
-        "--logs-specs",
-        "it names a class of torch's, and the agent has no torch. Use --log-dir, --redirects, --tee "
-        "and --local-ranks-filter",
-        env=False,
-        refused=True,
-    ),
-    Flag(
-        "--numa-binding",
-        "which CPUs are near a GPU is not looked at. Use numactl (numactl --cpunodebind=0 elasticrt run ...), or "
-        "os.sched_setaffinity in the script, by LOCAL_RANK",
-        env=False,
-        refused=True,
-    ),
-    Flag("--signals-to-handle", differs="signals beyond the usual four are passed on to the workers"),
-    Flag(
-        "--shutdown-timeout",
-        differs="without it 10 s when the node leaves, and nothing on a restart; also TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-    ),
-    Flag("--virtual-local-rank"),
-)
-"""In the order of torchrun's own help."""
-
-_BY_NAME = {flag.name: flag for flag in FLAGS}
+WITHOUT_VARIABLE = frozenset({"--logs-specs", "--numa-binding"})
+"""torchrun reads all other flags from PET_<NAME>, too."""
 
 
 def variable(name: str) -> str | None:
-    """The variable that torchrun reads for its flag `name` (with dashes); None for a flag that has none there."""
-    flag = _BY_NAME.get(name)
-    return "PET_" + name.lstrip("-").replace("-", "_").upper() if flag is not None and flag.env else None
+    """The variable that torchrun reads for its flag `name` (with dashes); None where it has no such variable."""
+    known = (name in TAKEN or name in REFUSED) and name not in WITHOUT_VARIABLE
+    return "PET_" + name.lstrip("-").replace("-", "_").upper() if known else None
 
-
-# What the flags become that are not options of ours.
 
 C10D_PORT = 29400
 """torchrun's default port of `--rdzv-endpoint`."""
@@ -161,32 +63,27 @@ TEE_PREFIX = "[${role_name}${local_rank}]:"
 SECTION = "torchrun's flags"
 
 _THEIR_ETCD = ("elasticrt", "etcd-v3")
-"""Backends with which an endpoint is an etcd that runs already."""
+"""Backends whose endpoint is an etcd that is running."""
+
+_flag = partial(option, section=SECTION)
 
 E = TypeVar("E", bound=EtcdOptions)
-
-
-def poll_interval(text: str) -> float:
-    """A number of seconds that nobody uses."""
-    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
-        raise ValueError("a number of seconds")
-    return float(text)
-
-
-def _flag(spelled: str, initial: Any, parse: Callable[[str], Any] = str, *, own: bool = False) -> Any:
-    """A flag that is no option of ours, with what the table says of it."""
-    return option(spelled, initial, _BY_NAME[re.split("[, ]", spelled)[0]].meaning, parse, section=SECTION, own=own)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingFlags:
     """Where agents meet, in torchrun's words: for every command that talks to a run."""
 
-    rdzv_backend: str = _flag("--rdzv-backend WORD", "", own=True)
-    rdzv_endpoint: str = _flag("--rdzv-endpoint HOST:PORT", "", own=True)
+    rdzv_backend: str = _flag(
+        "--rdzv-backend WORD", "", "static and c10d: who owns --rdzv-endpoint serves an etcd there; elasticrt and "
+        "etcd-v3: an etcd runs there", own=True,
+    )  # fmt: skip
+    rdzv_endpoint: str = _flag(
+        "--rdzv-endpoint HOST:PORT", "", "where the agents meet; the others wait until it is served", own=True
+    )
 
     def placed(self, options: E) -> E:
-        """`options` with the way to etcd that these say, unless they have one. Raises ConfigError."""
+        """`options` with the way to etcd that these flags name, unless they have one. Raises ConfigError."""
         if self.rdzv_backend not in ("", "static", "c10d", *_THEIR_ETCD):
             raise ConfigError(
                 explain(
@@ -205,12 +102,12 @@ class MeetingFlags:
 
 
 def meeting_place(text: str) -> Address | None:
-    """`HOST` or `HOST:PORT`; None where only agents of this machine meet. Raises ConfigError."""
+    """The address of `HOST` or `HOST:PORT`; None where only agents of this machine can meet. Raises ConfigError."""
     text = text if ":" in text.rpartition("]")[2] else f"{text}:{C10D_PORT}"
     if text in ("localhost:0", "127.0.0.1:0"):
         return None
-    (address,) = parse_endpoints(text)[:1]
-    # Agents of this machine need no port for that, which its other users could use as well.
+    address = parse_endpoints(text)[0]
+    # Agents of one machine meet at a socket of their user's. A port would be open to the machine's other users.
     return None if is_loopback(address) else address
 
 
@@ -218,20 +115,34 @@ def meeting_place(text: str) -> Address | None:
 class TorchrunFlags(MeetingFlags):
     """The flags of torchrun that say in other words what `RunOptions` say."""
 
-    rdzv_conf: Mapping[str, str] | None = _flag("--rdzv-conf KEY=VALUE,...", None, key_values)
-    standalone: bool = _flag("--standalone", False, own=True)
-    master_addr: str | None = _flag("--master-addr HOST", None, own=True)
-    master_port: int | None = _flag("--master-port PORT", None, whole(1, 65535), own=True)
-    monitor_interval: float | None = _flag("--monitor-interval T", None, poll_interval, own=True)
-    redirects: Streams = _flag("--redirects, -r S", NO_STREAMS, streams)
-    tee: Streams = _flag("--tee, -t S", NO_STREAMS, streams)
-
-    def base(self) -> RunOptions:
-        """What --rdzv-conf says, for options of ours that are not given. Raises ConfigError."""
-        return conf_options(self.rdzv_conf or {})
+    rdzv_conf: Mapping[str, str] | None = _flag(
+        "--rdzv-conf KEY=VALUE,...", None, "join_timeout, timeout, last_call_timeout, keep_alive_interval, "
+        "keep_alive_max_attempt, is_host, store_type", parse.key_values,
+    )  # fmt: skip
+    standalone: bool = _flag("--standalone", False, "a run of this node only, with a name of its own", own=True)
+    master_addr: str | None = _flag(
+        "--master-addr HOST", None, "with several nodes, where agents meet if there is no --rdzv-endpoint: its owner "
+        "serves an etcd there", own=True,
+    )  # fmt: skip
+    master_port: int | None = _flag(
+        "--master-port PORT", None, f"the port for it ({STATIC_PORT})", parse.whole(1, 65535), own=True
+    )
+    monitor_interval: float | None = _flag(
+        "--monitor-interval T", None, "accepted without effect, as a note says: the end of a worker is an event, so "
+        "nothing is polled", parse.seconds, own=True,
+    )  # fmt: skip
+    redirects: Streams = option(
+        "--redirects, -r S", NO_STREAMS, "the console does not show these streams: 1 stdout, 2 stderr, 3 both; or "
+        "0:3,1:1 by local rank", parse.streams, section=SECTION,
+    )  # fmt: skip
+    tee: Streams = option(
+        "--tee, -t S", NO_STREAMS, "the console shows these streams nevertheless, with torchrun's prefix [role "
+        "local_rank]:",
+        parse.streams, section=SECTION,
+    )  # fmt: skip
 
     def translated(self, options: RunOptions) -> RunOptions:
-        """`options` with what these flags say, and notes on those without effect. Raises ConfigError."""
+        """`options` with what these flags set, and a note on each without effect. Raises ConfigError."""
         endpoint, notes = self.rdzv_endpoint, []
         if self.standalone:
             if options.run_id is not None:
@@ -257,24 +168,19 @@ class TorchrunFlags(MeetingFlags):
         )
 
     def _run_of(self, options: RunOptions, endpoint: str) -> str | None:
-        """A name for the run where all agents are told the same endpoint and no name: torchrun takes "none" for it."""
-        # A free port of this machine, as c10d has it, is told to nobody else.
+        """A name for the run, made from the endpoint of all its agents; torchrun calls such a run "none"."""
+        # No other node can know a free port of this machine, as `HOST:0` asks for.
         alone = options.nnodes[1] == 1 or endpoint.endswith(":0")
         if not endpoint or alone or options.etcd or self.rdzv_backend in _THEIR_ETCD:
             return None
-        return re.sub(r"[^A-Za-z0-9._-]", "-", endpoint)
+        return parse.as_name(endpoint)
 
 
 def _standalone(options: RunOptions) -> RunOptions:
     if options.nnodes[0] > 1:
-        raise ConfigError(
-            explain(
-                "a run of one node that waits for more",
-                "--standalone, --nnodes",
-                got=":".join(map(str, options.nnodes)),
-                remedy="Leave one of them out",
-            )
-        )
+        nnodes = ":".join(map(str, options.nnodes))
+        what, remedy = "a run of one node that waits for more", "Leave one of them out"
+        raise ConfigError(explain(what, "--standalone, --nnodes", got=nnodes, remedy=remedy))
     return replace(options, nnodes=(1, 1), run_id=None, etcd=())
 
 
@@ -284,10 +190,23 @@ def _less(shown: Streams, kept: Streams) -> Streams:
     return Streams(shown.others - kept.others, some)
 
 
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+_CONF = {
+    "join_timeout": parse.duration(0.001),
+    "timeout": parse.duration(0.001),
+    "last_call_timeout": parse.duration(0.001),
+    "keep_alive_interval": parse.duration(0.001),
+    "keep_alive_max_attempt": parse.whole(1, 1000),
+    "is_host": parse.yes_or_no,
+    "store_type": parse.choice("tcp"),
+}
+"""Keys of `--rdzv-conf` that mean something here, and their parsers."""
+
 _REFUSED_CONF = {
-    "close_timeout": "nothing is closed here: a run has a result. Leave it out",
     "heartbeat_timeout": "Use --lease-ttl: a silent node is gone after so long",
-    "read_timeout": "etcd is asked again until it answers. Leave it out",
     "etcd_prefix": "keys are below /elasticrt/<run id>/. Use --run-id",
     "protocol": "Use --etcd https://HOST:PORT",
     "ssl_cert": "Use --etcd-cert-file",
@@ -298,54 +217,30 @@ _REFUSED_CONF = {
     "cacert": "Use --etcd-ca-file",
     "rank": "Use --node-rank",
 }
-_SECONDS = ("join_timeout", "timeout", "last_call_timeout", "keep_alive_interval")
-_TRUTH = dict.fromkeys(("1", "true", "yes", "y", "t"), True) | dict.fromkeys(("0", "false", "no", "n", "f"), False)
 
 
 def conf_options(conf: Mapping[str, str]) -> RunOptions:
-    """What `--rdzv-conf` asks for. Raises ConfigError.
-
-    `join_timeout` (or `timeout`, which many mean by it), `last_call_timeout` and `keep_alive_interval` in seconds;
-    `is_host` true or false.
-    """
+    """The options that the keys of `--rdzv-conf` stand for. Raises ConfigError for unknown keys and unusable values."""
+    given: dict[str, Any] = {}
     for key, text in conf.items():
-        if key not in (*_SECONDS, "keep_alive_max_attempt", "is_host", "store_type"):
+        where = f"--rdzv-conf {key}"
+        if key not in _CONF:
             remedy = _REFUSED_CONF.get(key, "Leave it out")
-            raise ConfigError(explain("means nothing here", f"--rdzv-conf {key}", got=text, remedy=remedy))
-    found = RunOptions()
-    if "join_timeout" in conf or "timeout" in conf:
-        found = replace(found, join_timeout_s=_seconds(conf, "join_timeout" if "join_timeout" in conf else "timeout"))
-    if "last_call_timeout" in conf:
-        quiet_s = _seconds(conf, "last_call_timeout")
-        found = replace(found, settle_quiet_s=min(60.0, quiet_s), settle_max_s=min(600.0, quiet_s))
-    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
-        tries = conf.get("keep_alive_max_attempt", "3")
-        if not tries.isdigit() or int(tries) < 1:
-            raise _unusable("keep_alive_max_attempt", tries, "a whole number greater than 0")
-        found = replace(found, lease_ttl_s=_seconds(conf, "keep_alive_interval", 5.0) * int(tries))
-    if "is_host" in conf:
-        if conf["is_host"].lower() not in _TRUTH:
-            raise _unusable("is_host", conf["is_host"], "true or false")
-        found = replace(found, serves=_TRUTH[conf["is_host"].lower()])
-    if conf.get("store_type", "tcp") != "tcp":
-        raise _unusable("store_type", conf["store_type"], "tcp: agents meet in an etcd (--etcd), not in a file")
-    return found
-
-
-def _seconds(conf: Mapping[str, str], key: str, default: float = 0.0) -> float:
-    text = conf.get(key, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1e7:
-        raise _unusable(key, text, "seconds, more than 0")
-    return value
-
-
-def _unusable(key: str, got: str, expected: str) -> ConfigError:
-    return ConfigError(explain("not a usable value", f"--rdzv-conf {key}", got=got, expected=expected))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+            raise ConfigError(explain("means nothing here", where, got=text, remedy=remedy))
+        try:
+            given[key] = _CONF[key](text)
+        except ValueError as error:
+            raise ConfigError(explain("not a usable value", where, got=text, expected=str(error))) from None
+    found: dict[str, Any] = {"serves": given.get("is_host")}
+    if "join_timeout" in given or "timeout" in given:  # Many write `timeout` for it.
+        found["join_timeout_s"] = given.get("join_timeout", given.get("timeout"))
+    if "last_call_timeout" in given:
+        found["settle_quiet_s"] = min(60.0, given["last_call_timeout"])
+        found["settle_max_s"] = min(600.0, given["last_call_timeout"])
+    if "keep_alive_interval" in given or "keep_alive_max_attempt" in given:  # torchrun's defaults: three times 5 s.
+        ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
+        if not 1.0 <= ttl_s <= 3600.0:
+            where, expected = "--rdzv-conf keep_alive_interval", "1 s to 3600 s, with keep_alive_max_attempt"
+            raise ConfigError(explain("not a usable value", where, got=f"{ttl_s:g} s", expected=expected))
+        found["lease_ttl_s"] = ttl_s
+    return RunOptions(**found)

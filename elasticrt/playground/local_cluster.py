@@ -1,8 +1,7 @@
 """Play a run on one machine: one real agent process for each node, their output merged, faults on request.
 
-Everything that is said comes from `narration`, everything that is decided about faults from `fault_plan`; this file
-starts processes, reads pipes and sends signals. Threads read, and put what they have read into one queue; all else is
-done by the main thread. It also starts the agents: the leash that ends them with us is tied to the thread that does.
+Threads read the agents' pipes into one queue; the main thread does everything else. It also starts the agents, because
+the leash that ends them with this process is tied to the thread that starts them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from typing import IO, Any
 
 from elasticrt import events
 from elasticrt.ipc.leash import command_of
+from elasticrt.ipc.proc import stat
 from elasticrt.ipc.wording import counted
-from elasticrt.playground import fault_plan, narration, pause
+from elasticrt.playground import fault_plan, narration
 from elasticrt.playground.screen import Screen
 
 LOOK_EVERY_S = 0.1  # How late a fault by the clock or a status line may be.
@@ -75,12 +75,11 @@ class _Player:
         self._screen = screen
         self._narration = narration.Narration(started_at=self._now(), min_nodes=simulation.min_nodes)
         self._faults = simulation.faults
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}  # Those whose end has not been told, by node.
-        self._pauses: list[subprocess.Popen[bytes]] = []
+        self._agents: dict[str, subprocess.Popen[bytes]] = {}  # Those whose end has not been taken note of, by node.
         self._started = 0
         self._stopped_by = 0
         self._kill_at: float | None = None
-        # What has happened: a line of a node's output, its event, or its exit code; without a node, a signal to us.
+        # By node: a line of output, an event, or an exit code; a signal to this process has "" for a node.
         self._news: SimpleQueue[tuple[str, bytes | events.Record | int]] = SimpleQueue()
 
     @contextmanager
@@ -112,7 +111,6 @@ class _Player:
 
     def close(self) -> None:
         """End what is left."""
-        self._end_pauses()
         for process in self._agents.values():
             process.kill()
             process.wait()
@@ -124,7 +122,7 @@ class _Player:
         return self._zero + time.monotonic()
 
     def _take(self, node: str, news: bytes | events.Record | int) -> None:
-        """One piece of news."""
+        """Take note of one item of the queue."""
         if isinstance(news, events.Record):
             self._show(self._narration.tell(news))
         elif isinstance(news, bytes):
@@ -137,7 +135,6 @@ class _Player:
 
     def _on_time(self, now: float) -> None:
         self._show(self._narration.tick(now))
-        self._pauses = [process for process in self._pauses if process.poll() is None]
         if self._screen.broken and not self._stopped_by:
             self._stop(signal.SIGPIPE)
         if self._kill_at is not None and now >= self._kill_at:
@@ -152,8 +149,7 @@ class _Player:
                 self._show(self._narration.fault(fault.text, self._do(fault)))
 
     def _stop(self, number: signal.Signals) -> None:
-        """The first time SIGTERM to all agents, the second time SIGKILL."""
-        self._end_pauses()  # A stopped process would not hear of it.
+        """Send SIGTERM to all agents, or SIGKILL the second time."""
         now = self._now()
         if self._stopped_by:
             self._kill_at = now
@@ -191,7 +187,7 @@ class _Player:
         return f"pid {process.pid} is {node}"
 
     def _follow(self, node: str, process: subprocess.Popen[bytes], of_events: IO[bytes]) -> None:
-        """In a thread: read the agent's pipes, and say its end when all that it has said before has been read."""
+        """In a thread: read the agent's pipes to their ends, then report its exit code."""
         pipes = ((of_events, _event), (process.stdout, bytes), (process.stderr, bytes))
         readers = [threading.Thread(target=self._read, args=(node, *pipe), daemon=True) for pipe in pipes]
         for reader in readers:
@@ -208,7 +204,7 @@ class _Player:
                 self._news.put((node, meaning(line)))
 
     def _do(self, fault: fault_plan.Fault) -> str:
-        """Carry out a fault; what was done, in words."""
+        """Carry out a fault; a text about what was done."""
         if fault.what == "add node":
             return self._add_node()
         if fault.what == "kill worker":
@@ -221,31 +217,30 @@ class _Player:
         if fault.what == "kill node":
             process.kill()
             return f"SIGKILL to pid {pid}"
-        if fault.what == "drain node":
-            process.terminate()
-            return f"SIGTERM to pid {pid}"
-        helper = [sys.executable, "-m", "elasticrt.playground.pause", str(fault.pause_s), str(pid)]
-        self._pauses.append(subprocess.Popen(helper, stdin=subprocess.PIPE, start_new_session=True))
-        return f"SIGSTOP to pid {pid} and its workers, SIGCONT after {fault.pause_s:g} s"
+        process.terminate()
+        return f"SIGTERM to pid {pid}"
 
     def _kill_worker(self, rank: int) -> str:
         pid = self._narration.story.worker(rank)
         agents = [process.pid for process in self._agents.values()]
-        # A number that an event named some time ago is signalled only while it still belongs to one of our agents.
-        if pid is None or not any(pause.descends(pid, agent) for agent in agents):
+        # The pid comes from an event: by now it may belong to another process.
+        if pid is None or not any(descends(pid, agent) for agent in agents):
             return "no such worker is running: nothing done"
         with suppress(ProcessLookupError):  # It has ended by itself in this very moment.
             os.kill(pid, signal.SIGKILL)
         return f"SIGKILL to pid {pid}"
 
-    def _end_pauses(self) -> None:
-        for process in self._pauses:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-        self._pauses = []
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether `ancestor`, or a descendant of it, has started the process `pid`."""
+    while pid > 1:
+        found = stat(pid)
+        pid = 0 if found is None else found.parent
+        if pid == ancestor:
+            return True
+    return False
 
 
 def _event(line: bytes) -> events.Record | bytes:
-    """An agent's event; what a killed agent leaves half is shown as it is."""
+    """An agent's event, or the line itself where a killed agent has left half of one."""
     return events.decode(line) or b"?? half an event: " + line

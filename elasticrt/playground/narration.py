@@ -1,8 +1,7 @@
-"""What a simulation tells of the story of its run: lines, each when its time has come. Pure.
+"""The lines that a simulation prints about its run, in order. Pure.
 
-What has happened is folded by `story.fold`, and changes of membership are told by `story.changes`; here is the rest.
-
-Times are seconds since 1970, as in the story.
+`story.fold` folds the events, and `story.changes` words the changes of membership; the rest is here. Times are seconds
+since 1970, as in the story.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ STATUS_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class Line:
-    """One line to print; `node` is whose words these are, "" for the simulation's own."""
+    """One line to print; `node` has printed it, "" stands for the simulation itself."""
 
     text: str
     node: str = ""
@@ -60,7 +59,7 @@ class Narration:
     # What happens.
 
     def tell(self, record: events.Record) -> Lines:
-        """An agent's event; what is said of it."""
+        """Take an agent's event; the lines about it."""
         story = self.story
         first_agent, had_steps = not story.lives, story.first_step_at is not None
         lines = _lines(self._changes.tell(record))
@@ -88,11 +87,11 @@ class Narration:
         """The agent of `node` has ended with `code` (negative: signal)."""
         self.ended[node] = code
         quiet = code in (0, EXIT_TERMINATED) or (code < 0 and self.story.chapter is not None)
-        # A killed agent is told with the generation that follows from it, an orderly end with the result.
+        # The next generation has a line about a killed agent, and the result has one about an orderly end.
         return () if quiet else (Line(f"-- the agent of {node} ended ({sentences.code_in_words(code)})"),)
 
     def tick(self, now: float) -> Lines:
-        """What is to be said because time has passed: a cost that is complete enough, and the status line."""
+        """The lines that are due at `now`: a change whose cost is known by then, and the status."""
         lines = _lines(self._changes.tick(now))
         if now - max(self._status_at, self.started_at) >= STATUS_EVERY_S:
             lines += (Line(self._status(now)),)
@@ -102,7 +101,7 @@ class Narration:
     # What is said.
 
     def _offer(self) -> Lines:
-        """Offer the kill, once for each membership, where the run would survive it."""
+        """Suggest a kill, once for each membership, where the run would survive it."""
         story, chapter = self.story, self.story.chapter
         if chapter is None or self._offered == chapter.number or story.step - chapter.resume_step < OFFER_AFTER_STEPS:
             return ()
@@ -142,7 +141,7 @@ class Narration:
         return 0, "the run succeeded"
 
     def summary(self, now: float, stopped_by: str = "") -> Lines:
-        """Where the time went, what each change cost, the verdict, or that the simulation was stopped."""
+        """The report: where the time went, what each change cost, and the verdict, or the signal that stopped it."""
         times = f"wall time {now - self.started_at:.1f} s, {report.paces(self.story)}"
         end = f"stopped by {stopped_by}" if stopped_by else self.verdict()[1]
         return (Line(""), *map(Line, report.body(self.story)), Line(""), Line(f"{times}. {end}"))

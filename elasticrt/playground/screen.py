@@ -1,4 +1,4 @@
-"""Where a simulation's lines go: stdout, with a short tag for whose words they are; coloured only for a terminal."""
+"""Prints the lines of a simulation, each with the tag of its node; in colour only on a terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TextIO
 from elasticrt.ipc.std_streams import write
 from elasticrt.playground.narration import Line
 
-COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: told apart on dark and on light.
+COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: distinct on dark and on light.
 BOLD, DIM = 1, 2
 _OWN = {"--": BOLD, "!!": BOLD, "tr": BOLD, "..": DIM}
 
 
 class Screen:
-    """Prints lines to `out`. `broken` is set when its reader has gone."""
+    """Prints lines to `out`. `broken`: whether the reader of `out` has closed it."""
 
     def __init__(self, out: TextIO, env: Mapping[str, str]) -> None:
         self._out = out

@@ -60,12 +60,12 @@ class Served:
 
 
 def find(run_id: str) -> Served | None:
-    """The server of this run on this machine, if there is one; its keeper then waits for the finder a while.
+    """The server of this run on this machine, if there is one. Looking for it does not keep it alive.
 
     Raises ConfigError when the runtime directory is unsafe.
     """
     with locked() as (directory, _):
-        return _found(record_of(directory, run_id))
+        return _living(record_of(directory, run_id))
 
 
 def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float = 30.0) -> Served:

@@ -41,7 +41,7 @@ def board(story: Story, now: float) -> dict[str, Any]:
     age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
     return {
         "run": story.run_id,
-        "state": report.state(story),
+        "state": report.state(story, report.present(story, now)),
         "tiles": {
             "step": f"{story.newest:,}",
             "epoch": str(story.epoch),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
@@ -20,6 +21,9 @@ CHANGES_SHOWN = 12
 FAILURES_SHOWN = 3
 CAUSE_SHOWN = 72
 
+SILENT_S = 120.0
+"""A run that goes on writes events more often than this, unless a step, a set-up or a wait takes longer."""
+
 
 def report(story: Story, now: float | None = None) -> list[str]:
     """The whole report. `now`: the present, for a run that goes on."""
@@ -29,7 +33,7 @@ def report(story: Story, now: float | None = None) -> list[str]:
 def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
     nodes = list(dict.fromkeys(life.node for life in story.lives))
-    lines = [f"run {story.run_id}: {state(story)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
+    lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
     return [*lines, paces(story), worth(story, now), changes(story)]
 
 
@@ -53,13 +57,24 @@ def body(story: Story, now: float | None = None) -> list[str]:
     return [*lines, "", *failures] if failures else lines
 
 
-def state(story: Story) -> str:
-    """How the run ended, or its state."""
+def present(story: Story, at: float) -> float | None:
+    """The time `at` if the run goes on then; None if it has ended, or has been silent for too long to say so."""
+    return at if story.result is None and story.alive() and at - story.last < SILENT_S else None
+
+
+def state(story: Story, now: float | None = None) -> str:
+    """How the run ended, or its state. `now`: as `present` says."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
+    if now is not None:
+        return "running"
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
+    newest = {life.node: life for life in story.lives}.values()
+    if {life.code for life in newest if not life.gone} == {EXIT_TERMINATED}:
+        saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
+        return f"stopped; {saved}to go on: the same command, with --run-id {story.run_id}"
     codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
     return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
 
@@ -128,7 +143,7 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
     return {
         "run_id": story.run_id,
         "run_dir": story.run_dir,
-        "state": state(story),
+        "state": state(story, now),
         "result": result,
         "begin": story.begin,
         "last": story.last,

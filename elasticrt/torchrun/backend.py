@@ -2,29 +2,9 @@
 
     torchrun --rdzv-backend elasticrt --rdzv-endpoint HOST:PORT --rdzv-id RUN --nnodes 1:3 train.py
 
-The endpoint is an etcd (version 3); several are separated by commas. What changes for torchrun:
-
-* below max-nodes the first generation starts after half a second of quiet, not after 30 s of last call;
-* a node that is killed is found by asking it (milliseconds), or by its lease, not by 15 s of missing heartbeats;
-* a node that leaves by SIGTERM says so;
-* every generation has a store of its own, on a port of its own, so that no restart meets the keys of the last one;
-* no node hosts the rendezvous, and no clock of one node is compared with that of another.
-
-Workers are restarted as torchrun restarts them (a new process that imports torch), and `--max-restarts` means what it
-means there; `elasticrt run` is what makes restarts short.
-
-Options, for `--rdzv-conf key=value,...`:
-
-    ttl            lease of a node in seconds: a silent one is gone after so long (5)
-    join_timeout   seconds to wait for min-nodes (600)
-    settle         quiet seconds before the first generation, at most 3 in all (0.5)
-    join           when newcomers get in: now, failure (together with the next failure or departure) (now)
-    read_timeout   seconds that an operation on the generation's store may take (60)
-    insecure       1: plain http to an etcd on another machine is accepted (0)
-    ca_file, cert_file, key_file, user, password_file    how to authenticate to etcd
-
-A run is over for all nodes when one shuts its rendezvous down (all workers succeeded, or its restarts are spent), as
-with torchrun's own back ends. Unlike there, the same run id can be used again when nobody of it is left.
+The endpoint is an etcd (version 3), or several separated by commas. README.md in this folder says what changes for
+torchrun. A run is over for all nodes when one shuts its rendezvous down (all workers succeeded, or its restarts are
+spent), as with torchrun's own back ends. Unlike there, a run id can be used again once the run has no members.
 """
 
 from __future__ import annotations
@@ -54,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from elasticrt import errors
 from elasticrt.agent.store_discovery import address_towards
 from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
-from elasticrt.option_values import check_name
+from elasticrt.option_values import as_name, check_name
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import check_security, parse_endpoints
 from elasticrt.store.etcd_server import resolve_for_others
@@ -66,25 +46,26 @@ log = logging.getLogger(__name__)
 NAME = "elasticrt"
 CONNECT_S = 1.0
 LOOK_S = 0.5
-"""How long one wait on the generation's store lasts before it is looked whether there is a newer generation."""
+"""One wait on the generation's store; between two of them a newer generation is noticed."""
 
 SERVERS_KEPT = 2
+"""Stores of generations: of the current one, and of the last, whose workers may still be ending."""
+
 RESTARTS = 10**6
 """torchrun counts restarts itself, on every node."""
 
+CREDENTIALS = ("ca_file", "cert_file", "key_file", "user", "password_file")
 OPTIONS = {
-    "ttl": "5",
-    "join_timeout": "600",
-    "settle": "0.5",
-    "join": "now",
-    "read_timeout": "60",
-    "insecure": "0",
-    "ca_file": None,
-    "cert_file": None,
-    "key_file": None,
-    "user": None,
-    "password_file": None,
+    "ttl": "5",  # Lease of a node in seconds; a silent node is out after so long.
+    "join_timeout": "600",  # Seconds to wait for the minimum of nodes.
+    "settle": "0.5",  # Seconds without a newcomer before the first generation, which waits for 3 s at most.
+    "join": "now",  # When newcomers get in: now, or failure (together with the next failure or departure).
+    "read_timeout": "60",  # Seconds that an operation on the generation's store may take.
+    "insecure": "0",  # 1 accepts plain http to an etcd on another machine.
+    **dict.fromkeys(CREDENTIALS),
 }
+"""The options for `--rdzv-conf key=value,...`, and their defaults."""
+
 IGNORED = {"timeout", "rank"}
 """torchrun's launcher adds these by itself."""
 
@@ -105,8 +86,7 @@ class ElasticrtHandler(RendezvousHandler):
         self._local_address = parameters.local_addr
         self._join_timeout_s = float(options["join_timeout"])
         self._read_timeout = timedelta(seconds=float(options["read_timeout"]))
-        files = ("ca_file", "cert_file", "key_file", "user", "password_file")
-        self._credentials = Credentials(**{name: options[name] for name in files})
+        self._credentials = Credentials(**{name: options[name] for name in CREDENTIALS})
         self._spec = RunSpec(
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
@@ -134,10 +114,10 @@ class ElasticrtHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Take part in the next generation: returns when all its agents have come to its store.
+        """Take part in the next generation; returns when all its agents have come to its store.
 
-        `rank` and `world_size` count agents. To be called again when the workers of the last one have been stopped;
-        when nothing else has ended that generation, this node's workers have, and the others are told so.
+        `rank` and `world_size` count agents. torchrun calls this again once the workers of the last generation have
+        been stopped. If that generation is still the current one, its workers failed here, and the others learn so.
         """
         if self._closed:
             raise RendezvousClosedError(f"run {self._run_id} has been closed here")
@@ -171,10 +151,10 @@ class ElasticrtHandler(RendezvousHandler):
         self._leave(run_too=True)
 
     def num_nodes_waiting(self) -> int:
-        """1 when this node's workers must go, because the others have agreed on a newer generation; else 0.
+        """1 when this node's workers must stop, because the others have agreed on a newer generation; else 0.
 
-        torchrun's agent then stops its workers and calls `next_rendezvous`, which costs no restart. It is so for a
-        newcomer that has been let in, and as well for a node that has gone, which torchrun's own back ends don't tell.
+        torchrun's agent then stops its workers and calls `next_rendezvous`, which costs no restart. That happens for a
+        newcomer, and also for a lost node, which torchrun's own back ends do not report.
         """
         return int(self._participant is not None and self._participant.has(after=self._number))
 
@@ -194,7 +174,7 @@ class ElasticrtHandler(RendezvousHandler):
             EtcdStore(self._addresses, self._credentials),
             self._run_id,
             self._spec,
-            node=f"{_host_name()}-{secrets.token_hex(4)}",
+            node=f"{as_name(socket.gethostname())}-{secrets.token_hex(4)}",
             address=resolve_for_others(self._local_address, "--local-addr")
             if self._local_address
             else address_towards(self._addresses[0]),
@@ -213,9 +193,9 @@ class ElasticrtHandler(RendezvousHandler):
             atexit.unregister(self._leave)
 
     def _gather(self, turn: Turn, participant: Participant) -> PrefixStore | None:
-        """The generation's store, when all its agents have come to it. None: it will not happen in this generation.
+        """The generation's store, once all its agents have come to it; None where a newer generation has replaced it.
 
-        All waits are short, because somebody may go while the others gather; then there is a newer generation.
+        All waits are short, because a node may be lost while the others gather.
         """
         try:
             store = self._connect(turn, participant)
@@ -260,23 +240,11 @@ class ElasticrtHandler(RendezvousHandler):
 
 
 def _options(parameters: RendezvousParameters) -> dict[str, Any]:
-    unknown = sorted(set(parameters.config) - set(OPTIONS) - IGNORED)
+    unknown = ", ".join(sorted(set(parameters.config) - set(OPTIONS) - IGNORED))
     if unknown:
-        raise ConfigError(
-            explain(
-                "options that this back end does not have",
-                "--rdzv-conf",
-                got=", ".join(unknown),
-                expected=", ".join(sorted(OPTIONS)),
-            )
-        )
-    if parameters.get("join", "now") not in ("now", "failure"):
-        raise ConfigError(
-            explain("no such way", "--rdzv-conf join", got=parameters.get("join"), expected="now, failure")
-        )
+        what, expected = "options that this back end does not have", ", ".join(sorted(OPTIONS))
+        raise ConfigError(explain(what, "--rdzv-conf", got=unknown, expected=expected))
+    join = parameters.get("join", "now")
+    if join not in ("now", "failure"):
+        raise ConfigError(explain("no such way", "--rdzv-conf join", got=join, expected="now, failure"))
     return {name: parameters.get(name, default) for name, default in OPTIONS.items()}
-
-
-def _host_name() -> str:
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in socket.gethostname())
-    return name.lstrip(".")[:100] or "node"

@@ -1,8 +1,8 @@
-"""A member whose workers somebody else starts: what a plug-in for another agent needs of a rendezvous.
+"""A member of a run whose workers another program starts, here torchrun's agent.
 
-A thread of its own goes round the same loop as an agent's. What an agent of ours does with its workers is turned
-into words here: a seat in a new generation is a `Turn`, which the other side takes when its workers are gone; coming
-back for the next turn without being told to means that they failed.
+It runs the event loop of `elasticrt run` on a thread of its own. Where our agent would start workers, it offers a
+`Turn`: a seat in a generation, which torchrun's agent takes when its old workers have ended. Asking for the next turn
+while the generation is still current means that the workers failed.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Back:
-    """The other side has no workers of this generation any more, and waits for the next."""
+    """torchrun's agent has no workers of this generation any more, and waits for the next."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """The other side is starting workers of this generation."""
+    """torchrun's agent is starting workers of this generation."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class _Going:
-    """The other side leaves; with `close` the run is over for everybody."""
+    """torchrun's agent leaves; with `close` it ends the run for all nodes."""
 
     close: bool
 
 
 class Participant(Side):
-    """Takes part in a run, from `open` to `close`; these are for one thread, the other side's.
+    """Takes part in a run, from `open` to `close`. All public methods are for one thread, that of torchrun's agent.
 
     To its loop it is a `Side`.
 
@@ -97,7 +97,7 @@ class Participant(Side):
             incarnation=edges.token(),
             address=address,
             pid=os.getpid(),
-            workers=1,  # How many the other side starts is not known here; it counts ranks by itself.
+            workers=1,  # torchrun does not say how many it starts; it counts ranks by itself.
             probe_port=self._probes.port,
             port=self._ports.port,
             warm=True,
@@ -117,13 +117,13 @@ class Participant(Side):
         self._probes.start()
         self._thread: threading.Thread | None = None
         self._left = False
-        # What the other side sees; guarded by `_changed`.
+        # What torchrun's agent sees; guarded by `_changed`.
         self._changed = threading.Condition()
         self._turn: Turn | None = None
         self._ended = ""
         self._problem: ElasticError | None = None
 
-    # For the other side.
+    # For torchrun's agent.
 
     def open(self, timeout_s: float) -> None:
         """Register, within `timeout_s` seconds, and begin to take part.
@@ -137,10 +137,10 @@ class Participant(Side):
         self._thread.start()
 
     def take(self, *, after: int) -> Turn | None:
-        """Wait for a seat in a later generation than `after`, whose workers are gone. None: the run is over.
+        """Wait for a seat in a later generation than `after`, whose workers have ended. None: the run is over.
 
-        Waits as long as the run does: its leader ends it after the join timeout, a lost etcd ends the waiting after a
-        quarter of an hour. Raises what has made taking part impossible.
+        The leader ends a run that waits longer than the join timeout, and a lost etcd ends the wait after a quarter of
+        an hour. Raises the error that has made taking part impossible.
         """
         self.loop.queue.put(_Back(after))
         with self._changed:
@@ -153,8 +153,8 @@ class Participant(Side):
             return self._turn
 
     def has(self, *, after: int) -> bool:
-        """Whether the workers of generation `after` must go: there is a later one, with or without a seat, or this
-        member cannot take part any more, as `take` then says."""
+        """Whether the workers of generation `after` must stop: a later one exists, with or without a seat for this
+        member, or this member cannot take part any more; `take` says which."""
         with self._changed:
             return self._left or self._problem is not None or self._has(after)
 
@@ -199,7 +199,7 @@ class Participant(Side):
             self._fail(StoreError(f"this node cannot take part any more: {error!r}"))
 
     def _fail(self, problem: ElasticError) -> None:
-        """Whoever waits for this thread must not wait any longer: neither the other side nor the other nodes."""
+        """End all waits for this thread: those of torchrun's agent and those of the other nodes."""
         log.warning("this node leaves the run: %s", problem)
         with self._changed:
             self._problem = problem
@@ -229,7 +229,7 @@ class Participant(Side):
             self._changed.notify_all()
 
     def left_out(self, reason: str) -> bool:
-        """See `Side`. `_Back` comes when the workers are gone."""
+        """See `Side`. `_Back` comes when the workers have ended."""
         log.info("this node comes back as a new member: %s", reason)
         with self._changed:
             self._left = True
@@ -237,7 +237,7 @@ class Participant(Side):
         return False
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
-        """See `Side`. Workers that we know nothing of cannot hold: "let in up to step 0" says so."""
+        """See `Side`. torchrun's workers have no steps that are known here: the report claims step 0."""
         match decision:
             case Hold(handover=handover):
                 self._update(holding=handover, report=self._report("holding", handover=handover))

@@ -1,6 +1,6 @@
 """How long ranks take to form a group anew, in two ways: `python -m tests.bench.reform [--ranks 3] [--times 50]`.
 
-destroy: `destroy_process_group`, then `init_process_group` under another prefix of the store. This is what survivors do.
+destroy: `destroy_process_group`, then `init_process_group` under another prefix of the store, as survivors do.
 reconfigure: torch's own `_reconfigure` of a group that was made with `enable_reconfigure=True` (torch 2.14 and later).
 
 Each time ends with an all-reduce, so that connections are made. The slowest rank counts. The two ways take turns.

@@ -13,7 +13,9 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from elasticrt.cli.torchrun_flags import FLAGS
+from elasticrt.cli.run import KINDS
+from elasticrt.cli.torchrun_flags import REFUSED, TAKEN, variable
+from elasticrt.option_values import options_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("FLAGS.md")
@@ -49,6 +51,34 @@ SHOWN: dict[str, tuple[str, ...]] = {
 }
 """Where each flag's effect is seen beyond its setting."""
 
+DIFFERS = {
+    "--nproc-per-node": "without it there is a worker for each GPU, else one; xpu is refused: give the number",
+    "--rdzv-backend": "etcd and etcd-v2 are refused: agents meet in etcd v3 (--etcd)",
+    "--rdzv-id": "without it, one is made from the endpoint, or made up and printed",
+    "--rdzv-conf": "others are refused by name, with what to use in their place",
+    "--max-restarts": "without it: three without newly committed steps (torchrun: none); lost and joining nodes cost "
+    "none",
+    "--start-method": "it concerns scripts as well; the default is fork, and forkserver means the same",
+    "--role": "one for all nodes of a run; part of the console's prefix with --tee",
+    "--log-dir": "files are logs/generation-G/rank-R.NODE.out and .err; those of earlier generations stay",
+    "--redirects": "files are kept of all streams anyway",
+    "--node-rank": "a hint for newcomers: nodes that stay keep their ranks",
+    "--master-addr": "workers' own MASTER_ADDR is the node with rank 0; for one node, both flags are left to the "
+    "script",
+    "--master-port": "workers' own MASTER_PORT is another one in each generation",
+    "--signals-to-handle": "signals beyond the usual four are passed on to the workers",
+    "--shutdown-timeout": "without it 10 s when the node leaves, and nothing on a restart; also "
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+}
+"""Where a flag does not do what it does under torchrun."""
+
+_TEXTS = {name: option.text for kind in KINDS for option in options_of(kind).values() for name in option.names}
+
+
+def meaning(name: str) -> str:
+    """What a flag does here; of one that is refused, why, and what to use in its place."""
+    return REFUSED.get(name) or _TEXTS[name]
+
 
 def exists(name: str) -> bool:
     """Whether there is such a test: a file, or a function or class in it; parameters in brackets are not looked at."""
@@ -83,8 +113,7 @@ def run(names: list[str]) -> dict[str, list[bool]]:
 def main() -> int:
     """Run, write the page, print what did not pass; the exit code."""
     changes = f"{TABLE}::test_leaving_it_out_changes_something"
-    own = {flag.name: f"{changes}[{flag.name}]" for flag in FLAGS if not flag.refused}
-    of = {flag.name: (own.get(flag.name, REFUSAL), *SHOWN.get(flag.name, ())) for flag in FLAGS}
+    of = {name: (f"{changes}[{name}]", *SHOWN.get(name, ())) for name in TAKEN} | dict.fromkeys(REFUSED, (REFUSAL,))
     found = run(sorted({name for names in of.values() for name in names}))
     lines = [
         "# torchrun's flags",
@@ -96,17 +125,14 @@ def main() -> int:
         "|---|---|---|---|---|",
     ]
     failed = []
-    for flag in FLAGS:
-        results = [passed for name in of[flag.name] for passed in found.get(name, [False])]
-        word = "refused" if flag.refused else "PET" if flag.env else ""
+    for name, tests in of.items():
+        results = [passed for test in tests for passed in found.get(test, [False])]
+        word = "refused" if name in REFUSED else "PET" if variable(name) else ""
         verdict = "passed" if all(results) else f"**{results.count(False)} of {len(results)} failed**"
-        lines.append(f"| `{flag.name}` | {word} | {flag.meaning} | {flag.differs} | {verdict} |")
-        failed += [] if all(results) else [flag.name]
+        lines.append(f"| `{name}` | {word} | {meaning(name)} | {DIFFERS.get(name, '')} | {verdict} |")
+        failed += [] if all(results) else [name]
     PAGE.write_text("\n".join([*lines, ""]))
-    taken = sum(not flag.refused for flag in FLAGS)
-    print(
-        f"{len(FLAGS)} flags: {taken} taken, {len(FLAGS) - taken} refused; {len(failed)} with failing tests: {failed}"
-    )
+    print(f"{len(TAKEN)} flags taken, {len(REFUSED)} refused; {len(failed)} with failing tests: {failed}")
     return 1 if failed else 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from elasticrt.option_values import health_address, parse_nodes
+from elasticrt.option_values import options_of, parse_nodes
+from elasticrt.run_options import RunOptions
 from tests.deploy.kubernetes.finding import Doc, jobs, labels, means, of_kind, pods, rule, selects, settings
 
 # Agents.
@@ -24,7 +25,7 @@ def nodes_are_named_after_pods(docs: Sequence[Doc]) -> Iterator[str]:
 @rule("a port that nobody serves, or one on loopback only: the kubelet gets no answer and kills every pod")
 def probes_ask_the_agent(docs: Sequence[Doc]) -> Iterator[str]:
     """Startup and liveness ask /live, readiness asks /ready, at the port and address that the agent is told."""
-    host, served = health_address(settings(docs)["ELASTICRT_HEALTH_PORT"])
+    host, served = options_of(RunOptions)["health"].parse(settings(docs)["ELASTICRT_HEALTH_PORT"])
     for spec in jobs(docs):
         for container in spec["template"]["spec"]["containers"]:
             ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}

@@ -115,7 +115,7 @@ ARGUMENTS = ["key=v", "+k=v", "-m", "--multirun", "--", "--role", "x"]
 
 
 def _show(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "elasticrt.run", "--nproc-per-node", "2", *options]
+    command = [sys.executable, "-m", "elasticrt", "run", "--nproc-per-node", "2", *options]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"}
     command += ["shows.py", *ARGUMENTS]
     done = subprocess.run(

@@ -19,7 +19,14 @@ def stop(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=90, check=False)
 
 
-@pytest.mark.parametrize("by", ["its id", pytest.param("its directory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "by",
+    [
+        "the only live run",
+        pytest.param("its id", marks=pytest.mark.slow),
+        pytest.param("its directory", marks=pytest.mark.slow),
+    ],
+)
 def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
     """Without an address of etcd: every agent ends with 143, and the same step is on disk for all."""
     (tmp_path / "train.py").write_text(LOOP)
@@ -28,7 +35,7 @@ def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
         run.start("n0")
         run.start("n1")
         run.wait("steps", lambda: run.last_step() > 3)
-        done = stop(tmp_path, run_id if by == "its id" else f"run/{run_id}")
+        done = stop(tmp_path, *{"its id": [run_id], "its directory": [f"run/{run_id}"]}.get(by, []))
         assert done.returncode == 0, done.stderr
         assert run.ended() == {"n0": 143, "n1": 143}
         first, last = done.stdout.splitlines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from elasticrt.cli import control
+from elasticrt.cli import status
+from elasticrt.cli.live_run import LiveRun
 from elasticrt.rendezvous.records import Keys, SpecRecord
-from elasticrt.run_options import EtcdOptions
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Put, Txn
 from tests.memory_store import MemoryServer, MemoryStore
@@ -94,4 +93,4 @@ def test_a_status_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert control.show(store, keys, argparse.Namespace(), EtcdOptions()) == 0
+        status.show(LiveRun(store, keys), "nobody is here")

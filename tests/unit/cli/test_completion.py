@@ -36,7 +36,14 @@ def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("elasticrt sto", "stop"), ("elasticrt run --nn", "--nnodes"), ("elasticrt logs --fol", "--follow")],
+    [
+        ("elasticrt sto", "stop"),
+        ("elasticrt run --nn", "--nnodes"),
+        ("elasticrt logs --fol", "--follow"),
+        ("elasticrt run --join n", "now"),
+        ("elasticrt run --log-format j", "json"),
+        ("elasticrt simulate --start-method s", "spawn"),
+    ],
 )
 def test_bash_completes(script, words: str, found: str) -> None:
     """Commands, and the options of each, in one spelling."""

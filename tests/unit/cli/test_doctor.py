@@ -75,8 +75,8 @@ CASES: list[tuple[Finding, str, str]] = [
     (doctor_findings.ports(32768, 60999, 27500), "warn", "732"),
     (doctor_findings.ports(32768, 60999, 28232), "fail", "0 of"),
     (doctor_findings.clock(True), "ok", "synchronised"),
+    (doctor_findings.clock(None), "ok", "does not say"),
     (doctor_findings.clock(False), "warn", "chrony"),
-    (doctor_findings.clock(None), "ok", "nothing says"),
     (doctor_findings.shared_memory(8 * GIB, 7 * GIB), "ok", "7.0 GiB of 8.0 GiB shared"),
     (doctor_findings.shared_memory(64 * MIB, 64 * MIB), "warn", "--shm-size"),
     (doctor_findings.shared_memory(8 * GIB, MIB), "warn", "SIGBUS"),
@@ -198,6 +198,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert [each["check"] for each in found][:10] == checks.split()
     assert all(each.keys() == {"check", "level", "what", "remedy"} for each in found)
     assert [each["check"] for each in found if each["level"] == "fail"] == ["torch"]
+
+
+def test_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod is looked at where Kubernetes says that this is one."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert looked("scheduler", doctor_looks.scheduler, DoctorOptions()) == []
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    ((name, finding),) = looked("scheduler", doctor_looks.scheduler, DoctorOptions())
+    assert (name, "of memory left" in finding.what) == ("kubernetes", True)
 
 
 @pytest.mark.slow

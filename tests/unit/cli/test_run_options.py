@@ -75,14 +75,16 @@ def test_environment_and_command_line() -> None:
     [
         (["--nnodes", "2:3"], {"ELASTICRT_MIN_NODES": "1"}, (2, 3)),
         (["--max-nodes", "5"], {"ELASTICRT_NNODES": "2:3"}, (1, 5)),
+        (["--max-nodes", "5"], {"PET_NNODES": "2"}, (1, 5)),
         (["--max-nodes", "5"], {"ELASTICRT_NNODES": "2:3", "ELASTICRT_MIN_NODES": "4"}, (4, 5)),
         ([], {"ELASTICRT_MIN_NODES": "2", "ELASTICRT_MAX_NODES": "3"}, (2, 3)),
         (["--nnodes", "2:3", "--max-nodes", "5"], {}, None),
+        (["--nnodes", "2:3", "--min-nodes", "2"], {}, None),
         ([], {"ELASTICRT_NNODES": "2:3", "ELASTICRT_MAX_NODES": "5"}, None),
     ],
 )
 def test_two_ways_to_say_how_many(argv: list[str], env: dict[str, str], expected: tuple[int, int] | None) -> None:
-    """A way on the command line overrules the variables of the other; two of one kind are refused."""
+    """A way on the command line overrules the variables of the other; both in one place are refused."""
     if expected is None:
         with pytest.raises(ConfigError, match="say the same thing twice"):
             _configure(*argv, "train.py", env=env)
@@ -123,6 +125,10 @@ def test_where_etcd_is(argv: list[str], served: str | None, etcd: list[str]) -> 
     [
         (["--nnodes", "0", "train.py"], "--nnodes"),
         (["--min-nodes", "3", "--max-nodes", "2", "train.py"], "--min-nodes, --max-nodes"),
+        (["--min-nodes", "0", "train.py"], "--min-nodes"),
+        (["--run-id", "", "train.py"], "got ''"),
+        (["--log-dir", "/proc/x", "train.py"], "no place for logs (--log-dir): got /proc: No such file or directory"),
+        (["--log-dir", "train.py/x", "train.py"], "--log-dir"),
         (["--nnodes", "1:2", "--max-nodes", "4", "train.py"], "say the same thing twice"),
         (["--nnodes", "-1", "train.py"], "nnodes"),
         (["--nnodes", "2:1", "train.py"], "--nnodes"),
@@ -235,10 +241,12 @@ def test_a_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         (["launch", "--nproc-per-node", "two", "train.py"], "See elasticrt launch --help"),
         (["status", "--run-id", "x", "--etcd", "ftp://a"], "--etcd"),
         (["status"], "--run-id"),
-        (["drain", "n1"], "--run-id"),
+        (["drain", "n1"], "which run? (--run-id)"),
+        (["stop"], "which run? (--run-id)"),
+        (["resize", "2:8"], "which run? (--run-id)"),
         (["resize", "2-8", "--run-id", "x"], "(MIN:MAX): got 2-8; expected N or MIN:MAX"),
         (["resize", "8:2", "--run-id", "x"], "(MIN:MAX): got 8:2"),
-        (["etcd", "--listen", "2379"], "(--listen): got 2379; expected HOST:PORT, such as 0.0.0.0:2379"),
+        (["etcd", "--listen", "2379"], "(--listen): got 2379; expected HOST:PORT"),
         (["ledger", "check"], "DIR"),
     ],
 )

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticrt.playground.local_cluster import descends
 from elasticrt.playground.narration import Line
-from elasticrt.playground.pause import descends
 from elasticrt.playground.screen import Screen
 
 HERE = Path(__file__).parent
@@ -168,31 +168,6 @@ def test_nothing_outlives_a_killed_simulation(tmp_path):
         simulation = psutil.Process(process.pid)
         wait_for(lambda: len(simulation.children(recursive=True)) == 4, "two agents with a worker each")
         family = simulation.children(recursive=True)
-        process.kill()
-        process.wait()
-        wait_for(lambda: all(ended(member) for member in family), "all its processes to end")
-
-
-def test_a_paused_node_goes_on(tmp_path):
-    """`pause node` stops the agent and its worker, and continues both after the time."""
-    with playing(tmp_path, 2, "works", FOR_EVER, "step 20: pause node 1 for 3s") as process:
-        wait_for(lambda: training(tmp_path) and len(agents(tmp_path)) == 2, "steps")
-        agent = agents(tmp_path)[1]
-        wait_for(lambda: agent.status() == psutil.STATUS_STOPPED, "the agent to be stopped")
-        wait_for(lambda: {p.status() for p in agent.children()} == {psutil.STATUS_STOPPED}, "the worker to be stopped")
-        wait_for(lambda: agent.status() != psutil.STATUS_STOPPED, "the agent to go on")
-        wait_for(lambda: psutil.STATUS_STOPPED not in {p.status() for p in agent.children()}, "the worker to go on")
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=DEADLINE_S)
-
-
-def test_a_paused_node_does_not_outlive_a_killed_simulation(tmp_path):
-    """A stopped process would never hear its leash: the pause ends with the simulation, and then the agent does."""
-    with playing(tmp_path, 2, "works", FOR_EVER, "step 20: pause node 1 for 3600s") as process:
-        wait_for(lambda: training(tmp_path) and len(agents(tmp_path)) == 2, "steps")
-        agent = agents(tmp_path)[1]
-        wait_for(lambda: agent.status() == psutil.STATUS_STOPPED, "the agent to be stopped")
-        family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         wait_for(lambda: all(ended(member) for member in family), "all its processes to end")

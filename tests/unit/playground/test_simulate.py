@@ -95,7 +95,7 @@ def test_options_also_come_from_the_environment():
         (["--fault", "soon: add node", "train.py"], "(--fault): got soon: add node"),
         (["--run-id", "../x", "train.py"], "(--run-id)"),
         (["--lease-ttl", "never", "train.py"], "(--lease-ttl): got never"),
-        (["--lease-ttl", "0.5s", "train.py"], "(--lease-ttl): got 0.5; expected greater than or equal to 1"),
+        (["--lease-ttl", "0.5s", "train.py"], "(--lease-ttl): got 0.5s; expected a duration from 1s to 1h"),
         (["--etcd", "", "train.py"], "(--etcd): got ''"),
         (
             ["--nodes", "2", "--fault", "step 5: kill node 2", "train.py"],

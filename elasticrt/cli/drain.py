@@ -1,0 +1,98 @@
+"""`elasticrt drain` and `elasticrt stop`: one node of a live run, or all of them, save the present step and leave.
+
+Each node is asked in its own key; the run's own agents do the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from elasticrt.cli.control import LeaveOptions
+from elasticrt.cli.live_run import LiveRun, live_run, options_given
+from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, explain
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
+from elasticrt.ipc.wording import counted
+from elasticrt.rendezvous import transactions
+from elasticrt.rendezvous.records import Generation, Member, Result
+from elasticrt.store.protocol import Txn
+
+ASKED_AT_ONCE = 64
+"""Nodes that one transaction asks to leave; etcd takes 128 operations."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Have one node leave, and wait for that. Raises ConfigError, RendezvousTimeoutError, StoreError."""
+    options = options_given(arguments, LeaveOptions())
+    name = arguments.name
+    with live_run(arguments, options) as run:
+        members = run.members()
+        if not members:
+            raise without_nodes(run)
+        if name not in members:
+            expected = f"one of {', '.join(members)}"
+            raise ConfigError(explain("no such node", f"run {run.keys.run_id}", got=name, expected=expected))
+        life = members[name][0].incarnation
+        # A node that has left may come back, as another member.
+        _leave(run, lambda member: (member.node, member.incarnation) == (name, life), options.timeout_s)
+        write(sys.stdout, f"{name} has left run {run.keys.run_id}\n")
+    return EXIT_OK
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Have all nodes leave, and wait for that. Raises ConfigError, RendezvousTimeoutError, StoreError."""
+    options = options_given(arguments, LeaveOptions())
+    with live_run(arguments, options) as run:
+        run_id, attempt, members = run.keys.run_id, run.spec()[0].attempt, run.members()
+        if not members:
+            raise without_nodes(run)
+        write(sys.stdout, f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n")
+        _leave(run, lambda _: True, options.timeout_s)
+        result, saved = run.record(run.keys.result(attempt), Result), run.record(run.keys.checkpoint, Commit)
+        ended = f"{result.status}: {result.reason}" if result is not None else "stopped"
+        step = f"; step {saved.reached:,} is saved" if saved is not None else ""
+        write(sys.stdout, f"run {run_id} {ended}{step}\n")
+    return EXIT_OK
+
+
+def without_nodes(run: LiveRun) -> ConfigError:
+    """The error about a run without any node: one that is starting, or one that is over."""
+    where, expected = f"run {run.keys.run_id}", "a node that takes part"
+    if run.record(run.keys.generation, Generation) is not None:
+        return ConfigError(explain("the run is not alive", where, expected=expected))
+    remedy = f"Wait until `elasticrt status {run.keys.run_id}` shows it"
+    return ConfigError(explain("no node of this run has registered yet", where, expected=expected, remedy=remedy))
+
+
+def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> None:
+    """Ask the members for which `leaves` is true to drain, also those that come meanwhile; wait until they have left.
+
+    Those that are asked together hand over together. Raises RendezvousTimeoutError after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
+        if time.monotonic() >= deadline:
+            raise RendezvousTimeoutError(
+                explain(
+                    "nodes are still there",
+                    f"run {run.keys.run_id}",
+                    got=f"{', '.join(left)} after {timeout_s:g} s",
+                    expected="all of them to save and leave",
+                    remedy="They go on trying: look again with `elasticrt status`, or end their agents by SIGTERM",
+                )
+            )
+        asked = [
+            transactions.drain(run.keys, value, member.model_copy(update={"draining": True}))
+            for member, value in left.values()
+            if not member.draining
+        ][:ASKED_AT_ONCE]
+        if not asked:
+            time.sleep(LOOK_AGAIN_S)
+            continue
+        compares = tuple(compare for each in asked for compare in each.compares)
+        operations = tuple(operation for each in asked for operation in each.operations)
+        run.store.commit(Txn(compares, operations, why=f"{counted(len(asked), 'node')} are asked to drain"))

@@ -1,0 +1,126 @@
+"""Which run a command means, where its etcd is, and what its keys say: for `status`, `drain`, `stop` and `resize`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elasticrt.cli.configure import read_credentials, where_etcd_is
+from elasticrt.cli.options import read
+from elasticrt.cli.torchrun_flags import MeetingFlags
+from elasticrt.errors import ConfigError, explain
+from elasticrt.option_values import check_name
+from elasticrt.rendezvous.records import Keys, Member, SpecRecord, decode
+from elasticrt.run_options import EtcdOptions
+from elasticrt.store.address import parse_endpoints
+from elasticrt.store.embedded import find
+from elasticrt.store.etcd import EtcdStore
+from elasticrt.store.protocol import Address, KeyValue, Store
+from elasticrt.story import run_dir
+
+E = TypeVar("E", bound=EtcdOptions)
+
+
+def options_given(arguments: argparse.Namespace, base: E) -> E:
+    """`base` with what was given on the command line and in variables. Raises ConfigError."""
+    return read(MeetingFlags(), arguments, os.environ).placed(read(base, arguments, os.environ))
+
+
+def named_run(arguments: argparse.Namespace, options: EtcdOptions) -> tuple[str, Path] | None:
+    """The id and the directory of the run that RUN or --run-id names; None where neither is given.
+
+    Raises ConfigError where RUN is a path without a run, and where it can be no name.
+    """
+    run = arguments.run or options.run_id
+    if run is None:
+        return None
+    below = Path(arguments.log_dir, run)
+    if "/" in run or (run_dir.has_events(Path(run)) and not run_dir.has_events(below)):
+        directory = run_dir.find(run, arguments.log_dir)
+        return run_dir.read(directory).run_id, directory
+    return check_name(run, "RUN"), below
+
+
+def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractContextManager[LiveRun]:
+    """The run that is named, else the only one below --log-dir that has agents on this machine, in its etcd.
+
+    Raises ConfigError where that is none or several: a command that changes a run must not guess.
+    """
+    named = named_run(arguments, options)
+    if named is None:
+        live = [directory for directory in run_dir.newest(arguments.log_dir) if find(directory.name) is not None]
+        if len(live) != 1:
+            raise which_run(sorted(directory.name for directory in live))
+        named = live[0].name, live[0]
+    return opened(*named, options)
+
+
+def which_run(live: Sequence[str] = ()) -> ConfigError:
+    """The error where no run is named; `live`: those that may be meant."""
+    expected = f"one of {', '.join(live)}" if live else "the name that `elasticrt run` has printed"
+    return ConfigError(explain("which run?", "--run-id", expected=expected))
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run, by its keys in etcd."""
+
+    store: Store
+    keys: Keys
+
+    def spec(self) -> tuple[SpecRecord, int]:
+        """What its nodes have agreed on, and the revision of that. Raises ConfigError when there is no such run."""
+        found = self.store.read(self.keys.spec).get(self.keys.spec)
+        if found is None:
+            where, expected = f"run {self.keys.run_id}", "a run in this etcd"
+            raise ConfigError(explain("no such run", where, expected=expected, remedy="Check --run-id, --etcd"))
+        return decode(SpecRecord, self.keys.spec, found.value), found.mod_revision
+
+    def members(self) -> dict[str, tuple[Member, KeyValue]]:
+        """Its members by their nodes' names, with their keys."""
+        found = self.store.read(self.keys.members).keys
+        return {
+            each.key[len(self.keys.members) :]: (decode(Member, each.key, each.value), each)
+            for each in sorted(found, key=lambda each: each.key)
+        }
+
+    def record(self, key: str, kind: Any) -> Any:
+        """The record of this kind at `key`, or None."""
+        found = self.store.read(key).get(key)
+        return decode(kind, key, found.value) if found is not None else None
+
+
+@contextmanager
+def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveRun]:
+    """The run in its etcd. Raises ConfigError where that is not known.
+
+    That is the etcd of `options`, else the one that agents have started on this machine, else the one that agents have
+    noted in the run's `directory`.
+    """
+    store = EtcdStore(where_etcd_is(options)[0] or _etcd_of(run_id, directory), read_credentials(options))
+    try:
+        yield LiveRun(store, Keys(run_id))
+    finally:
+        store.close()
+
+
+def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
+    served = find(run_id)
+    if served is not None:
+        return (served.address,)
+    noted = run_dir.read(directory).etcd if run_dir.has_events(directory) else ""
+    if noted.startswith("http"):  # Its agents have accepted it. A socket has ended with the agents of its machine.
+        return parse_endpoints(noted)
+    raise ConfigError(
+        explain(
+            "no agent of this run is on this machine",
+            f"run {run_id}",
+            expected="one that lives, or --etcd",
+            remedy="A run elsewhere needs --etcd ENDPOINTS; of one that has ended `elasticrt report` tells",
+        )
+    )

@@ -1,0 +1,33 @@
+"""`elasticrt resize`: change how many nodes a live run may have. Its leader lets nodes in, or has them stand by."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from elasticrt.cli.live_run import live_run, options_given
+from elasticrt.errors import EXIT_OK, ConfigError, StoreError, explain
+from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.wording import counted
+from elasticrt.rendezvous import transactions
+from elasticrt.run_options import EtcdOptions
+
+TRIES = 20
+"""The spec changes only by another `resize`, or a new start of the run: so many in a row are an error."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Change the bounds. Raises ConfigError, StoreError."""
+    options = options_given(arguments, EtcdOptions())
+    least, most = arguments.nodes
+    with live_run(arguments, options) as run:
+        for _ in range(TRIES):
+            (record, seen), members, where = run.spec(), run.members(), f"run {run.keys.run_id}"
+            if not members:
+                raise ConfigError(explain("the run is not alive", where, remedy="Start it with new options"))
+            changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
+            new = record.model_copy(update={"spec": changed, "resized": True})
+            if changed == record.spec or run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
+                write(sys.stdout, f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}\n")
+                return EXIT_OK
+        raise StoreError(explain("the run's options keep changing", where, remedy="Try again"))

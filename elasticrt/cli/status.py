@@ -1,0 +1,105 @@
+"""`elasticrt status`: where a run stands, of a live run by its etcd, and of any by its directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from elasticrt.cli.live_run import LiveRun, named_run, opened, options_given, which_run
+from elasticrt.errors import EXIT_OK, ConfigError
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.wording import counted
+from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
+from elasticrt.run_options import EtcdOptions
+from elasticrt.story import run_dir
+from elasticrt.story.report import as_object, changes, head, paces, present, state, worth
+from elasticrt.text import plain
+
+WATCH_EVERY_S = 2.0
+CLEAR = "\033[H\033[J"
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print where a run stands, or how it ended; without an id the newest run's. Raises ConfigError for no such run."""
+    options = options_given(arguments, EtcdOptions())
+    named = named_run(arguments, options)
+    if named is None:
+        newest = run_dir.newest(arguments.log_dir)
+        if not newest:
+            raise which_run()
+        named = newest[0].name, newest[0]
+    while not _look(*named, arguments, options) and arguments.watch:
+        time.sleep(WATCH_EVERY_S)
+        write(sys.stdout, CLEAR if sys.stdout.isatty() and not arguments.json else "")
+    return EXIT_OK
+
+
+def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: EtcdOptions) -> bool:
+    """Print the state of the run; whether it has ended."""
+    story = run_dir.read(directory) if run_dir.has_events(directory) else None
+    if arguments.json:
+        story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
+        write(sys.stdout, json.dumps(as_object(story, present(story, time.time()))) + "\n")
+        return story.result is not None
+    try:
+        with opened(run_id, directory, options) as run:
+            show(run, "nobody is here" if story is None or story.alive() else state(story))
+    except ConfigError:
+        if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
+            raise
+        write(sys.stdout, plain("\n".join(head(story))) + "\n")
+        return True
+    if story is not None:
+        write(sys.stdout, plain("\n".join((paces(story), worth(story), changes(story)))) + "\n")
+    return story is not None and story.result is not None
+
+
+def show(run: LiveRun, without_nodes: str) -> None:
+    """Print what etcd knows of the run, or `without_nodes` of one without any. Raises ConfigError for no such run."""
+    spec, _ = run.spec()
+    lines = describe(
+        run.keys.run_id,
+        spec,
+        [member for member, _ in run.members().values()],
+        generation=run.record(run.keys.generation, Generation),
+        saved=run.record(run.keys.checkpoint, Commit),
+        result=run.record(run.keys.result(spec.attempt), Result),
+        without_nodes=without_nodes,
+    )
+    write(sys.stdout, "\n".join(lines) + "\n")
+
+
+def describe(
+    run_id: str,
+    spec: SpecRecord,
+    members: Iterable[Member],
+    *,
+    generation: Generation | None,
+    saved: Commit | None,
+    result: Result | None,
+    without_nodes: str,
+) -> list[str]:
+    """The lines about a run with this spec, members, current generation, newest checkpoint and result. Pure.
+
+    `without_nodes`: the state of a run that has neither members nor a result.
+    """
+    members = list(members)
+    said = f"{result.status}: {result.reason}" if result else "alive" if members else without_nodes
+    lines = [f"run {run_id}: {said}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
+    if generation is not None:
+        size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
+        lines.append(f"generation {generation.number}: {size} ({generation.cause})")
+    if saved is not None:
+        lines.append(f"newest checkpoint: step {saved.step} of generation {saved.generation}")
+    for member in members:
+        running = generation is not None and member.generation == generation.number
+        word = "draining" if member.draining else "training" if running else "standby" if member.warm else "starting"
+        lines.append(
+            f"  {member.node}: {word}, {counted(member.workers, 'worker')}, {member.address}, pid {member.pid}"
+        )
+    return lines

@@ -1,0 +1,108 @@
+"""Which live run a command means that does not name one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from elasticrt import events
+from elasticrt.cli.drain import without_nodes
+from elasticrt.cli.live_run import LiveRun, live_run, named_run
+from elasticrt.cli.main import main
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.proc import start_of
+from elasticrt.rendezvous.records import Generation, Keys
+from elasticrt.run_options import EtcdOptions
+from elasticrt.store.embedded import Served, find, locked, record_of, write_record
+from elasticrt.store.protocol import Address, Put, Txn
+from tests.memory_store import MemoryServer, MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def _run(name: str, *, lives: bool) -> None:
+    """A run with a directory; one that lives has an etcd on this machine, whose keeper is this process."""
+    log = EventLog("node-0", Path("runs", name))
+    log.write(events.AgentStarted(1, name, "embedded", f"runs/{name}", "a machine", 1, 1))
+    log.close()
+    if lives:
+        with locked() as (directory, _):
+            served = Served(Address("http", "127.0.0.1", 9), os.getpid(), start_of(os.getpid()))
+            write_record(record_of(directory, name), served)
+
+
+def _arguments(run: str | None = None) -> argparse.Namespace:
+    return argparse.Namespace(run=run, log_dir="runs")
+
+
+def test_the_only_live_run_is_meant() -> None:
+    """Runs that have ended do not count, however new they are."""
+    _run("calm-fox", lives=True)
+    _run("old-owl", lives=False)
+    with live_run(_arguments(), EtcdOptions()) as run:
+        assert run.keys.run_id == "calm-fox"
+
+
+@pytest.mark.parametrize("command", [["stop"], ["drain", "node-0"], ["resize", "1:2"]], ids=lambda words: words[0])
+def test_of_several_live_runs_none_is_chosen(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that changes a run does not guess: exit code 2, and the names."""
+    _run("keen-koala", lives=True)
+    _run("calm-fox", lives=True)
+    assert main([*command, "--log-dir", "runs"]) == 2
+    assert "which run? (--run-id): expected one of calm-fox, keen-koala" in capsys.readouterr().err
+
+
+def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RUN is an id or a directory, and overrules --run-id."""
+    _run("calm-fox", lives=False)
+    assert named_run(_arguments(), EtcdOptions()) is None
+    assert named_run(_arguments(), EtcdOptions(run_id="digits")) == ("digits", Path("runs/digits"))
+    assert named_run(_arguments("calm-fox"), EtcdOptions(run_id="digits")) == ("calm-fox", Path("runs/calm-fox"))
+    assert named_run(_arguments("runs/calm-fox"), EtcdOptions()) == ("calm-fox", Path("runs/calm-fox"))
+    monkeypatch.chdir("runs")
+    assert named_run(_arguments("calm-fox"), EtcdOptions()) == ("calm-fox", Path("calm-fox"))
+
+
+def test_status_of_an_ended_run_takes_its_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `report` does, with and without a slash in its name."""
+    _run("calm-fox", lives=False)
+    assert main(["status", str(Path("runs/calm-fox").absolute())]) == 0
+    monkeypatch.chdir("runs")
+    assert main(["status", "calm-fox"]) == 0
+    assert main(["status", "."]) == 2
+    assert main(["status", "no/such"]) == 2
+    said = capsys.readouterr()
+    assert said.out.count("run calm-fox: ") == 2
+    assert "no such run (no/such)" in said.err
+
+
+def test_looking_at_a_run_does_not_keep_its_etcd() -> None:
+    """The keeper waits for agents that have found it, as its record's time says. `status --watch` looks every 2 s."""
+    _run("calm-fox", lives=True)
+    with locked() as (directory, _):
+        record = record_of(directory, "calm-fox")
+    os.utime(record, (1, 1))
+    assert find("calm-fox") is not None
+    assert record.stat().st_mtime == 1
+
+
+def test_a_run_without_nodes() -> None:
+    """One whose first node is starting is not one that is over."""
+    run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"))
+    assert "no node of this run has registered yet (run calm-fox)" in str(without_nodes(run))
+    generation = Generation(
+        number=1, attempt=1, nonce="c" * 16, nodes=1, world_size=1, master_address="::1", master_port=5001,
+        cause="start", kind="start", chunks=1,
+    )  # fmt: skip
+    run.store.commit(Txn((), (Put(run.keys.generation, generation.encode()),), why="a test"))
+    assert "the run is not alive (run calm-fox)" in str(without_nodes(run))

@@ -1,0 +1,67 @@
+"""What messages keep of a value: enough to act on, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elasticrt.cli.main import main
+from elasticrt.errors import explain
+from elasticrt.spec import RunSpec, difference
+from tests.servers import free_port
+
+
+def test_a_value_is_shown_as_far_as_it_helps() -> None:
+    """An empty value is visible, a message inside a message keeps its end, and a flood is cut."""
+    assert explain("what", "where", got="") == "what (where): got ''"
+    inner = explain(
+        "no answer from etcd to read /elasticrt/calm-fox-k7m2p/spec within 2 s", "http://a:1", got="refused"
+    )
+    assert inner in explain("etcd has not answered for 2 s", "--etcd", got=inner)
+    assert len(explain("what", "where", got="x" * 10_000)) < 300
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        ("train.py --lr 0.1", "train.py --lr 0.2", "'--lr 0.1' here, '--lr 0.2' in the run"),
+        ("train.py", "train.py --lr 0.2", "'train.py' here, 'train.py --lr 0.2' in the run"),
+        ("a.py " + "x " * 300 + "1", "a.py " + "x " * 300 + "2", "'x 1' here, 'x 2' in the run"),
+        ("a.py", "b.py", "'script a.py' here, 'script b.py' in the run"),
+    ],
+)
+def test_of_two_commands_the_words_that_differ_are_shown(mine: str, theirs: str, words: str) -> None:
+    """A long command does not hide where it differs, nor what else does."""
+    specs = [
+        RunSpec(min_nodes=1, max_nodes=most, command=("script", *text.split()))
+        for most, text in ((2, mine), (3, theirs))
+    ]
+    assert difference(*specs) == f"max_nodes: 2 here, 3 in the run, command: {words}"
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"), [("127.0.0.1", "Connection refused"), ("no.such.host.invalid", "not known")]
+)
+def test_why_etcd_cannot_be_reached(
+    host: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With and without --etcd-wait the reason is said, and a remedy."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    for wait in ([], ["--etcd-wait", "1s"]):
+        assert main(["run", "--etcd", f"http://{host}:{free_port()}", "--insecure-etcd", *wait, "train.py"]) == 4
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert reason in last
+        assert "`elasticrt etcd` starts one" in last
+
+
+def test_a_ledger_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message is a sentence, not the number of an error."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["ledger", "check", "nosuchdir"]) == 2
+    said = capsys.readouterr().err
+    assert "(nosuchdir): got nosuchdir: No such file or directory; expected" in said
+    assert "Errno" not in said
