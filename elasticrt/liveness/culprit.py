@@ -24,6 +24,7 @@ LINKS_MAX = 4
 RANKS_MAX = 4
 """More ranks than this at once, and more than half of them, are no culprit."""
 
+_AT_A_TIME = re.compile(r" for \d+ s|(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python3|^<|/elasticrt/(train|distributed|data|checkpoint)/"
@@ -111,8 +112,8 @@ class Culprit:
 
     @property
     def key(self) -> str:
-        """The reason without times: equal for the same finding at another time."""
-        return re.sub(r" for \d+ s", "", self.reason)
+        """The reason without times, and without who waits: equal for the same finding at another time."""
+        return _AT_A_TIME.sub("", self.reason)
 
 
 def doing(stack: Sequence[str]) -> tuple[str, str]:
@@ -132,14 +133,18 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
 
 
 def find(
-    by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = (), names: Mapping[str, str] | None = None
+    by_node: Mapping[str, Sequence[Position]],
+    silent: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    own: str = "",
 ) -> Culprit | None:
     """The finding from all positions; None if no rank waits, or too many are late.
 
     Args:
         by_node: the positions of each node's ranks; none for a node whose steps do not stand so far.
-        silent: nodes that have not answered.
+        silent: nodes that have not answered, with another node that each of them answers; "": none is known.
         names: nodes by their addresses.
+        own: the node that has asked.
     """
     all_ranks = [replace(each, node=node) for node, positions in by_node.items() for each in positions]
     most = max((each.begun for each in all_ranks), default=0)
@@ -153,8 +158,7 @@ def find(
     if busy:
         return _culprit([each for each in busy if not _rests(each)] or busy, all_ranks, most)
     if silent:
-        verb = "does" if len(silent) == 1 else "do"
-        return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
+        return _silence(silent, own, waiting)
     if not all(by_node.values()):
         return None
     return _cut_link(all_ranks, names or {}) or _out_of_order(all_ranks) or _odd_one_out(all_ranks)
@@ -185,6 +189,22 @@ def _culprit(blamed: list[Position], all_ranks: list[Position], most: int) -> Cu
     return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each in blamed))
 
 
+def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Culprit:
+    """Nodes do not answer `own`. Where each answers another node, the links are to blame."""
+    lost = [node for node, witness in silent.items() if not witness]
+    if lost:
+        verb = "does" if len(lost) == 1 else "do"
+        return Culprit((), tuple(lost), f"{' and '.join(lost)} {verb} not answer, and {_waiting(waiting, '')}")
+    links = [f"{own} and {node}" for node in silent]
+    signs = [f"{witness} reaches {node}" for node, witness in silent.items()]
+    reason = f"{_link(links)}: {' and '.join(signs[:LINKS_MAX])}, and {own} does not; {_waiting(waiting, '')}"
+    return Culprit((), (own, *silent), reason)
+
+
+def _link(ends: Sequence[str]) -> str:
+    return f"the link between {' and '.join(ends[:LINKS_MAX])} lets nothing through"
+
+
 def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:
     """All wait, and some data is not acknowledged: the link is to blame, and no rank."""
     ends = {
@@ -196,11 +216,10 @@ def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | 
     if not ends:
         return None
     links = dict.fromkeys(tuple(sorted(pair)) for pair in ends)
-    what = " and ".join(f"{one} and {other}" for one, other in list(links)[:LINKS_MAX])
     (sender, receiver), rank = next(reversed(ends.items()))
     nodes = tuple(dict.fromkeys(name for pair in links for name in pair if name in names.values()))
     sign = f"{receiver} acknowledges nothing that rank {rank} on {sender} has sent"
-    return Culprit((), nodes, f"the link between {what} lets nothing through: {sign}; {_waiting(all_ranks, '')}")
+    return Culprit((), nodes, f"{_link([' and '.join(pair) for pair in links])}: {sign}; {_waiting(all_ranks, '')}")
 
 
 def _out_of_order(all_ranks: list[Position]) -> Culprit | None:

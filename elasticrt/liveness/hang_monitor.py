@@ -247,19 +247,28 @@ class HangMonitor:
         )
         self._say(found.reason)
 
-    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
+    def blame(
+        self,
+        generation: int,
+        nodes: Mapping[str, str],
+        others: Mapping[str, Mapping[str, object]],
+        reached: Mapping[str, str],
+    ) -> None:
         """Report the ranks for which the others wait, unless they are in a pause that is not much longer than usual.
 
         Args:
             generation: the generation.
             nodes: the addresses of its nodes.
             others: the other agents' answers, by node.
+            reached: of those that have not answered, by which other node each is reached.
         """
         if not self.positions:
             return
-        by_node = {self._settings.node: self.positions, **dict(_positions(others))}
+        own = self._settings.node
+        by_node = {own: self.positions, **dict(_positions(others))}
         names = {address: node for node, address in nodes.items()}
-        culprit = find(by_node, [node for node in nodes if node not in by_node], names)
+        silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
+        culprit = find(by_node, silent, names, own)
         step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         if culprit is None or (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):

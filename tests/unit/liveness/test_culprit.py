@@ -214,12 +214,41 @@ def test_what_the_flight_recorder_says(flights: list[str], ranks: tuple[int, ...
 def test_a_node_that_says_nothing() -> None:
     """A node that has not answered is named where all others wait; one whose steps do not stand yet is waited for."""
     waits = [_at(0), _at(1)]
-    found = find({"n0": waits}, ["n1"])
+    found = find({"n0": waits}, {"n1": ""})
     assert found is not None
     assert (found.ranks, found.nodes) == ((), ("n1",))
     assert found.reason == "n1 does not answer, and 2 ranks wait in a collective at train.py:9 in f"
     assert find({"n0": waits, "n1": []}) is None
-    assert find({"n0": [_at(0), _at(1, "code")]}, ["n1"]).ranks == (1,)
+    assert find({"n0": [_at(0), _at(1, "code")]}, {"n1": ""}).ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("silent", "nodes", "reason"),
+    [
+        pytest.param(
+            {"n2": "n1"},
+            ("n0", "n2"),
+            "the link between n0 and n2 lets nothing through: n1 reaches n2, and n0 does not; 2 ranks wait",
+            id="a link",
+        ),
+        pytest.param(
+            {"n2": "n1", "n3": "n4"},
+            ("n0", "n2", "n3"),
+            "the link between n0 and n2 and n0 and n3 lets nothing through: n1 reaches n2 and n4 reaches n3, and n0",
+            id="two links",
+        ),
+        pytest.param({"n2": "n1", "n3": ""}, ("n3",), "n3 does not answer, and 2 ranks wait", id="a link and a node"),
+    ],
+)
+def test_a_link_of_the_node_that_asks(silent: dict[str, str], nodes: tuple[str, ...], reason: str) -> None:
+    """A node that another one reaches lives: the link to it is named, with both of its ends."""
+    found = find({"n0": [_at(0)], "n1": [_at(1)]}, silent, own="n0")
+    assert found is not None
+    assert (found.ranks, found.nodes) == ((), nodes)
+    assert found.reason.startswith(reason)
+    fewer = find({"n0": [_at(0)], "n1": []}, silent, own="n0")
+    assert fewer is not None
+    assert fewer.key == found.key, "it is the same finding when more ranks wait"
 
 
 @pytest.mark.parametrize("wrong", [None, {}, [], [1], [True] * 8, ["1", 2, 3.0, True, "S", "", "", 0], "x" * 8])
