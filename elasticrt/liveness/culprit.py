@@ -27,9 +27,15 @@ RANKS_MAX = 4
 _AT_A_TIME = re.compile(r" for \d+ s|(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARY = re.compile(
-    r"/site-packages/|/dist-packages/|/lib/python3|^<|/elasticrt/(train|distributed|data|checkpoint)/"
+    r"/site-packages/|/dist-packages/|/lib/python3|^<|/torchinductor_|/elasticrt/(train|distributed|data|checkpoint)/"
 )
 _LOADER = re.compile(r"/torch/utils/data/|/elasticrt/train/batches\.py$|/elasticrt/data/")
+_COMPILER = re.compile(
+    r"/torch/_dynamo/(convert_frame|output_graph|symbolic_convert)\.py$|/triton/compiler/|"
+    r"/torch/_inductor/(async_compile\.py|codecache\.py|codegen/|compile_fx\.py|fx_passes/|graph\.py|lowering\.py|scheduler\.py)"
+)
+"""Files of torch.compile that have no frame while compiled code runs."""
+
 _KINDS = (
     ("gradients", re.compile(r"/torch/autograd/|/torch/nn/parallel/distributed\.py$|/torch/_tensor\.py$")),
     ("collective", re.compile(r"/torch/distributed/|/elasticrt/distributed/(collectives|barrier|group_store)\.py$")),
@@ -55,8 +61,8 @@ class Position:
         step: its last finished step; `age_s`: seconds since then.
         stepping: whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
         state: the kernel's letter for its main thread.
-        doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "loader", "save", "code", or ""
-            if its stack is not known.
+        doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "compile", "loader", "save",
+            "code", or "" if its stack is not known.
         place: where in the script: "train.py:12 in step".
         begun: the number of collectives of the default group that it has begun; 0: not known.
         flights: its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
@@ -125,6 +131,9 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
         return "", ""
     frame = frames[own if own < len(frames) else 0]
     place = f"{frame['file'].rpartition('/')[2]}:{frame['line']} in {frame['name']}"
+    # While it compiles, a function may look like the one that it calls: DDP's forward, a tensor's backward.
+    if any(_COMPILER.search(file) for file in files[:own]):
+        return "compile", place
     for file in files[:own]:  # The functions that the script's innermost one has called.
         for kind, pattern in _KINDS:
             if pattern.search(file):
@@ -287,6 +296,7 @@ def _what(position: Position) -> str:
     words = {
         "collective": "waits in a collective",
         "gradients": "computes gradients",
+        "compile": "compiles (torch.compile)",
         "loader": "waits for its data loader",
         "save": "saves",
         "code": "is in the script's own code",

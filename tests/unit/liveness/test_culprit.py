@@ -74,6 +74,34 @@ def _stack(*frames: str) -> list[str]:
             ("save", "train.py:9 in <module>"),
             id="a save",
         ),
+        pytest.param(
+            ["/usr/lib/python3.11/threading.py:320 in wait", f"{TORCH}/_inductor/codecache.py:4455 in result",
+             f"{TORCH}/_inductor/async_compile.py:600 in wait", "/tmp/torchinductor_me/ab/cab.py:90 in <module>",
+             f"{TORCH}/_inductor/compile_fx.py:900 in codegen", f"{TORCH}/_dynamo/convert_frame.py:1300 in compile",
+             f"{TORCH}/nn/parallel/distributed.py:1645 in forward", "/a/common.py:21 in step"],
+            ("compile", "common.py:21 in step"),
+            id="torch.compile",
+        ),
+        pytest.param(
+            [f"{TORCH}/_tensor.py:648 in backward", f"{TORCH}/_dynamo/symbolic_convert.py:1300 in run",
+             f"{TORCH}/_dynamo/convert_frame.py:1300 in compile", "/a/common.py:21 in step"],
+            ("compile", "common.py:21 in step"),
+            id="dynamo",
+        ),
+        pytest.param(
+            [f"{TORCH}/autograd/graph.py:824 in _engine_run_backward", f"{TORCH}/_inductor/lowering.py:4 in inner_fn",
+             *[f"{TORCH}/_inductor/ir.py:1 in realize"] * 98],
+            ("compile", "graph.py:824 in _engine_run_backward"),
+            id="a stack that is cut before the script",
+        ),
+        pytest.param(
+            [f"{TORCH}/distributed/_functional_collectives.py:150 in wait_tensor",
+             "/tmp/torchinductor_me/ab/cab.py:90 in call", f"{TORCH}/_inductor/utils.py:3 in run",
+             f"{TORCH}/_inductor/output_code.py:600 in __call__", f"{TORCH}/_dynamo/eval_frame.py:736 in _fn",
+             "/a/common.py:21 in step"],
+            ("collective", "common.py:21 in step"),
+            id="compiled code",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_stack_says(frames: list[str], expected: tuple[str, str]) -> None:
@@ -93,6 +121,12 @@ def _at(rank: int, doing: str = "gradients", *, begun: int = 9, state: str = "S"
         pytest.param([_at(0, "collective"), _at(1, begun=7)], (1,), "computes gradients", id="slow backward"),
         pytest.param([_at(0), _at(1, "loader", begun=7)], (1,), "waits for its data loader", id="loader"),
         pytest.param([_at(1), _at(0, "save", begun=7)], (0,), "saves", id="save"),
+        pytest.param(
+            [_at(1), _at(0, "compile")],
+            (0,),
+            "rank 0 on n0 compiles (torch.compile) for 5 s: train.py:7 in f; rank 1 waits for it",
+            id="compile",
+        ),
         pytest.param([_at(0), _at(1, "code", stepping=False)], (1,), "in no step for 5 s (loop.pause", id="pause"),
         pytest.param(
             [_at(0), _at(1, "code", stepping=False), _at(2, "code")], (2,), "own code for 5 s", id="a pause beside"
@@ -119,6 +153,7 @@ def test_who_is_named(positions: list[Position], ranks: tuple[int, ...], words: 
     [
         pytest.param([], id="nobody"),
         pytest.param([_at(0, "code"), _at(1, "code")], id="all compute"),
+        pytest.param([_at(0, "compile"), _at(1, "compile")], id="all compile"),
         pytest.param([_at(0), *(_at(rank, "code", begun=7) for rank in range(1, 9))], id="most compute"),
     ],
 )
