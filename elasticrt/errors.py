@@ -6,6 +6,8 @@ A user's mistake never ends in a traceback. A bug of ours always does (exit code
 
 from __future__ import annotations
 
+import os
+
 from elasticrt.text import plain
 
 EXIT_OK = 0
@@ -18,6 +20,11 @@ EXIT_PREPARATION = 6
 EXIT_DUPLICATE = 7
 EXIT_BUG = 70
 EXIT_TERMINATED = 143
+
+
+VALUE_MAX = 80
+ERROR_MAX = 200
+"""The characters of a value and of an exception in a message."""
 
 
 class ElasticError(Exception):
@@ -87,14 +94,16 @@ def whole_number(value: object, name: str, where: str, least: int = 0) -> int:
 def explain(what: str, where: str, *, got: object = None, expected: str = "", remedy: str = "") -> str:
     """The one form of every message: `what (where): got X; expected Y. Remedy`.
 
-    `got` is cut to 80 characters and escaped if it is not printable, so no value can flood a terminal or begin a second
-    line in a log. No part of the message has control characters.
+    `got` is a value, cut to 80 characters, or an exception, cut to 200. It is escaped if it is not printable, so it can
+    neither flood a terminal nor begin a second line in a log. No part of the message has control characters.
     """
     message = f"{what} ({where})"
     details = []
     if got is not None:
-        text = got if isinstance(got, str) and got.isprintable() else repr(got)
-        details.append("got " + (text if len(text) <= 80 else text[:77] + "..."))
+        most = ERROR_MAX if isinstance(got, BaseException) else VALUE_MAX
+        value = _text_of(got, where) if isinstance(got, BaseException) else got
+        text = value if isinstance(value, str) and value.isprintable() else repr(value)
+        details.append("got " + (text if len(text) <= most else text[: most - 3] + "..."))
     if expected:
         details.append(f"expected {expected}")
     if details:
@@ -102,3 +111,11 @@ def explain(what: str, where: str, *, got: object = None, expected: str = "", re
     if remedy:
         message += f". {remedy}"
     return plain(message)
+
+
+def _text_of(error: BaseException, where: str) -> str:
+    """The text of `error`; of an error of the system without its number, and without a path that `where` has."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+    return f"{path}: {error.strerror}" if path and path != where else error.strerror

@@ -172,7 +172,7 @@ class StoreRequests:
             try:
                 other = holding.take()
             except OSError as error:
-                return Reply(request.request, False, f"unwritable: its record {NAME}: {error}")
+                return Reply(request.request, False, f"unwritable: its record {NAME}: {error.strerror}")
             if other is not None:
                 return Reply(request.request, False, f"taken: {other}")
             if request.directory in self._holdings:
