@@ -97,6 +97,7 @@ def test_log_noise_is_not_evidence():
         ({"code": 1, "error_file": error_file("a message of words")}, "exit code 1: a message of words"),
         ({"code": 1, "error_file": '{"message": "plain"}'}, "exit code 1: plain"),
         ({"code": 1, "error_file": "not json"}, "exit code 1"),
+        ({"code": 1, "error_file": error_file("CheckpointError: a (b)")}, "CheckpointError: a (b)"),
         ({"code": 1, "error_file": "[1]"}, "exit code 1"),
     ],
 )
@@ -249,6 +250,20 @@ def test_the_report_that_people_read():
         f"  collateral: rank 0 on node-0: exit code 1: RuntimeError: {GLOO}Connection closed by peer",
         "  also: rank 2 on node-0: killed by SIGTERM",
     ]
+
+
+@pytest.mark.parametrize(
+    ("log_path", "words"),
+    [
+        ("/run/logs/generation-4/rank-1.n0.err", "in generation 4, after step 7"),
+        ("/run/logs/generation-3/rank-1.n0.err", "in generation 4 (started in generation 3), after step 7"),
+        ("", "in generation 4, after step 7"),
+    ],
+)
+def test_a_log_of_an_earlier_generation(log_path, words):
+    """A worker that lives on in place writes to the log of the generation in which it was started."""
+    found = failure(1, local_rank=1, generation=4, log_path=log_path, step=7).text
+    assert found.splitlines()[0] == f"rank 1 failed first, on node-0 (local rank 1), {words}"
 
 
 @pytest.mark.parametrize(
