@@ -281,5 +281,7 @@ def test_who_ended_early_is_named_before_collateral_failures():
     record = ended(2, well=(1,), failures=(lost,)).failure
     assert (record.code, record.collateral) == (0, True)
     assert record.text.splitlines()[0] == record.summary == f"rank 1 on node-0: {ENDED_EARLY}"
+    assert record.text.splitlines()[1].startswith("rank 0 failed of it, on node-0")
+    assert [ended(2, well=well).well for well in ((1,), (1, 0))] == [1, 1]
     own = failure(rank=0, error_file=error_file("ValueError: x"))
     assert ended(2, well=(1,), failures=(own,)).failure.rank == 0
