@@ -6,6 +6,8 @@ A user's mistake never ends in a traceback. A bug of ours always does (exit code
 
 from __future__ import annotations
 
+import os
+
 from elasticrt.text import plain
 
 EXIT_OK = 0
@@ -96,7 +98,8 @@ def explain(what: str, where: str, *, got: object = None, expected: str = "", re
     message = f"{what} ({where})"
     details = []
     if got is not None:
-        text = got if isinstance(got, str) and got and got.isprintable() else repr(got)
+        value = _text_of(got, where) if isinstance(got, BaseException) else got
+        text = value if isinstance(value, str) and value and value.isprintable() else repr(value)
         details.append("got " + (text if len(text) <= GOT_MAX else text[: GOT_MAX - 3] + "..."))
     if expected:
         details.append(f"expected {expected}")
@@ -105,3 +108,11 @@ def explain(what: str, where: str, *, got: object = None, expected: str = "", re
     if remedy:
         message += f". {remedy}"
     return plain(message)
+
+
+def _text_of(error: BaseException, where: str) -> str:
+    """The text of `error`; of an error of the system without its number, and without a path that `where` has."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else ""
+    return f"{path}: {error.strerror}" if path and path != where else error.strerror

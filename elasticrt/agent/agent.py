@@ -189,7 +189,9 @@ class Agent(Side):
             seats = self.member.view.order()
             nodes = {seat.node: seat.address for seat in seats}
             others = [seat for seat in seats if seat.node != self.member.me.record.node]
-            self.loop.prober.ask_for_workers(others, lambda found: self.queue.put(Positions(generation, nodes, found)))
+            self.loop.prober.ask_for_workers(
+                others, lambda found: self.queue.put(Positions(generation, nodes, found)), self.member.view.witnesses
+            )
 
     def _attend(self) -> None:
         """Where workers go on in place, let the workers that this node lacks set up beside them."""

@@ -39,7 +39,7 @@ DRAWN_EVERY_S = 0.4
 GOODPUT_EVERY_S = 5.0
 _STANDS_BY_UNTIL = {
     "now": "",
-    "budget": " until changes have cost less than 5 % of the time: --join budget",
+    "budget": " for 20 s after a start, or for 20 times as long as the last change took: --join budget",
     "failure": " until the next failure or departure: --join failure",
 }
 

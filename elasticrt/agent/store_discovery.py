@@ -116,7 +116,7 @@ def address_towards(endpoint: Address) -> str:
             explain(
                 "no way to etcd",
                 str(endpoint),
-                got=str(error),
+                got=error,
                 expected="an address that this machine can reach",
                 remedy="Check the name, or give this node's own address with --local-addr",
             )

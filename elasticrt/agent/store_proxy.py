@@ -151,7 +151,9 @@ class StoreRequests:
         if other is not None:
             return f"taken: {other}"
         if (known.nonce if known is not None else "") != request.replaces:
-            return "another checkpoint has become the head"
+            if known is None:
+                return "etcd has lost the record of the checkpoint before it"
+            return f"another checkpoint, of step {known.step:,}, has become the head"
         return ""
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
@@ -172,7 +174,7 @@ class StoreRequests:
             try:
                 other = holding.take()
             except OSError as error:
-                return Reply(request.request, False, f"unwritable: its record {NAME}: {error}")
+                return Reply(request.request, False, f"unwritable: its record {NAME}: {error.strerror}")
             if other is not None:
                 return Reply(request.request, False, f"taken: {other}")
             if request.directory in self._holdings:

@@ -265,9 +265,10 @@ class Supervisor:
         Both are by node: `nodes` has the addresses of all of them, `others` the answers of those that were asked.
         """
         if self._state.running and generation == self._state.number:
-            said = {node: each for node, each in others.items() if isinstance(each, dict)}
-            said = {node: each for node, each in said.items() if each.get("generation") == generation}
-            self.hangs.blame(generation, nodes, said)
+            found = {node: each for node, each in others.items() if isinstance(each, dict)}
+            said = {node: each for node, each in found.items() if each.get("generation") == generation}
+            reached = {node: str(each["reached_by"]) for node, each in found.items() if "reached_by" in each}
+            self.hangs.blame(generation, nodes, said, reached)
             self.hangs.compare(generation, said)
 
     def saving_s(self) -> float:

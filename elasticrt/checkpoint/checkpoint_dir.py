@@ -65,6 +65,19 @@ def duplicate(directory: Path, other: str) -> DuplicateError:
     )
 
 
+def unusable(where: str, got: object) -> CheckpointError:
+    """The error when the directory `where` cannot be used; `got`: why."""
+    return CheckpointError(
+        explain(
+            "the checkpoint directory can't be used",
+            where,
+            got=got,
+            expected="a directory that this user can write to",
+            remedy="Mend it, or use another directory",
+        )
+    )
+
+
 class CheckpointDirectory:
     """The checkpoint directory as one process uses it: all ranks may read theirs, rank 0 saves.
 
@@ -199,7 +212,7 @@ class CheckpointDirectory:
         return self._directory
 
     def _unusable(self, error: Exception) -> CheckpointError:
-        return CheckpointError(explain("the checkpoint directory can't be used", str(self.path), got=str(error)))
+        return unusable(str(self.path), error)
 
 
 def parse(payload: Payload | bytes | bytearray) -> dict[str, Any]:

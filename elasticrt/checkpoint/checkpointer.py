@@ -206,7 +206,7 @@ class Checkpointer:
     def _generation(self) -> int:
         return 0 if self._head.worker is None else self._head.worker.generation
 
-    def _missed(self, kind: type[Exception], step: int, generation: int, why: str) -> None:
+    def _missed(self, kind: type[Exception], step: int, generation: int, why: str | Exception) -> None:
         goes_on = "from the beginning" if self._head.known is None else f"from step {self._head.known.step:,}"
         if self.lacks_head:
             goes_on = "from the newest checkpoint that is left"
@@ -273,7 +273,7 @@ class Checkpointer:
             commit = self._directory.write(draft.commit.file.removesuffix(PAYLOAD), snapshot.write_to, described).commit
         except (OSError, Unfit) as error:
             _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
-            self._missed(CheckpointError, step, draft.commit.generation, str(error))
+            self._missed(CheckpointError, step, draft.commit.generation, error)
             return
         refusal = self._head.commit(commit)
         if refusal:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
+from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone, unusable
 from elasticrt.distributed import agent_client
-from elasticrt.errors import CheckpointError, explain
+from elasticrt.errors import explain
 from elasticrt.ipc.directory_owner import Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import UNSURE, Own, Reply, Request, Save
@@ -175,8 +175,7 @@ class DirectoryHead:
         if reply.reason.startswith(TAKEN):
             raise duplicate(self._path, reply.reason.removeprefix(TAKEN))
         if reply.reason.startswith(UNWRITABLE):
-            got = reply.reason.removeprefix(UNWRITABLE)
-            raise CheckpointError(explain("the checkpoint directory can't be used", self._shown, got=got))
+            raise unusable(self._shown, reply.reason.removeprefix(UNWRITABLE))
         raise NoAnswer(explain(what, self._shown, got=reply.reason))
 
     def _answer(self, what: str, make: Callable[[int], Request], *, patient: bool = True) -> Reply:

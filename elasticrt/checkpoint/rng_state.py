@@ -129,7 +129,7 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
             explain(
                 "numpy's generator is not the one that was saved",
                 "numpy.random",
-                got=str(error),
+                got=error,
                 expected=state["numpy"]["bit_generator"],
                 remedy="Call numpy.random.set_bit_generator before the Loop as when it was saved",
             )

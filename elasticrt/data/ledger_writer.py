@@ -34,16 +34,19 @@ class Ledger:
         directory: created when missing; None: as ELASTICRT_LEDGER says.
         sampler: that of the Loop.
 
-    Raises ConfigError when a ledger is wanted and the sampler is no ElasticBatchSampler.
+    Raises ConfigError when `directory` is given and the sampler is no ElasticBatchSampler. ELASTICRT_LEDGER, which may
+    be set for all scripts of a node, is then a warning.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, sampler: object) -> None:
         chosen = os.environ.get(VARIABLE, "") if directory is None else os.fspath(directory)
+        self._warning = ""
         if chosen and not isinstance(sampler, ElasticBatchSampler):
             got, expected = type(sampler).__name__, "ElasticBatchSampler, which has each sample exactly once"
-            raise ConfigError(
-                explain("a ledger without a sampler that counts", "Loop(sampler=)", got=got, expected=expected)
-            )
+            message = explain("a ledger without a sampler that counts", "Loop(sampler=)", got=got, expected=expected)
+            if directory is not None:
+                raise ConfigError(message)
+            self._warning = f"{VARIABLE}: nothing is recorded: {message}"
         self._directory = Path(chosen).absolute() if chosen else None
         self._sampler = sampler if isinstance(sampler, ElasticBatchSampler) else None
         self._history: list[Link] = []
@@ -71,10 +74,13 @@ class Ledger:
 
     def open(self, start: str, position: Position) -> None:
         """The loop is entered: begin the file of this rank of this start."""
+        rank, world_size = rank_and_world()
+        if self._warning and rank == 0:
+            _log.warning(self._warning)
+            self._warning = ""
         if self._directory is None or self._sampler is None:
             return
         worker = agent_client.worker_env()
-        rank, world_size = rank_and_world()
         generation, self._start, self._began_at = worker.generation if worker else 0, start, position.steps
         name = f"generation-{generation}-{start}-rank-{rank}{SUFFIX}"
         try:

@@ -102,7 +102,19 @@ def _ready(target: Path, build: Callable[[Path], object], version: str, scope: s
         while not _built(right, target, build, version) and not prepared_dir.fits(target, version):
             _pause(right, target, time.monotonic() - began, limit_s)
     except OSError as error:
-        raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
+        raise _failed(target, error) from error
+
+
+def _failed(target: Path, error: OSError) -> PreparationError:
+    return PreparationError(
+        explain(
+            "preparation failed",
+            str(target),
+            got=error,
+            expected="a directory that this user can write to, with room",
+            remedy="Mend it, or prepare the data in another directory",
+        )
+    )
 
 
 def _built(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
@@ -157,11 +169,17 @@ def _fill(workshop: Path, target: Path, build: Callable[[Path], object], version
         try:
             build(workshop)
         except (Exception, SystemExit) as error:
-            text = explain("the build function failed", str(target), got=f"{type(error).__name__}: {error}")
+            text = explain(
+                "the build function failed",
+                str(target),
+                got=f"{type(error).__name__}: {error}",
+                expected="a build without an exception",
+                remedy="Mend it, then start again",
+            )
             raise PreparationError(text) from error
         prepared_dir.describe(workshop, version, str(target))
     except OSError as error:
-        raise PreparationError(explain("preparation failed", str(target), got=str(error))) from error
+        raise _failed(target, error) from error
 
 
 def _checked(path: object, build: object, version: object, scope: object, timeout_s: object) -> Path:

@@ -240,7 +240,7 @@ def worker_env() -> WorkerEnv | None:
         return WorkerEnv.from_env(os.environ)
     except ValueError as error:
         remedy = "These variables are the agent's: do not set or change them"
-        raise ConfigError(explain("malformed environment", "ELASTICRT_*", got=str(error), remedy=remedy)) from error
+        raise ConfigError(explain("malformed environment", "ELASTICRT_*", got=error, remedy=remedy)) from error
 
 
 @lru_cache(maxsize=1)

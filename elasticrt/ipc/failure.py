@@ -16,7 +16,10 @@ TEXT_MAX_BYTES = 6000
 """The limits of texts in a report in etcd, and in the result of a run."""
 
 COUNT_MAX = 2**53
-ENDED_EARLY = "ended with exit code 0, while others were in a collective"
+ENDED_EARLY = (
+    "ended early, with exit code 0, while others were in a collective; "
+    "let all ranks make equally many steps, and none of them call sys.exit before"
+)
 _EARLY = re.compile(r"([0-9a-f]{16})?")
 
 
@@ -71,5 +74,6 @@ def first_cause(failures: Sequence[Failure], ended: Sequence[str] = ()) -> Failu
     causes = [each for each in failures if not each.collateral] or [each for each in failures if each.code == 0]
     if not causes and failures and ended:
         said = f"{ended[0]}: {ENDED_EARLY}"
-        return replace(failures[0], code=0, summary=said, text=f"{said}\n{failures[0].text}")
+        text = failures[0].text.replace(" failed first, ", " failed of it, ", 1)
+        return replace(failures[0], code=0, summary=said, text=f"{said}\n{text}")
     return next(iter([*causes, *failures]), None)

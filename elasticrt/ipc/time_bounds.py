@@ -96,4 +96,7 @@ AGREED_STEPS = 2
 """The same number if a witness hears nothing either."""
 
 LISTEN_STEPS = 2
-"""Tries of a question for an agent's generation or workers. It is asked again every second."""
+"""Tries of a question for an agent's generation. It is asked again every second."""
+
+WORKERS_STEPS = 3
+"""Tries of a question for an agent's workers. Witnesses are asked with the second one."""

@@ -24,11 +24,18 @@ LINKS_MAX = 4
 RANKS_MAX = 4
 """More ranks than this at once, and more than half of them, are no culprit."""
 
+_AT_A_TIME = re.compile(r" for \d+ s|(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARY = re.compile(
-    r"/site-packages/|/dist-packages/|/lib/python3|^<|/elasticrt/(train|distributed|data|checkpoint)/"
+    r"/site-packages/|/dist-packages/|/lib/python3|^<|/torchinductor_|/elasticrt/(train|distributed|data|checkpoint)/"
 )
 _LOADER = re.compile(r"/torch/utils/data/|/elasticrt/train/batches\.py$|/elasticrt/data/")
+_COMPILER = re.compile(
+    r"/torch/_dynamo/(convert_frame|output_graph|symbolic_convert)\.py$|/triton/compiler/|"
+    r"/torch/_inductor/(async_compile\.py|codecache\.py|codegen/|compile_fx\.py|fx_passes/|graph\.py|lowering\.py|scheduler\.py)"
+)
+"""Files of torch.compile that have no frame while compiled code runs."""
+
 _KINDS = (
     ("gradients", re.compile(r"/torch/autograd/|/torch/nn/parallel/distributed\.py$|/torch/_tensor\.py$")),
     ("collective", re.compile(r"/torch/distributed/|/elasticrt/distributed/(collectives|barrier|group_store)\.py$")),
@@ -54,8 +61,8 @@ class Position:
         step: its last finished step; `age_s`: seconds since then.
         stepping: whether a step is expected of it: not in `loop.pause`, between epochs, or in a save.
         state: the kernel's letter for its main thread.
-        doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "loader", "save", "code", or ""
-            if its stack is not known.
+        doing: "collective", "gradients" (forward or backward of DDP, waiting or not), "compile", "loader", "save",
+            "code", or "" if its stack is not known.
         place: where in the script: "train.py:12 in step".
         begun: the number of collectives of the default group that it has begun; 0: not known.
         flights: its collectives by torch's flight recorder, as in `ipc.flights`; "": not known.
@@ -111,8 +118,8 @@ class Culprit:
 
     @property
     def key(self) -> str:
-        """The reason without times: equal for the same finding at another time."""
-        return re.sub(r" for \d+ s", "", self.reason)
+        """The reason without times, and without who waits: equal for the same finding at another time."""
+        return _AT_A_TIME.sub("", self.reason)
 
 
 def doing(stack: Sequence[str]) -> tuple[str, str]:
@@ -124,6 +131,9 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
         return "", ""
     frame = frames[own if own < len(frames) else 0]
     place = f"{frame['file'].rpartition('/')[2]}:{frame['line']} in {frame['name']}"
+    # While it compiles, a function may look like the one that it calls: DDP's forward, a tensor's backward.
+    if any(_COMPILER.search(file) for file in files[:own]):
+        return "compile", place
     for file in files[:own]:  # The functions that the script's innermost one has called.
         for kind, pattern in _KINDS:
             if pattern.search(file):
@@ -132,14 +142,18 @@ def doing(stack: Sequence[str]) -> tuple[str, str]:
 
 
 def find(
-    by_node: Mapping[str, Sequence[Position]], silent: Sequence[str] = (), names: Mapping[str, str] | None = None
+    by_node: Mapping[str, Sequence[Position]],
+    silent: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    own: str = "",
 ) -> Culprit | None:
     """The finding from all positions; None if no rank waits, or too many are late.
 
     Args:
         by_node: the positions of each node's ranks; none for a node whose steps do not stand so far.
-        silent: nodes that have not answered.
+        silent: nodes that have not answered, with another node that each of them answers; "": none is known.
         names: nodes by their addresses.
+        own: the node that has asked.
     """
     all_ranks = [replace(each, node=node) for node, positions in by_node.items() for each in positions]
     most = max((each.begun for each in all_ranks), default=0)
@@ -153,8 +167,7 @@ def find(
     if busy:
         return _culprit([each for each in busy if not _rests(each)] or busy, all_ranks, most)
     if silent:
-        verb = "does" if len(silent) == 1 else "do"
-        return Culprit((), tuple(silent), f"{' and '.join(silent)} {verb} not answer, and {_waiting(waiting, '')}")
+        return _silence(silent, own, waiting)
     if not all(by_node.values()):
         return None
     return _cut_link(all_ranks, names or {}) or _out_of_order(all_ranks) or _odd_one_out(all_ranks)
@@ -185,6 +198,22 @@ def _culprit(blamed: list[Position], all_ranks: list[Position], most: int) -> Cu
     return _named(blamed, "; ".join(said), resting=all(_rests(each) and each.state != "T" for each in blamed))
 
 
+def _silence(silent: Mapping[str, str], own: str, waiting: list[Position]) -> Culprit:
+    """Nodes do not answer `own`. Where each answers another node, the links are to blame."""
+    lost = [node for node, witness in silent.items() if not witness]
+    if lost:
+        verb = "does" if len(lost) == 1 else "do"
+        return Culprit((), tuple(lost), f"{' and '.join(lost)} {verb} not answer, and {_waiting(waiting, '')}")
+    links = [f"{own} and {node}" for node in silent]
+    signs = [f"{witness} reaches {node}" for node, witness in silent.items()]
+    reason = f"{_link(links)}: {' and '.join(signs[:LINKS_MAX])}, and {own} does not; {_waiting(waiting, '')}"
+    return Culprit((), (own, *silent), reason)
+
+
+def _link(ends: Sequence[str]) -> str:
+    return f"the link between {' and '.join(ends[:LINKS_MAX])} lets nothing through"
+
+
 def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | None:
     """All wait, and some data is not acknowledged: the link is to blame, and no rank."""
     ends = {
@@ -196,11 +225,10 @@ def _cut_link(all_ranks: list[Position], names: Mapping[str, str]) -> Culprit | 
     if not ends:
         return None
     links = dict.fromkeys(tuple(sorted(pair)) for pair in ends)
-    what = " and ".join(f"{one} and {other}" for one, other in list(links)[:LINKS_MAX])
     (sender, receiver), rank = next(reversed(ends.items()))
     nodes = tuple(dict.fromkeys(name for pair in links for name in pair if name in names.values()))
     sign = f"{receiver} acknowledges nothing that rank {rank} on {sender} has sent"
-    return Culprit((), nodes, f"the link between {what} lets nothing through: {sign}; {_waiting(all_ranks, '')}")
+    return Culprit((), nodes, f"{_link([' and '.join(pair) for pair in links])}: {sign}; {_waiting(all_ranks, '')}")
 
 
 def _out_of_order(all_ranks: list[Position]) -> Culprit | None:
@@ -268,6 +296,7 @@ def _what(position: Position) -> str:
     words = {
         "collective": "waits in a collective",
         "gradients": "computes gradients",
+        "compile": "compiles (torch.compile)",
         "loader": "waits for its data loader",
         "save": "saves",
         "code": "is in the script's own code",

@@ -107,6 +107,8 @@ class HangMonitor:
         self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
         self._blamed_step = 0, ""  # The step and the reason of the last finding.
+        self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
+        self._aged_at = 0.0  # When the ages of the positions were taken.
         self._idle_until: float | None = None
         self._idle: Idle | None = None
         self._idle_look_at: float | None = None
@@ -200,7 +202,7 @@ class HangMonitor:
                 Position(
                     rank=ranks[local_rank],
                     step=page.step or page.beats,
-                    age_s=round(max(0, time.monotonic_ns() - last_ns(page)) / 1e9, 1),
+                    age_s=age_of(page),
                     stepping=bool(page.stepping or not page.entered),
                     state=self._state_of(pids.get(local_rank, 0)),
                     doing=what,
@@ -209,7 +211,7 @@ class HangMonitor:
                     unheard=",".join(unacknowledged(pids.get(local_rank, 0))[:LINKS_MAX]),
                 )
             )
-        self.positions, self._waits_at = tuple(found), 0.0
+        self.positions, self._waits_at, self._aged_at = tuple(found), 0.0, time.monotonic()
 
     def is_to_ask(self, now: float) -> bool:
         """Whether to ask the other nodes about their workers `now`: after each closer look at this node's workers, and
@@ -230,7 +232,10 @@ class HangMonitor:
         by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [each for each in self.positions if each.rank in by_rank]
-        self.positions = tuple(replace(each, flights=by_rank[each.rank].flights) for each in known)
+        self.positions = tuple(
+            replace(each, flights=by_rank[each.rank].flights, age_s=age_of(by_rank[each.rank])) for each in known
+        )
+        self._aged_at = time.monotonic()
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
@@ -247,27 +252,39 @@ class HangMonitor:
         )
         self._say(found.reason)
 
-    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
+    def blame(
+        self,
+        generation: int,
+        nodes: Mapping[str, str],
+        others: Mapping[str, Mapping[str, object]],
+        reached: Mapping[str, str],
+    ) -> None:
         """Report the ranks for which the others wait, unless they are in a pause that is not much longer than usual.
 
         Args:
             generation: the generation.
             nodes: the addresses of its nodes.
             others: the other agents' answers, by node.
+            reached: of those that have not answered, by which other node each is reached.
         """
         if not self.positions:
             return
-        by_node = {self._settings.node: self.positions, **dict(_positions(others))}
+        own = self._settings.node
+        by_node = {own: self.positions, **dict(_positions(others))}
         names = {address: node for node, address in nodes.items()}
-        culprit = find(by_node, [node for node in nodes if node not in by_node], names)
-        step, age_s = min(each.step for each in self.positions), max(each.age_s for each in self.positions)
+        silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
+        culprit = find(by_node, silent, names, own)
+        now, step = time.monotonic(), min(each.step for each in self.positions)
+        age_s = max(each.age_s for each in self.positions) + now - self._aged_at
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         if culprit is None or (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             return
         self._blamed_step = step, culprit.reason
         who = culprit.ranks, culprit.nodes, culprit.reason
-        self._events.write(events.Culprit(generation, step, age_s, *who))
-        now = time.monotonic()
+        found = step, self._stand.times, culprit.key
+        if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
+            self._written = found
+            self._events.write(events.Culprit(generation, step, round(age_s, 1), *who))
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now
             self._say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")
@@ -365,6 +382,11 @@ class HangMonitor:
 def last_ns(page: StatusPage) -> int:
     """When the wait for a worker's next step began, in CLOCK_MONOTONIC nanoseconds; 0 before its first one."""
     return max(page.step_at_ns, page.beat_at_ns, page.restored_at_ns)
+
+
+def age_of(page: StatusPage) -> float:
+    """Seconds, in tenths, since the wait for a worker's next step began."""
+    return round(max(0, time.monotonic_ns() - last_ns(page)) / 1e9, 1)
 
 
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:

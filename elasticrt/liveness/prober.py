@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Literal
 
 from elasticrt.ipc.selector_thread import READ, WRITE, SelectorThread
-from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS
+from elasticrt.ipc.time_bounds import AGREED_STEPS, LISTEN_STEPS, PROBE_STEP_S, PROBE_STEPS, WORKERS_STEPS
 from elasticrt.rendezvous.records import Seat
 
 OPEN_AT_ONCE = 256
@@ -126,7 +126,8 @@ class _Question:
         seat: to which.
         done: takes the answer.
         steps: how often it is tried; `made`: the number of tries so far, `open`: those under way.
-        witnesses: who may be asked about the seat; `agreed`: one of them hears nothing either.
+        witnesses: who may be asked about the seat; `agreed`: one of them hears nothing either; `reached_by`: the node
+            of one that does hear it.
         workers: ask for the positions of workers as well.
     """
 
@@ -138,6 +139,7 @@ class _Question:
     made: int = 0
     open: list[_Try] = field(default_factory=list)
     agreed: bool = False
+    reached_by: str = ""
 
 
 @dataclass(eq=False)
@@ -190,12 +192,15 @@ class Prober:
         """
         self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
 
-    def ask_for_workers(self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None]) -> None:
+    def ask_for_workers(
+        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], witnesses: Witnesses = no_witnesses
+    ) -> None:
         """Ask the agents of `seats` for the positions of their workers. May be called from any thread.
 
-        `done` takes their answers by node, on the prober's thread, when all have answered or are silent.
+        `done` takes their answers by node, on the prober's thread, when all have answered or are silent. For a silent
+        one that a witness reaches, the answer is {"reached_by": the witness's node}.
         """
-        self.thread.call(partial(self._ask_for_workers, tuple(seats), done))
+        self.thread.call(partial(self._ask_for_workers, tuple(seats), done, witnesses))
 
     def check(self, seat: Seat, done: Callable[[Seat, Answer], None]) -> None:
         """Ask `seat` once, on behalf of another agent. Call it on the prober's thread; `done` takes the answer."""
@@ -224,13 +229,15 @@ class Prober:
         for seat in self._mark_asked(seats):
             self._begin(_Question(seat, done, LISTEN_STEPS))
 
-    def _ask_for_workers(self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None]) -> None:
+    def _ask_for_workers(
+        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], witnesses: Witnesses
+    ) -> None:
         answers: dict[str, object] = {}
         missing = {seat.incarnation for seat in seats}
 
         def one(seat: Seat, answer: Answer, fields: dict[str, Any]) -> None:
             missing.discard(seat.incarnation)
-            if answer == "alive" and "workers" in fields:
+            if (answer == "alive" and "workers" in fields) or "reached_by" in fields:
                 answers[seat.node] = fields
             if not missing:
                 done(answers)
@@ -238,7 +245,7 @@ class Prober:
         if not seats:
             done(answers)
         for seat in seats:
-            self._begin(_Question(seat, one, LISTEN_STEPS, workers=True))
+            self._begin(_Question(seat, one, WORKERS_STEPS, witnesses, workers=True))
 
     def _mark_asked(self, seats: Iterable[Seat]) -> list[Seat]:
         """Those of `seats` that are not being asked already. From now on they are."""
@@ -264,7 +271,7 @@ class Prober:
         if question not in self._questions:
             return
         if question.made == question.steps or (question.agreed and question.made >= AGREED_STEPS):
-            self._answered(question, "silent", {})
+            self._answered(question, "silent", {"reached_by": question.reached_by} if question.reached_by else {})
             return
         question.made += 1
         self.thread.after(PROBE_STEP_S, partial(self._try, question))
@@ -347,6 +354,8 @@ class Prober:
         if one.seat is question.seat:
             if answer != "silent":
                 self._answered(question, answer, fields)
+        elif answer == "alive" and fields.get("about") == "alive":
+            question.reached_by = one.seat.node
         elif answer == "alive" and fields.get("about") == "silent":
             question.agreed = True
             if question.made > AGREED_STEPS:  # It is time. Answers that have arrived already are read first.

@@ -103,7 +103,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             explain(
                 "a call that can't be sent to workers",
                 "spawn",
-                got=str(error),
+                got=error,
                 expected="a function at the top of a module, script or cell, and arguments that can be pickled",
                 remedy="Define it with `def` at the top, not inside another function",
             )
@@ -119,7 +119,7 @@ def _cloudpickle() -> Any:
             explain(
                 "a function of an interactive session needs cloudpickle",
                 "spawn",
-                got=str(error),
+                got=error,
                 remedy="pip install cloudpickle (or elasticrt[notebook]), or put the function into a file",
             )
         ) from error

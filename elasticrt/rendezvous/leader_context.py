@@ -364,7 +364,8 @@ def cause_of(reports: Iterable[Stored[Report]]) -> Failure:
     """The failure to blame, of all nodes': see `first_cause`. In the store's order."""
     ordered = [entry.record for entry in sorted(reports, key=lambda entry: entry.mod_revision)]
     failures = [record.failure for record in ordered if record.failure is not None]
-    ended = [f"a worker on {record.node}" for record in ordered if record.status in ("finishing", "ok")]
+    well = [(record.well, record.node) for record in ordered if record.status in ("finishing", "ok")]
+    ended = [f"{'a worker' if rank is None else f'rank {rank}'} on {node}" for rank, node in well]
     unknown = Failure(rank=0, code=1, collateral=False, summary="workers failed without a report")
     return first_cause(failures, ended) or unknown
 

@@ -136,7 +136,7 @@ def _no_answer(error: StoreUnavailable, wait_s: float) -> StoreError:
         explain(
             f"etcd has not answered for {wait_s:g} s",
             "--etcd",
-            got=str(error),
+            got=error,
             expected="an answer within --etcd-wait",
             remedy="Check that it runs, that most of its members do, and that the way to it is open",
         )

@@ -230,6 +230,8 @@ class Report(Record):
     of their state, or the one that the generation resumed from, if this node keeps one: with "held" that of the agreed
     step, unless there was no memory for it; with "failed", where `ready` workers live and can go on, an older one.
     `handover` is the create revision of the record that asked for it.
+
+    `well` is the global rank of the first worker that ended well, with "finishing" and "ok".
     """
 
     generation: Annotated[int, Field(ge=1)]
@@ -242,6 +244,7 @@ class Report(Record):
     memory: Copy | None = None
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     has_state: bool = False
+    well: Count | None = None
 
 
 class Result(Record):

@@ -163,7 +163,7 @@ class Connections:
             # What a server with TLS does to a client without: it hangs up.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
             where = ", ".join(self.names)
-            raise StoreUnavailable(explain(message, where, got=str(error), remedy=remedy)) from error.__cause__
+            raise StoreUnavailable(explain(message, where, got=error, remedy=remedy)) from error.__cause__
 
     def close(self) -> None:
         """Close all channels. Operations under way end with StoreUnavailable."""
@@ -291,5 +291,10 @@ def _password(credentials: Credentials) -> str:
         return Path(credentials.password_file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            explain("the password file is unreadable", credentials.password_file, got=str(error))
+            explain(
+                "the password file is unreadable",
+                credentials.password_file,
+                got=error,
+                remedy="Check the path and its permissions",
+            )
         ) from error

@@ -266,7 +266,10 @@ def runtime_directory() -> Path:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ConfigError(explain("the runtime directory can't be made", str(directory), got=str(error))) from error
+        remedy = "Set XDG_RUNTIME_DIR to a directory of this user alone"
+        raise ConfigError(
+            explain("the runtime directory can't be made", str(directory), got=error, remedy=remedy)
+        ) from error
     problem = what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"

@@ -193,4 +193,6 @@ def _check_readable(path: str) -> None:
     try:
         Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(explain("a credentials file is unreadable", path, got=str(error))) from error
+        raise ConfigError(
+            explain("a credentials file is unreadable", path, got=error, remedy="Check the path and its permissions")
+        ) from error

@@ -52,6 +52,7 @@ _NOT_HERE = re.compile(
 )
 """Errors of starting a program that is missing, or is none. Others may come of too few processes or files."""
 
+_GENERATION = re.compile(r"/generation-(\d+)/[^/]*$")
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
 _NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
 _WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
@@ -146,6 +147,9 @@ def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: Fina
     if advice:
         yield advice
     place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
+    began = _GENERATION.search(left.log_path)  # A worker that lives on in place keeps its first log.
+    if began and int(began[1]) != worker.generation:
+        place += f" (started in generation {began[1]})"
     yield f"rank {worker.rank} failed first, {place}{f', after step {left.step}' if left.step is not None else ''}"
     yield f"  {how}"
     if left.code == -signals.SIGKILL and not left.oom and not left.lost:
@@ -262,6 +266,8 @@ def _how_it_ended(left: Remains, exception: str, message: str) -> str:
     if left.oom and left.code == -signals.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
+    if left.code > 0 and exception.rpartition(".")[2] in _FINAL:
+        how = ""  # The run ends with the error's own exit code, and not with the worker's.
     said = (cut(exception, _NAME_MAX_BYTES), cut(message, _MESSAGE_MAX_BYTES))
     return ": ".join(filter(None, (how, *said)))
 

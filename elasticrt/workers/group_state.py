@@ -107,7 +107,7 @@ class GroupState:
             return said.model_copy(update=held)
         if self.well:
             whole = len(self.well) == self.seat.workers
-            return said.model_copy(update={"status": "ok" if whole else "finishing"})
+            return said.model_copy(update={"status": "ok" if whole else "finishing", "well": self.well[0]})
         if self.holding:
             holds = {"status": "holding", "handover": self.holding, "entered": self.entered}
             return said.model_copy(update=holds)

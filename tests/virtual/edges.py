@@ -148,7 +148,9 @@ class VirtualProber:
         self._asking.discard(seat.incarnation)
         heard(number)
 
-    def ask_for_workers(self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None]) -> None:
+    def ask_for_workers(
+        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], _witnesses: Witnesses
+    ) -> None:
         """See `Prober`. There is nothing to be said of workers here."""
 
     def close(self) -> None:

@@ -179,15 +179,16 @@ def test_the_same_failure_before_the_first_step_twice_is_certain(second: str, en
 
 
 @pytest.mark.parametrize("status", ["finishing", "ok"])
-def test_who_ended_early_is_the_cause_of_collateral_failures(status: str) -> None:
+@pytest.mark.parametrize(("well", "who"), [(None, "a worker"), (1, "rank 1")])
+def test_who_ended_early_is_the_cause_of_collateral_failures(status: str, well: int | None, who: str) -> None:
     """W02: a worker that ends with 0 while others are in a collective breaks it: it is named, not who complains."""
     world = running(2)
-    world.members["n1"].report(status)
+    world.members["n1"].report(status, well=well)
     world.settle()
     world.members["n0"].fail(collateral=True)
     world.pass_time(1.0)
     generation = world.members["n0"].ran[-1][0]
-    assert (generation.number, generation.cause) == (2, f"a worker on n1: {ENDED_EARLY}")
+    assert (generation.number, generation.cause) == (2, f"{who} on n1: {ENDED_EARLY}")
 
 
 @pytest.mark.parametrize("code", [1, 5, 6])

@@ -381,6 +381,6 @@ def test_who_ends_early_is_the_cause_whichever_rank_it_is(tmp_path: Path, rank: 
     done = alone(tmp_path, script, "--max-restarts", "0")
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
-    assert re.search(rf"failed: rank {rank} on \S+: ended with exit code 0, while others were in a collective", said), (
-        said
-    )
+    assert re.search(
+        rf"failed: rank {rank} on \S+: ended early, with exit code 0, while others were in a collective", said
+    ), said

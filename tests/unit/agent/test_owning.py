@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
@@ -38,6 +38,17 @@ def test_heads_of_several_directories() -> None:
     heads = [ask(errands, Own(9, "/ckpt", place, take=False)).data["head"] for place in places]
     assert [(head["step"], head["total"]) for head in heads] == [(3, 30), (2, 20)]
     assert ask(errands, Own(9, "/ckpt", "2" * 16, take=False)) == Reply(9, ok=True)
+
+
+def test_why_a_commit_is_refused() -> None:
+    """E05: a head that etcd has lost is told from one that another has written."""
+    commit = Commit(1, 0, 1, "1" * 16, "", "/ckpt", "step", "d" * 64, 1, place="0" * 16, total=10)
+    errands = errands_of(MemoryServer(lambda: 0.0), "run")
+    reply = ask(errands, Save(1, asdict(commit), "2" * 16))
+    assert (reply.ok, reply.reason) == (False, "etcd has lost the record of the checkpoint before it")
+    assert ask(errands, Save(1, asdict(commit), "")).ok
+    reply = ask(errands, Save(2, asdict(replace(commit, step=2, nonce="2" * 16)), "3" * 16))
+    assert (reply.ok, reply.reason) == (False, "another checkpoint, of step 1, has become the head")
 
 
 def test_a_run_whose_agent_lives(tmp_path: Path) -> None:

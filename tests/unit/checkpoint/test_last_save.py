@@ -70,8 +70,9 @@ def test_a_directory_that_is_deleted_meanwhile(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F01: an agent that can't write its record is a directory that can't be used, not a failure to be tried again."""
     agent = Agent()
-    agent.taken = "unwritable: its record .owner: [Errno 28] No space left on device"
-    with under(agent, monkeypatch), pytest.raises(CheckpointError, match=r"can't be used .*No space left"):
+    agent.taken = "unwritable: its record .owner: No space left on device"
+    found = r"can't be used .*No space left on device; expected a directory .*\. Mend it, or use another"
+    with under(agent, monkeypatch), pytest.raises(CheckpointError, match=found):
         train(tmp_path / "ckpt")
 
 

@@ -74,6 +74,34 @@ def _stack(*frames: str) -> list[str]:
             ("save", "train.py:9 in <module>"),
             id="a save",
         ),
+        pytest.param(
+            ["/usr/lib/python3.11/threading.py:320 in wait", f"{TORCH}/_inductor/codecache.py:4455 in result",
+             f"{TORCH}/_inductor/async_compile.py:600 in wait", "/tmp/torchinductor_me/ab/cab.py:90 in <module>",
+             f"{TORCH}/_inductor/compile_fx.py:900 in codegen", f"{TORCH}/_dynamo/convert_frame.py:1300 in compile",
+             f"{TORCH}/nn/parallel/distributed.py:1645 in forward", "/a/common.py:21 in step"],
+            ("compile", "common.py:21 in step"),
+            id="torch.compile",
+        ),
+        pytest.param(
+            [f"{TORCH}/_tensor.py:648 in backward", f"{TORCH}/_dynamo/symbolic_convert.py:1300 in run",
+             f"{TORCH}/_dynamo/convert_frame.py:1300 in compile", "/a/common.py:21 in step"],
+            ("compile", "common.py:21 in step"),
+            id="dynamo",
+        ),
+        pytest.param(
+            [f"{TORCH}/autograd/graph.py:824 in _engine_run_backward", f"{TORCH}/_inductor/lowering.py:4 in inner_fn",
+             *[f"{TORCH}/_inductor/ir.py:1 in realize"] * 98],
+            ("compile", "graph.py:824 in _engine_run_backward"),
+            id="a stack that is cut before the script",
+        ),
+        pytest.param(
+            [f"{TORCH}/distributed/_functional_collectives.py:150 in wait_tensor",
+             "/tmp/torchinductor_me/ab/cab.py:90 in call", f"{TORCH}/_inductor/utils.py:3 in run",
+             f"{TORCH}/_inductor/output_code.py:600 in __call__", f"{TORCH}/_dynamo/eval_frame.py:736 in _fn",
+             "/a/common.py:21 in step"],
+            ("collective", "common.py:21 in step"),
+            id="compiled code",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_stack_says(frames: list[str], expected: tuple[str, str]) -> None:
@@ -93,6 +121,12 @@ def _at(rank: int, doing: str = "gradients", *, begun: int = 9, state: str = "S"
         pytest.param([_at(0, "collective"), _at(1, begun=7)], (1,), "computes gradients", id="slow backward"),
         pytest.param([_at(0), _at(1, "loader", begun=7)], (1,), "waits for its data loader", id="loader"),
         pytest.param([_at(1), _at(0, "save", begun=7)], (0,), "saves", id="save"),
+        pytest.param(
+            [_at(1), _at(0, "compile")],
+            (0,),
+            "rank 0 on n0 compiles (torch.compile) for 5 s: train.py:7 in f; rank 1 waits for it",
+            id="compile",
+        ),
         pytest.param([_at(0), _at(1, "code", stepping=False)], (1,), "in no step for 5 s (loop.pause", id="pause"),
         pytest.param(
             [_at(0), _at(1, "code", stepping=False), _at(2, "code")], (2,), "own code for 5 s", id="a pause beside"
@@ -119,6 +153,7 @@ def test_who_is_named(positions: list[Position], ranks: tuple[int, ...], words: 
     [
         pytest.param([], id="nobody"),
         pytest.param([_at(0, "code"), _at(1, "code")], id="all compute"),
+        pytest.param([_at(0, "compile"), _at(1, "compile")], id="all compile"),
         pytest.param([_at(0), *(_at(rank, "code", begun=7) for rank in range(1, 9))], id="most compute"),
     ],
 )
@@ -214,12 +249,41 @@ def test_what_the_flight_recorder_says(flights: list[str], ranks: tuple[int, ...
 def test_a_node_that_says_nothing() -> None:
     """A node that has not answered is named where all others wait; one whose steps do not stand yet is waited for."""
     waits = [_at(0), _at(1)]
-    found = find({"n0": waits}, ["n1"])
+    found = find({"n0": waits}, {"n1": ""})
     assert found is not None
     assert (found.ranks, found.nodes) == ((), ("n1",))
     assert found.reason == "n1 does not answer, and 2 ranks wait in a collective at train.py:9 in f"
     assert find({"n0": waits, "n1": []}) is None
-    assert find({"n0": [_at(0), _at(1, "code")]}, ["n1"]).ranks == (1,)
+    assert find({"n0": [_at(0), _at(1, "code")]}, {"n1": ""}).ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("silent", "nodes", "reason"),
+    [
+        pytest.param(
+            {"n2": "n1"},
+            ("n0", "n2"),
+            "the link between n0 and n2 lets nothing through: n1 reaches n2, and n0 does not; 2 ranks wait",
+            id="a link",
+        ),
+        pytest.param(
+            {"n2": "n1", "n3": "n4"},
+            ("n0", "n2", "n3"),
+            "the link between n0 and n2 and n0 and n3 lets nothing through: n1 reaches n2 and n4 reaches n3, and n0",
+            id="two links",
+        ),
+        pytest.param({"n2": "n1", "n3": ""}, ("n3",), "n3 does not answer, and 2 ranks wait", id="a link and a node"),
+    ],
+)
+def test_a_link_of_the_node_that_asks(silent: dict[str, str], nodes: tuple[str, ...], reason: str) -> None:
+    """A node that another one reaches lives: the link to it is named, with both of its ends."""
+    found = find({"n0": [_at(0)], "n1": [_at(1)]}, silent, own="n0")
+    assert found is not None
+    assert (found.ranks, found.nodes) == ((), nodes)
+    assert found.reason.startswith(reason)
+    fewer = find({"n0": [_at(0)], "n1": []}, silent, own="n0")
+    assert fewer is not None
+    assert fewer.key == found.key, "it is the same finding when more ranks wait"
 
 
 @pytest.mark.parametrize("wrong", [None, {}, [], [1], [True] * 8, ["1", 2, 3.0, True, "S", "", "", 0], "x" * 8])

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from elasticrt import events
+from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import state_of
-from elasticrt.liveness.hang_monitor import cpu_s, where
+from elasticrt.ipc.status_page import StatusPage
+from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, where
+from elasticrt.liveness.stacks import Stacks
 from elasticrt.liveness.stall_detector import Idle, Stopped
+from elasticrt.run_options import RunOptions
+from elasticrt.settings import Command, Settings
+from elasticrt.store.protocol import Credentials
 
 
 @pytest.mark.parametrize(
@@ -80,3 +92,45 @@ def test_processor_time_is_of_whole_sessions():
     sum(range(10**6))
     assert cpu_s([os.getsid(0)]) >= before > 0.0
     assert cpu_s([]) == 0.0
+
+
+def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
+    """The age is that of the moment when it is written, and a second round of answers adds no event."""
+    settings = Settings(
+        options=RunOptions(node="n0"),
+        run_id="r",
+        node="n0",
+        address=None,
+        workers=1,
+        command=Command(("x.py",)),
+        etcd=(),
+        credentials=Credentials(),
+        serve=None,
+        run_dir=tmp_path,
+    )
+    stacks: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
+    kept: list[events.Event] = []
+    event_log = EventLog("n0", None)
+    event_log.follow(lambda record: kept.append(record.event))
+    line = '  File "/a/train.py", line 7 in stuck'
+
+    def take(_workers: object, _signal: object, put: object, blank: Stacks) -> None:
+        stacks.put(replace(blank, lines={0: (line,)}))
+
+    monitor = HangMonitor(settings, stacks.put, event_log, lambda _: None, take=take, state_of=lambda _: "S")
+    page = StatusPage(StatusPage.create())
+    page.step, page.step_at_ns = 5, time.monotonic_ns() - 4 * 10**9
+    page.entered = page.stepping = 1
+    group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
+    waits = [1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]
+    others = {"n1": {"workers": [waits]}}
+
+    monitor.look_closer(time.monotonic(), [page], group, 2)
+    monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+    page.step_at_ns -= 10**9  # As if a second had passed since.
+    monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
+    for _ in range(2):
+        monitor.blame(2, {"n0": "", "n1": ""}, others, {})
+    page.close()
+    assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
+    assert kept[0].age_s >= 5.0

@@ -229,6 +229,21 @@ def test_two_that_hear_nothing_agree_before_one_is_sure(heard: Heard) -> None:
         assert tries == dict.fromkeys(tries, PROBE_STEPS)
 
 
+def test_a_silent_agent_that_a_witness_reaches(heard: Heard) -> None:
+    """Asked for workers, it has not answered; which other node it does answer is known."""
+    found: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as cut,
+        socket.create_server(("127.0.0.1", 0)) as frozen,
+        answering(_says("alive")) as reaches,
+        answering(_says("silent")) as agrees,
+    ):
+        ways = {LIFE: (cut, reaches), "c" * 16: (frozen, agrees)}
+        seats = [_seat(life, listener.getsockname()[1]) for life, (listener, _) in ways.items()]
+        heard.prober.ask_for_workers(seats, found.put, lambda seat: [_seat(OTHER, ways[seat.incarnation][1])])
+        assert found.get(timeout=20) == {f"n-{LIFE}": {"reached_by": f"n-{OTHER}"}}
+
+
 def test_a_late_answer_counts_more_than_a_witness(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """N11: a witness has heard nothing, and before two agree for long enough the node answers: it lives."""
     monkeypatch.setattr("elasticrt.liveness.prober.PROBE_STEP_S", 2.0)

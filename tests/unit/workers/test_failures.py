@@ -97,6 +97,7 @@ def test_log_noise_is_not_evidence():
         ({"code": 1, "error_file": error_file("a message of words")}, "exit code 1: a message of words"),
         ({"code": 1, "error_file": '{"message": "plain"}'}, "exit code 1: plain"),
         ({"code": 1, "error_file": "not json"}, "exit code 1"),
+        ({"code": 1, "error_file": error_file("CheckpointError: a (b)")}, "CheckpointError: a (b)"),
         ({"code": 1, "error_file": "[1]"}, "exit code 1"),
     ],
 )
@@ -252,6 +253,20 @@ def test_the_report_that_people_read():
 
 
 @pytest.mark.parametrize(
+    ("log_path", "words"),
+    [
+        ("/run/logs/generation-4/rank-1.n0.err", "in generation 4, after step 7"),
+        ("/run/logs/generation-3/rank-1.n0.err", "in generation 4 (started in generation 3), after step 7"),
+        ("", "in generation 4, after step 7"),
+    ],
+)
+def test_a_log_of_an_earlier_generation(log_path, words):
+    """A worker that lives on in place writes to the log of the generation in which it was started."""
+    found = failure(1, local_rank=1, generation=4, log_path=log_path, step=7).text
+    assert found.splitlines()[0] == f"rank 1 failed first, on node-0 (local rank 1), {words}"
+
+
+@pytest.mark.parametrize(
     ("changes", "hinted"),
     [({"code": -9}, True), ({"code": -9, "oom": True}, False), ({"code": -11}, False), ({"code": 1}, False)],
 )
@@ -266,5 +281,7 @@ def test_who_ended_early_is_named_before_collateral_failures():
     record = ended(2, well=(1,), failures=(lost,)).failure
     assert (record.code, record.collateral) == (0, True)
     assert record.text.splitlines()[0] == record.summary == f"rank 1 on node-0: {ENDED_EARLY}"
+    assert record.text.splitlines()[1].startswith("rank 0 failed of it, on node-0")
+    assert [ended(2, well=well).well for well in ((1,), (1, 0))] == [1, 1]
     own = failure(rank=0, error_file=error_file("ValueError: x"))
     assert ended(2, well=(1,), failures=(own,)).failure.rank == 0
