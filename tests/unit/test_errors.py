@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrt.errors import ERROR_MAX, VALUE_MAX, explain
+from elasticrt.errors import GOT_MAX, explain
 
 FULL = (28, "No space left on device")
 
@@ -12,14 +12,14 @@ FULL = (28, "No space left on device")
 @pytest.mark.parametrize(
     ("got", "shown"),
     [
-        pytest.param("x" * 90, "x" * (VALUE_MAX - 3) + "...", id="a long value"),
+        pytest.param("x" * 300, "x" * (GOT_MAX - 3) + "...", id="a long value"),
         pytest.param("a\nb", "'a\\nb'", id="a value of two lines"),
         pytest.param(OSError(*FULL, "/data"), "No space left on device", id="the path is where"),
         pytest.param(OSError(*FULL, "/data/.draft"), "/data/.draft: No space left on device", id="another path"),
         pytest.param(OSError(*FULL), "No space left on device", id="no path"),
         pytest.param(OSError("timed out"), "timed out", id="without a number"),
         pytest.param(ValueError("y" * 90), "y" * 90, id="a long error"),
-        pytest.param(ValueError("y" * 900), "y" * (ERROR_MAX - 3) + "...", id="a very long error"),
+        pytest.param(ValueError("y" * 900), "y" * (GOT_MAX - 3) + "...", id="a very long error"),
         pytest.param(ValueError("a\nb"), "'a\\nb'", id="an error of two lines"),
     ],
 )
