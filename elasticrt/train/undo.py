@@ -109,7 +109,7 @@ class Undo:
         elif buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._kept, buffers)
-        self._numbers = None if self._seeded else rng_state.capture()
+        self._numbers = None if self._seeded else rng_state.note()
         self._vars = dict(self._training.vars)
         self._gradients = None
         if self.accumulates:
