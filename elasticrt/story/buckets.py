@@ -11,10 +11,10 @@ Times are seconds since 1970, as `story.fold.Clocks` gives them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from elasticrt import events
@@ -29,7 +29,7 @@ BUCKETS: Mapping[str, str] = {
     DATA: "the loader was waited for",
     SAVE: "the training stood still for a checkpoint, or a copy of the state",
     PAUSE: "in `loop.pause`: evaluation, for example",
-    DETECT: "from the last step until it was known that something had happened",
+    DETECT: "from the last step until it was known that something had happened; all of a hang",
     AGREE: "until the next generation was agreed",
     REFORM: "old workers ended, living ones took their new seats, the process group was made",
     SET_UP: "workers started, and the script came to `elasticrt.init`",
@@ -54,6 +54,9 @@ _PHASES = {
 
 SPANS_MAX = 4000
 """A life with more spans gets coarser ones of training."""
+
+STANDS_KEPT = 64
+"""How many times in which steps stood still are kept of a generation."""
 
 _TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
 _PIECE = 64
@@ -82,20 +85,68 @@ class _Mark:
     seconds: tuple[tuple[str, float], ...]
 
 
+@dataclass
+class Course:
+    """How a generation went, as the events of all its nodes tell. Times are in seconds.
+
+    Attributes:
+        step, step_at: the last step, and when it was done; 0 before.
+        over_at: when the next generation began.
+        redone_until: until when its steps had been done before; minus infinity: none had.
+        redone_to: the last of those steps.
+        saved: whether a checkpoint was committed in it.
+        stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
+    """
+
+    step: int = 0
+    step_at: float = 0.0
+    over_at: float = math.inf
+    redone_until: float = -math.inf
+    redone_to: int = 0
+    saved: bool = False
+    stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+
+    def stepped(self, step: int, at: float) -> None:
+        """A `step` is done at `at`."""
+        if step <= self.step:
+            return
+        if self.redone_until == math.inf and step >= self.redone_to:
+            # Not every step has an event: those in between are taken to come at an even pace.
+            before_at = self.step_at or at
+            share = (self.redone_to - self.step) / (step - self.step) if self.step else 1.0
+            self.redone_until = before_at + share * (at - before_at)
+        if self.stands and self.stands[-1][1] == math.inf:
+            self.stands[-1] = (self.stands[-1][0], at)
+        self.step, self.step_at = step, at
+
+    def stood(self, step: int, since: float, now: float) -> None:
+        """After `step` there has been none from `since` to `now`. Without a Loop it is not known when they go on."""
+        looped = self.step > 0
+        if step < self.step and looped:
+            return
+        if self.stands and self.stands[-1][1] >= since:
+            since = min(since, self.stands.pop()[0])
+        if looped:
+            self.step, self.step_at = step, since
+        self.stands.append((since, math.inf if looped else now))
+
+    def standing_s(self, begin: float, end: float) -> float:
+        """Seconds from `begin` to `end` in which the steps stood still."""
+        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self.stands)
+
+
 class LifeSpans:
     """The spans of one agent's life.
 
     Args:
         begin: when it began, in seconds.
-        redone_until: by generation, until when its steps had been done before (minus infinity: none); shared by all
-            nodes.
-        saved: the generations in which a checkpoint was committed; shared by all nodes.
+        courses: of the generations, by number; shared by all nodes.
     """
 
-    def __init__(self, begin: float, redone_until: Mapping[int, float], saved: Collection[int] = ()) -> None:
+    def __init__(self, begin: float, courses: Mapping[int, Course]) -> None:
         self.begin = self._cursor = begin
-        self._redone_until = redone_until
-        self._saved = saved
+        self._courses = courses
+        self._course = Course()  # Of the newest generation that has trained here.
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
         self._mode = "start"  # Later "idle" (without a seat), "seated" (before the first step), "training" or "over".
@@ -129,7 +180,8 @@ class LifeSpans:
             case events.WorkersStarted() if self._mode == "seated":
                 self._workers_at = at
             case events.Result():
-                unseen = self._mode == "seated" and self._newest not in self._saved  # A script without a Loop.
+                course = self._courses.get(self._newest)
+                unseen = self._mode == "seated" and not (course and course.saved)  # A script without a Loop.
                 if event.status == "succeeded" and unseen and self._workers_at is not None:
                     self._to(self._workers_at, SET_UP)
                     self._to(at, TRAIN)
@@ -168,9 +220,11 @@ class LifeSpans:
     def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
         end = at - sum(event.phases.values()) / 1000
         if self._mode == "training":
+            self._course.step_at = max(self._course.step_at, end)
             self._train_to(end)
         else:
             self._to(end, SET_UP)
+        self._course = self._courses.get(event.generation) or Course()
         self._generation, self._turn_at, self._failed_at = event.generation, None, None
         self._marks, self._base, self._mode = (), (), "training"
         starts = "start" in event.phases
@@ -203,7 +257,7 @@ class LifeSpans:
             case "start" | "over":
                 self._to(end, START)
             case "idle":
-                self._to(end, STANDBY if self._redone_until else WAITING)
+                self._to(end, STANDBY if self._courses else WAITING)
             case "seated":
                 self._to(end, SET_UP)
             case _:
@@ -226,21 +280,32 @@ class LifeSpans:
             self._spans_max = max(SPANS_MAX, 2 * len(self._spans))
 
     def _train_to(self, end: float) -> None:
-        """Paint training from the cursor to `end`, less the amounts of the marks."""
+        """Paint training from the cursor to `end`, less the amounts of the marks.
+
+        A node that does not know that the others have gone on without it trains no longer than they did.
+        """
+        course, last = self._course, end
+        if course.over_at < end:
+            last = min(end, course.step_at or course.over_at)
         for mark in self._marks:
-            self._piece(min(mark.at, end), mark.seconds)
-        self._marks = tuple(mark for mark in self._marks if mark.at > end)
-        self._piece(end, self._base)
+            self._piece(min(mark.at, last), mark.seconds)
+        self._marks = tuple(mark for mark in self._marks if mark.at > last)
+        self._piece(last, self._base)
+        self._to(min(end, course.over_at), DETECT)
+        self._to(end, STANDBY)
 
     def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
         if end <= self._cursor:
             return
-        before = dict(self._base)
+        begin, before = self._cursor, dict(self._base)
         for bucket, spent_s in seconds:
             self._to(min(end, self._cursor + max(0.0, spent_s - before.get(bucket, 0.0))), bucket)
         self._base = seconds
-        self._to(min(end, self._redone_until.get(self._generation, -math.inf)), REDONE)
-        self._to(end, TRAIN)
+        # Pauses and waits for data may be a part of the time without a step: they are not known to the moment.
+        standing_s = max(0.0, self._course.standing_s(begin, end) - (self._cursor - begin))
+        self._to(min(end - standing_s, self._course.redone_until), REDONE)
+        self._to(end - standing_s, TRAIN)
+        self._to(end, DETECT)
 
 
 def coarser(spans: Sequence[Span]) -> list[Span]:

@@ -98,11 +98,12 @@ def worth(story: Story, now: float | None = None) -> str:
 
 def changes(story: Story) -> str:
     """The number of changes of membership, and their cost."""
-    lost = sum(chapter.redone for chapter in story.chapters)
-    again = f"{counted(lost, 'step')} done again" if lost else "no step lost"
+    lost = sum(chapter.redone or 0 for chapter in story.chapters)
+    known = made(story) > 0 and all(chapter.redone is not None for chapter in story.chapters[1:] or story.chapters)
+    again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
-    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}; {again}"
+    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}{again}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -184,9 +185,8 @@ def generation_table(story: Story) -> list[str]:
             continue
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
-        rows.append(
-            (str(chapter.number), shortened(chapter.cause), *counts, pause, f"{chapter.redone:,}", longest(chapter))
-        )
+        redone = "-" if chapter.redone is None else f"{chapter.redone:,}"
+        rows.append((str(chapter.number), shortened(chapter.cause), *counts, pause, redone, longest(chapter)))
     lines = table(rows)
     return [*lines[:3], f"... {counted(left_out, 'generation')} ...", *lines[3:]] if left_out > 0 else lines
 

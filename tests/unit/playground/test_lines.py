@@ -241,7 +241,7 @@ def told(history, min_nodes=1):
             id="an agent that ends before there is a run is told",
         ),
         pytest.param(
-            [generation("node-2", 1, THREE, "start", 1.0), *BEGIN, first_step("node-1", 7, 3, 4.0)],
+            [*BEGIN[:4], generation("node-2", 1, THREE, "start", 102.1), *BEGIN[4:], first_step("node-1", 7, 3, 4.0)],
             ["-- run calm-fox, etcd embedded, logs in runs/x", BEGIN_TOLD[1]],
             id="repeated and unknown generations are not told twice",
         ),
