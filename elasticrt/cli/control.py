@@ -29,7 +29,7 @@ from elasticrt.option_values import option, parse_nodes, positive_seconds
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
 from elasticrt.story import run_dir
-from elasticrt.story.report import as_object, changes, head, paces, worth
+from elasticrt.story.report import as_object, head, sums
 from elasticrt.text import plain
 
 E = TypeVar("E", bound=EtcdOptions)
@@ -219,8 +219,9 @@ def _look(run_id: str, options: EtcdOptions, arguments: argparse.Namespace) -> b
     story = None
     if arguments.json or run_dir.has_events(Path(arguments.log_dir, run_id)):
         story = run_dir.read(run_dir.find(run_id, arguments.log_dir))
+    now = story.present(time.time()) if story is not None else None
     if story is not None and arguments.json:
-        write(sys.stdout, json.dumps(as_object(story)) + "\n")
+        write(sys.stdout, json.dumps(as_object(story, now)) + "\n")
         return story.result is not None
     try:
         with _store(run_id, options) as store:
@@ -228,10 +229,10 @@ def _look(run_id: str, options: EtcdOptions, arguments: argparse.Namespace) -> b
     except ConfigError:
         if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
             raise
-        write(sys.stdout, plain("\n".join(head(story))) + "\n")
+        write(sys.stdout, plain("\n".join(head(story, now))) + "\n")
         return True
     if story is not None:
-        write(sys.stdout, plain("\n".join((paces(story), worth(story), changes(story)))) + "\n")
+        write(sys.stdout, plain("\n".join(sums(story, now))) + "\n")
     return story is not None and story.result is not None
 
 

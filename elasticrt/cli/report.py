@@ -114,7 +114,7 @@ def show(arguments: argparse.Namespace) -> int:
     """Print the report, or write it. Raises ConfigError for a run that is not there, and where it can't be written."""
     story = run_dir.read(directory_of(arguments))
     if not arguments.html:
-        write(sys.stdout, plain("\n".join(report.report(story))) + "\n")
+        write(sys.stdout, plain("\n".join(report.report(story, story.present(time.time())))) + "\n")
         return EXIT_OK
     from elasticrt.cli.dashboard import still
 
@@ -136,10 +136,9 @@ def show_runs(arguments: argparse.Namespace) -> int:
     for directory in found[:RUNS_SHOWN]:
         story = run_dir.read(directory)
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
+        goodput = f"{story.goodput(story.present(time.time())):.1%}"
         nodes = str(len({life.node for life in story.lives}))
-        rows.append(
-            (directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", report.state(story))
-        )
+        rows.append((directory.name, begun, nodes, f"{report.made(story):,}", goodput, report.state(story)))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if len(found) > RUNS_SHOWN:
         lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -38,7 +38,7 @@ BUCKETS: Mapping[str, str] = {
     WAITING: "there were fewer nodes than the run needs",
     STANDBY: "other nodes trained without this one",
 }
-"""Each bucket with its meaning, the best use of time first. A run is at each moment in the best one of its nodes."""
+"""Each bucket with its meaning, the best use of time first."""
 
 _RANKS = {name: rank for rank, name in enumerate(BUCKETS)}
 _PHASES = {
@@ -57,6 +57,9 @@ SPANS_MAX = 4000
 
 STANDS_KEPT = 64
 """How many times in which steps stood still are kept of a generation."""
+
+PIECES = 2000
+"""The time of a run is divided so finely where its nodes are in different buckets."""
 
 _TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
 _PIECE = 64
@@ -326,26 +329,89 @@ def coarser(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def together(lives: Iterable[Iterable[Span]]) -> list[Span]:
-    """The spans of the whole run: at each moment the best bucket of its nodes. No span for a time without nodes.
+def together(
+    lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]], end: float = math.inf
+) -> list[Span]:
+    """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
-    The ranks of a process group train together, so the run trains while one of its nodes does.
+    Where no seated node lives, all living ones share it; a time without any has no span. What the nodes share is
+    drawn in the order of `BUCKETS`, in pieces of a two-thousandth of the run.
+
+    Args:
+        lives: the node and the spans of each life.
+        seats: the beginning of each generation, and its nodes.
+        end: what comes after it is left out.
     """
-    spans = [span for life in lives for span in life]
-    edges = sorted(edge for span in spans for edge in ((span.begin, 1, span.bucket), (span.end, -1, span.bucket)))
-    found: list[Span] = []
-    there: Counter[str] = Counter()
-    since = 0.0
-    for at, change, bucket in edges:
-        best = min((name for name, count in there.items() if count > 0), key=_RANKS.__getitem__, default=None)
-        if best is not None and at > since:
-            if found and found[-1].bucket == best and found[-1].end == since:
-                found[-1] = Span(found[-1].begin, at, best)
-            else:
-                found.append(Span(since, at, best))
-        there[bucket] += change
+    edges: list[tuple[float, int, int, str]] = []  # When, -1: seats, 0: an end, 1: a beginning; of which; the bucket.
+    names = []
+    for number, (node, spans) in enumerate(lives):
+        names.append(node)
+        for span in spans:
+            if span.begin < end:
+                edges += [(span.begin, 1, number, span.bucket), (min(span.end, end), 0, number, span.bucket)]
+    edges.sort()
+    mixed = _Mixed((edges[-1][0] - edges[0][0]) / PIECES if edges else 0.0)
+    edges = sorted([*edges, *((begin, -1, number, "") for number, (begin, _) in enumerate(seats))])
+    seated: Collection[str] = ()
+    there: dict[int, str] = {}  # The bucket of each life.
+    of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
+    for at, kind, number, bucket in edges:
+        if at > since:
+            mixed.add(since, at, +of_seated or +of_all)
         since = at
-    return found
+        if kind < 0:
+            seated = seats[number][1]
+            of_seated = Counter(name for life, name in there.items() if names[life] in seated)
+            continue
+        change = 1 if kind else -1
+        of_all[bucket] += change
+        of_seated[bucket] += change * (names[number] in seated)
+        if kind:
+            there[number] = bucket
+        else:
+            there.pop(number, None)
+    mixed.flush()
+    return mixed.spans
+
+
+class _Mixed:
+    """Spans in which nodes of different buckets share the time. `piece_s`: the shortest ones that are kept apart."""
+
+    def __init__(self, piece_s: float) -> None:
+        self.spans: list[Span] = []
+        self._piece_s = piece_s
+        self._begin = self._end = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def add(self, begin: float, end: float, counts: Mapping[str, int]) -> None:
+        """From `begin` to `end` there are so many nodes in each bucket."""
+        if not counts:
+            return
+        alone = len(counts) == 1
+        if self._seconds and (
+            begin > self._end
+            or (self._end - self._begin >= self._piece_s and not (alone and counts.keys() == self._seconds.keys()))
+            or (alone and end - begin >= self._piece_s and counts.keys() != self._seconds.keys())
+        ):
+            self.flush()
+        if not self._seconds:
+            self._begin = begin
+        self._end, total = end, sum(counts.values())
+        for bucket, count in counts.items():
+            self._seconds[bucket] = self._seconds.get(bucket, 0.0) + (end - begin) * count / total
+
+    def flush(self) -> None:
+        """What was added becomes spans."""
+        at, shared = self._begin, sorted(self._seconds.items(), key=lambda each: _RANKS[each[0]])
+        for place, (bucket, spent_s) in enumerate(shared):
+            end = self._end if place == len(shared) - 1 else min(self._end, at + spent_s)
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last.bucket == bucket and last.end == at:
+                self.spans[-1] = Span(last.begin, end, bucket)
+            elif end > at:
+                self.spans.append(Span(at, end, bucket))
+            at = end
+        self._seconds = {}
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:

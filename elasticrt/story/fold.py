@@ -25,6 +25,9 @@ POINTS_MAX = 4000
 WORK_MAX = 400
 """The same for each rank's own work, and for checkpoints."""
 
+SILENT_S, SILENT_SHARE = 60.0, 0.01
+"""A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
+
 Value = TypeVar("Value")
 
 _FINISHED = (
@@ -175,7 +178,7 @@ class Story:
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
-        result: how the run ended; `text`: the report of a failed one.
+        result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
     """
 
@@ -198,6 +201,7 @@ class Story:
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
         self.result: events.Result | None = None
+        self.ended_at = math.inf
         self.text = ""
         self.begin = 0.0
         self.last = 0.0
@@ -267,7 +271,7 @@ class Story:
             case events.Failure():
                 self.text = event.text
             case events.Result():
-                self.result = event
+                self.result, self.ended_at = event, at
             case events.AgentStopped() if life is not None:
                 life.code = event.code
         if life is not None:
@@ -284,7 +288,7 @@ class Story:
         life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
         self.lives.append(life)
         self._present[record.node] = life
-        self.result = None  # An earlier attempt's.
+        self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
 
     def _generation(self, event: events.Generation, node: str, at: float) -> None:
         before, life = self.chapter, self._present.get(node)
@@ -435,8 +439,15 @@ class Story:
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
     def spans(self, now: float | None = None) -> list[Span]:
-        """The same for the whole run, which is at each moment in the best bucket of its nodes."""
-        return together(self.spans_of(life, now) for life in self.lives)
+        """The same for the whole run, until its result: each moment is shared by the nodes that have a seat then."""
+        lives = [(life.node, self.spans_of(life, now)) for life in self.lives]
+        seats = [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.chapters]
+        return together(lives, seats, self.ended_at)
+
+    def present(self, now: float) -> float | None:
+        """`now`, if the run goes on then, as far as its events tell: sums reach until then. Else None."""
+        silent_s = max(SILENT_S, SILENT_SHARE * (self.last - self.begin))
+        return now if self.result is None and self.alive() and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
         """The same for each node: the spans of all its agents, one after the other."""

@@ -30,7 +30,12 @@ def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
     nodes = list(dict.fromkeys(life.node for life in story.lives))
     lines = [f"run {story.run_id}: {state(story)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
-    return [*lines, paces(story), worth(story, now), changes(story)]
+    return [*lines, *sums(story, now)]
+
+
+def sums(story: Story, now: float | None = None) -> list[str]:
+    """How far the run came, its goodput, and what changes have cost."""
+    return [line for line in (paces(story), worth(story, now), changes(story)) if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -39,7 +44,7 @@ def summary(story: Story) -> list[str]:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    lines = [pace, worth(story), changes(story)]
+    lines = [pace, *sums(story)[1:]]
     by_node = Counter(trouble.node for trouble in story.troubles)
     if by_node:
         lines.append("failures: " + ", ".join(f"{node} ({count})" for node, count in by_node.most_common(NODES_SHOWN)))
@@ -88,8 +93,10 @@ def made(story: Story) -> int:
 
 
 def worth(story: Story, now: float | None = None) -> str:
-    """The goodput, and the buckets with most of the other time."""
+    """The goodput, and the buckets with most of the other time; "" for a run that has done nothing."""
     spent = totals(story.spans(now))
+    if TRAIN not in spent and not made(story):
+        return ""
     total_s = sum(spent.values())
     rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
     shares = ", ".join(f"{name} {spent_s / total_s:.1%}" for spent_s, name in rest)
@@ -116,7 +123,7 @@ def seconds(value_s: float) -> str:
     """A duration for people: `0.07 s`, `41.2 s`, `1 h 04 min`."""
     if value_s < 1:
         return f"{value_s:.2f} s"
-    if value_s < 120:
+    if value_s < 1000:
         return f"{value_s:.1f} s"
     minutes = round(value_s / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"

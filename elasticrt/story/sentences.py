@@ -62,7 +62,7 @@ def now_at(
         story: of the run.
         now: in seconds since 1970.
         speed: steps per second; None: not known.
-        goodput: from 0 to 1; None: not shown.
+        goodput: from 0 to 1; None: not shown. If the story is that of one of several nodes, it says "here".
         step: the newest one; None: the story's.
     """
     chapter, step, parts = story.chapter, story.newest if step is None else step, []
@@ -76,7 +76,9 @@ def now_at(
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
-    parts += [f"goodput {goodput:.0%}"] if goodput is not None else []
+    if goodput is not None:
+        whole = chapter is None or {life.node for life in story.lives}.issuperset(chapter.nodes)
+        parts.append(f"goodput {goodput:.0%}" + ("" if whole else " here"))
     return "  ".join(parts)
 
 

@@ -28,7 +28,7 @@ TEXT = """\
 run calm-fox: succeeded: all ended well
 2 nodes: a, b
 60 steps, 7.4 steps/s, loss 0.25; newest checkpoint: step 60
-goodput 65.6% of 13.0 s; start 11.5%, set-up 7.7%, waiting for nodes 3.8%
+goodput 65.6% of 13.0 s; start 9.6%, set-up 7.7%, waiting for nodes 5.8%
 1 change of membership, the longest pause 0.50 s; 10 steps done again
 
 where the time went  run               a                 b
@@ -39,8 +39,8 @@ agree                  0.20 s   1.54%    0.20 s   1.54%  -
 re-form                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
 set-up                  1.0 s   7.69%     1.0 s   7.69%   1.0 s  28.57%
 restore                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
-start                   1.5 s  11.54%     1.0 s   7.69%   1.0 s  28.57%
-waiting for nodes      0.50 s   3.85%     1.0 s   7.69%  0.50 s  14.29%
+start                   1.2 s   9.62%     1.0 s   7.69%   1.0 s  28.57%
+waiting for nodes      0.75 s   5.77%     1.0 s   7.69%  0.50 s  14.29%
 in all                 13.0 s 100.00%    13.0 s 100.00%   3.5 s 100.00%
 
 generation  cause   nodes  world size  from step  pause   steps done again  longest phases
