@@ -18,6 +18,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
+from elasticrt.story.page import page
 from elasticrt.text import plain
 
 LOOK_EVERY_S = 0.2
@@ -26,7 +27,7 @@ RUNS_SHOWN = 20
 REPORT = """\
 examples:
   elasticrt report calm-fox-k7m2p
-  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html
+  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html      needs matplotlib
 
 Nodes without a shared directory each have the events of their own: copy them into one to see them together.
 """
@@ -58,7 +59,7 @@ examples:
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     made = _command(subparsers, "report", show, "show how a run went: where its time went, what changes cost", REPORT)
-    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page")
+    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
     runs = _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS, run=False)
     runs.set_defaults(run=None)
     text = "show the runs of this machine on a page of a browser, until interrupted"
@@ -113,12 +114,11 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 def show(arguments: argparse.Namespace) -> int:
     """Print the report, or write it. Raises ConfigError for a run that is not there, and where it can't be written."""
     story = run_dir.read(directory_of(arguments))
+    now = story.present(time.time())
     if not arguments.html:
-        write(sys.stdout, plain("\n".join(report.report(story, story.present(time.time())))) + "\n")
+        write(sys.stdout, plain("\n".join(report.report(story, now))) + "\n")
         return EXIT_OK
-    from elasticrt.cli.dashboard import still
-
-    text = still(story)
+    text = page(story, now)
     try:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)

@@ -1,7 +1,4 @@
-"""What a page of a browser shows of a run, as JSON values, from its story. Pure.
-
-`cli/dashboard.html` draws them: for `elasticrt dashboard` while the run goes on, for `elasticrt report --html` once.
-"""
+"""What the dashboard shows of a run, as JSON values, from its story. Pure."""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.main import main
+from elasticrt.story.page import page
 from elasticrt.story.report import report
 from tests.unit.story.told import THREE_STEPS, begun, story, write
 
@@ -96,20 +98,27 @@ def test_an_ended_run_is_reported_from_its_directory(run, capsys, words):
     assert words_of(capsys.readouterr().out) == words_of(TEXT)
 
 
+@pytest.mark.slow  # matplotlib takes a second to import.
 def test_a_page_needs_nothing_else(run, capfd):
-    """The page is one file with the run and its report in it; it loads nothing, and no text of the run's is a tag."""
-    write(run / "elasticrt_runs" / "calm-fox", [(14.0, "a", events.Failure("ValueError: </script><b>"))])
+    """The page is one file: the plots are inside it, nothing is loaded, and its ink is that of the page."""
+    pytest.importorskip("matplotlib")
+    write(run / "elasticrt_runs" / "calm-fox", [(14.0, "a", events.Failure("ValueError: </pre><b>"))])
     assert main(["report", "--html", "report.html"]) == 0
     text = (run / "report.html").read_text()
-    shown = json.loads(text.partition("const still = ")[2].partition(";  //")[0])
-    assert shown["tiles"]["world size"] == "1"
-    assert words_of(shown["report"])[0] == TEXT.splitlines()[0].split()
-    assert shown["report"].endswith("ValueError: </script><b>")
-    assert text.count("</script>") == 1
-    assert not [word for word in ("src=", "http", "@import") if word in text]
+    assert text.count("<svg") == 1
+    for shown in ("currentColor", "b lost", "world size", "loss", "goodput 65.6%", "ValueError: &lt;/pre&gt;&lt;b&gt;"):
+        assert shown in text
+    assert not [word for word in ("<script", "<link", "src=", "url(http", "@import") if word in text]
     assert capfd.readouterr().out == "written: report.html\n"
     assert main(["report", "--html", "nowhere/report.html"]) == 2
     assert "cannot be written (nowhere/report.html): got No such file" in capfd.readouterr().err
+
+
+def test_a_page_without_matplotlib(monkeypatch):
+    """One sentence says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Exception, match="pip install matplotlib"):
+        page(story(LOST))
 
 
 @pytest.mark.parametrize(
