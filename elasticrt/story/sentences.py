@@ -47,6 +47,11 @@ def cost(chapter: Chapter, since: float) -> str:
     return f"{resumed}, first step after {took_s:.2f} s{known}"
 
 
+def standing(event: events.Culprit) -> str:
+    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
+    return f"no step for {event.age_s:.0f} s after step {event.step:,}: {event.reason}"
+
+
 def ending(result: events.Result) -> str:
     """`the run failed (code 1): rank 0 on node-1: ValueError`."""
     text = f"the run {result.status}" + ("" if result.status == "succeeded" else f" (code {result.code})")

@@ -10,7 +10,7 @@ import pytest
 from elasticrt import events
 from elasticrt.cli.main import main
 from elasticrt.story.page import page
-from elasticrt.story.report import report
+from elasticrt.story.report import head, report, seconds
 from tests.unit.story.told import THREE_STEPS, begun, story, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
@@ -75,6 +75,22 @@ def test_a_run_of_many_nodes_and_generations_is_short():
     assert "40 nodes: n0, n1, n2, n3, n4, and 35 more" in lines
     assert "... 47 generations ..." in lines
     assert any(line.endswith("all nodes") for line in lines)
+
+
+def test_a_run_without_a_step_claims_nothing():
+    """It was at its end already: neither a goodput nor that no step was lost."""
+    nothing = [entry for entry in THREE_STEPS if entry[0] < 4.0]
+    ends = [(5.0, "a", events.Committed(60, 1)), (6.0, "a", events.Result("succeeded", 0, "all ended well"))]
+    told = story([*nothing, *ends])
+    assert head(told)[2:] == ["0 steps; newest checkpoint: step 60", "0 changes of membership"]
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"), [(0.07, "0.07 s"), (99.95, "100.0 s"), (612.34, "612.3 s"), (1000.0, "17 min")]
+)
+def test_durations_can_be_compared(value_s, text):
+    """In seconds up to a thousand."""
+    assert seconds(value_s) == text
 
 
 @pytest.fixture
