@@ -127,6 +127,8 @@ class Course:
         looped = self.step > 0
         if step < self.step and looped:
             return
+        if looped and step == self.step:  # The workers were looked at a moment before `now`.
+            since = min(since, self.step_at)
         if self.stands and self.stands[-1][1] >= since:
             since = min(since, self.stands.pop()[0])
         if looped:

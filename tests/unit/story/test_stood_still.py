@@ -26,7 +26,7 @@ HANG = [
     *THREE_STEPS,
     AT_SIX,
     *((at, node, progress(20)) for at in (8.0, 13.0, 18.0) for node in "ab"),
-    (9.0, "a", culprit(20, 3.0)),
+    (9.5, "a", culprit(20, 3.0)),
     (12.0, "a", culprit(20, 6.0)),
 ]
 
