@@ -192,7 +192,11 @@ class Console:
         for chapter, text in told:
             generation, pids = self.story.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
-            fields = {name: value for name, value in vars(chapter).items() if name not in ("reported", "kind")}
+            fields = {
+                name: value
+                for name, value in vars(chapter).items()
+                if name not in ("reported", "kind", "follows", "reached")
+            }
             fields["change"] = chapter.kind
             self.say(text + (here if chapter.world_size > len(pids) else ""), "generation", **fields)
 
