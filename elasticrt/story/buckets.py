@@ -55,6 +55,9 @@ _PHASES = {
 SPANS_MAX = 4000
 """A life with more spans gets coarser ones of training."""
 
+AWAY_S = 10.0
+"""`progress` is told every 5 s: an agent that was silent for longer than this was frozen."""
+
 STANDS_KEPT = 64
 """How many times in which steps stood still are kept of a generation."""
 
@@ -211,7 +214,13 @@ class LifeSpans:
         left_out = self._mode == "training" and event.number != self._newest + 1
         self._newest = event.number
         if left_out:  # The others went on without this node, which is now back.
-            self._train_to(self._failed_at if self._failed_at is not None else at)
+            course, last = self._course, at
+            if self._failed_at is not None:
+                last = self._failed_at
+            elif course.step_at and course.over_at >= at:  # These are its own events alone.
+                # An agent that was frozen tells of the last steps when it wakes up.
+                last = course.step_at if course.step_at - self._cursor < AWAY_S else self._cursor
+            self._train_to(last)
             self._to(at, STANDBY)
         if self._mode == "training" and not left_out:
             self._turn_at = at if self._turn_at is None else self._turn_at

@@ -86,6 +86,7 @@ def test_who_was_left_out_does_not_train():
     """A frozen node finds out late: until the others went on it is `detect`, then it stands by, until it is back."""
     entries = [
         *THREE_STEPS,
+        (5.0, "b", progress(15)),
         AT_SIX,
         (9.5, "a", events.MemberLost("b", "b lost (no answer; power or network)")),
         (9.5, "a", begun(2, "a")),
@@ -98,3 +99,5 @@ def test_who_was_left_out_does_not_train():
     spent = totals(told.spans_by_node()["b"])
     assert {name: spent[name] - (name == "train") * 0.5 for name in expected} == pytest.approx(expected)
     assert sum(spent.values()) == pytest.approx(30.5)
+    alone = totals(story([entry for entry in entries if entry[1] == "b"]).spans_by_node()["b"])
+    assert (alone["train"], alone["standby"]) == pytest.approx((1.5, 26.0)), "what its own agent exports"
