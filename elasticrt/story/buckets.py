@@ -345,7 +345,8 @@ def together(
 ) -> list[Span]:
     """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
-    Where no seated node lives, all living ones share it; a time without any has no span. What the nodes share is
+    Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet.
+    A time without any has no span. What the nodes share is
     drawn in the order of `BUCKETS`, in pieces of a two-thousandth of the run.
 
     Args:
@@ -368,7 +369,10 @@ def together(
     of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
     for at, kind, number, bucket in edges:
         if at > since:
-            mixed.add(since, at, +of_seated or +of_all)
+            counts = +of_seated or +of_all
+            if seated and not +of_seated:  # The others stand by for a generation that is no more.
+                counts[DETECT] += counts.pop(STANDBY, 0)
+            mixed.add(since, at, +counts)
         since = at
         if kind < 0:
             seated = seats[number][1]
