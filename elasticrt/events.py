@@ -151,14 +151,15 @@ class FirstStep:
         step: the step, counted over the whole run.
         resumed_from: the last step before the generation.
         pause_s: seconds between the last step before it and this one; null if the node has made none before.
-        redone: steps that this node had done already, and does again.
+        redone: steps that had been done already, and are done again; null if this node does not know the last step
+            before the generation.
     """
 
     generation: int
     step: int
     resumed_from: int
     pause_s: float | None
-    redone: int
+    redone: int | None
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,7 @@ class WorkerEnded:
         code: exit code, or minus the signal's number.
         failure: how it failed, in a line; "" if it has not, or was ended by its agent.
         collateral: whether it failed only because another one had.
+        step: the last step that it finished in its generation, counted over the whole run; 0: none.
     """
 
     generation: int
@@ -312,6 +314,7 @@ class WorkerEnded:
     code: int
     failure: str = ""
     collateral: bool = False
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,7 @@ PURE = (
     "story/buckets.py",
     "story/changes.py",
     "story/fold.py",
+    "story/page.py",
     "story/report.py",
     "story/sentences.py",
     "store/protocol.py",

@@ -30,7 +30,7 @@ from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import Request, Warm
+from elasticrt.ipc.messages import Request, Step, Warm
 from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
@@ -180,7 +180,7 @@ class Agent(Side):
         self.voice.generation(view, member.me)
         if self.voice.narrates:
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
-            self.voice.tick(now, at, self.node.progress.step())
+            self.voice.tick(now, at, self.node.progress.step(), view.head)
 
     def _ask_for_positions(self, now: float) -> None:
         """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
@@ -265,6 +265,8 @@ class Agent(Side):
                 self.voice.events.write(events.Committed(event.step, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
+                if isinstance(event, WorkerSaid) and isinstance(event.message, Step):
+                    self.voice.heard(event.generation, event.rank, event.message)
             case Stacks():
                 self.node.stalled(event)
             case Positions(generation, nodes, by_node):

@@ -18,11 +18,12 @@ from elasticrt.agent.last_line import LastLine, fits
 from elasticrt.agent.store_discovery import Meeting
 from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import Step
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.records import Result
-from elasticrt.rendezvous.view import View
+from elasticrt.rendezvous.view import Stored, View
 from elasticrt.settings import Settings
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes, Told
@@ -77,6 +78,7 @@ class Console:
         self._doing: Doing | None = None
         self._doing_since = 0.0
         self._waiting_said, self._wait_said_at = "", 0.0
+        self._head = ""  # The nonce of the newest checkpoint of the run.
         self._node = settings.node
 
     @property
@@ -107,6 +109,24 @@ class Console:
         told = self._changes.tell(record)
         self._told += told if self.narrates else []
 
+    def heard(self, generation: int, rank: int, step: Step) -> None:
+        """Note a `step` of a worker. Where rank 0 is not here, it is no event of this node: the last line shows it."""
+        newest, ranks = self.story.workers.get(self._node, (0, {}))
+        if generation == newest and ranks and 0 < rank == min(ranks):
+            self._note(events.Step(generation, step.step, step.epoch, step.scalars), step.at_ns / 1e9)
+
+    def _saw(self, head: Stored[Commit] | None, now: float) -> None:
+        """Note the newest checkpoint of the run in the same way, if it is another one than before."""
+        nonce = head.record.nonce if head is not None else ""
+        if head is not None and nonce != self._head and self.story.chapters:
+            _, ranks = self.story.workers.get(self._node, (0, {}))
+            if ranks and 0 not in ranks:
+                self._note(events.Committed(head.record.step, head.record.generation, head.record.size), now)
+        self._head = nonce
+
+    def _note(self, event: events.Event, at: float) -> None:
+        self.story.tell(events.Record(event, self._node, at, at + self._zero))
+
     # The last line of a terminal.
 
     def open_last_line(self) -> None:
@@ -124,14 +144,18 @@ class Console:
             self._last_line.draw("")
         self._last_line = None
 
-    def tick(self, now: float, doing: Doing | None, step: int | None = None) -> None:
+    def tick(
+        self, now: float, doing: Doing | None, step: int | None = None, head: Stored[Commit] | None = None
+    ) -> None:
         """Print what is due, and draw the last line.
 
         Args:
             now: seconds of the monotonic clock.
             doing: what the agent waits for; None: nothing.
             step: the last step that this node's workers have finished, if it is known.
+            head: the newest checkpoint of the run.
         """
+        self._saw(head, now)
         if self._doing is None or doing is None or doing.what != self._doing.what:
             self._doing_since = now
         self._doing = doing
@@ -168,7 +192,11 @@ class Console:
         for chapter, text in told:
             generation, pids = self.story.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
-            fields = {name: value for name, value in vars(chapter).items() if name not in ("reported", "kind")}
+            fields = {
+                name: value
+                for name, value in vars(chapter).items()
+                if name not in ("reported", "kind", "follows", "reached")
+            }
             fields["change"] = chapter.kind
             self.say(text + (here if chapter.world_size > len(pids) else ""), "generation", **fields)
 

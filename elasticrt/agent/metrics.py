@@ -90,7 +90,7 @@ class Metrics:
         yield _counter("bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._spent)
         yield _by_rank("own_work_seconds", "A rank's own work in a step: without waiting for others.", story.work)
         yield _recoveries(story)
-        redone, failed = sum(chapter.redone for chapter in story.chapters), len(story.troubles)
+        redone, failed = sum(chapter.redone or 0 for chapter in story.chapters), len(story.troubles)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
         yield _counter("failures", "Workers of this node that failed, and nodes it has taken out.", "", {"": failed})
         if story.samples:

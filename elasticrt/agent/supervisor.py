@@ -604,7 +604,8 @@ class Supervisor:
         return self._is_current(event) and first and not wanted
 
     def _worker_ended(self, event: WorkerEnded) -> None:
-        ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code)
+        step = self.pages.step_of(event.local_rank, event.generation)
+        ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code, step=step)
         if event.failure is not None and self._failed_by_itself(event):
             ended = replace(ended, failure=event.failure.summary, collateral=event.failure.collateral)
         self._events.write(ended)

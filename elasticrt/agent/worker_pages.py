@@ -79,6 +79,11 @@ class WorkerPages:
         at = min((at for at in begun if at >= state.seated_ns), default=math.inf) / 1e9 + STANDING_IN_PLACE_S
         return at if now >= at else None
 
+    def step_of(self, local_rank: int, generation: int) -> int:
+        """The last step that a worker has finished in `generation`; 0 for none."""
+        stepped = self._word(local_rank, generation, "step_at_ns")
+        return self._word(local_rank, generation, "step") if stepped else 0
+
     def _word(self, local_rank: int, generation: int, word: str) -> int:
         """A word of one worker's page; 0 for a worker without a page."""
         try:

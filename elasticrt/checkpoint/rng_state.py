@@ -103,7 +103,7 @@ def capture() -> dict[str, Any]:
 
 
 def note() -> dict[str, Any]:
-    """The same with arrays of numpy's: for `restore`, not for a file. It is done at each step, and takes half the time."""
+    """The same with numpy's arrays: for `restore`, not for a file. Done at each step, in two thirds of the time."""
     state: dict[str, Any] = {"python": random.getstate()}
     state["torch"], state["seed"] = torch.default_generator.get_state(), torch.initial_seed()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

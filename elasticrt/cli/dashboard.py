@@ -1,7 +1,6 @@
 """`elasticrt dashboard`: a page that shows the runs of this machine while they go on, from their directories.
 
 It is read-only. On loopback, the default, the users of this machine reach it; at other addresses it needs a token.
-`elasticrt report --html` writes the same page into a file, with one run in it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import host_and_port
 from elasticrt.store.address import is_loopback
 from elasticrt.store.protocol import Address
-from elasticrt.story import report, run_dir
+from elasticrt.story import run_dir
 from elasticrt.story.board import board
 from elasticrt.story.fold import Story
 
@@ -62,13 +61,6 @@ def serve(listen: str, log_dir: str) -> int:
             write(sys.stdout, f"no runs in {log_dir} yet; --log-dir names another place\n")
         server.serve_forever()
     return EXIT_OK
-
-
-def still(story: Story) -> str:
-    """The page with `story` in it, as it is now: a file that needs no server."""
-    shown = {**board(story, story.last), "report": "\n".join([*report.report(story), "", story.text]).strip()}
-    text = json.dumps(shown).replace("<", "\\u003c")  # No text of the run's may end the script.
-    return PAGE.read_text(encoding="utf-8").replace("const still = null;", f"const still = {text};")
 
 
 class Server(ThreadingHTTPServer):

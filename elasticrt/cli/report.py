@@ -17,6 +17,7 @@ from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import write
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
+from elasticrt.story.page import page
 from elasticrt.text import plain
 
 LOOK_EVERY_S = 0.2
@@ -25,7 +26,7 @@ RUNS_SHOWN = 20
 REPORT = """\
 examples:
   elasticrt report calm-fox-k7m2p
-  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html
+  elasticrt report elasticrt_runs/calm-fox-k7m2p --html report.html      needs matplotlib
 
 Nodes without a shared directory each have the events of their own: copy them into one to see them together.
 """
@@ -58,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
     text = "show how a run went: where its time went, what changes cost"
     made = _command(subparsers, "report", show, text, REPORT, run=True)
-    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page")
+    made.add_argument("--html", metavar="FILE", help="write it to FILE as one web page, with plots")
     _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     text = "show the runs of this machine on a page of a browser, until interrupted"
     shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
@@ -97,13 +98,11 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 def show(arguments: argparse.Namespace) -> int:
     """Print the report, or write it as a page. Raises ConfigError for an unknown run, and where it can't be written."""
     story = run_dir.read(directory_of(arguments))
+    now = story.present(time.time())
     if not arguments.html:
-        lines = report.report(story, report.present(story, time.time()))
-        write(sys.stdout, plain("\n".join(lines)) + "\n")
+        write(sys.stdout, plain("\n".join(report.report(story, now))) + "\n")
         return EXIT_OK
-    from elasticrt.cli.dashboard import still
-
-    text = still(story)
+    text = page(story, now)
     try:
         with open(arguments.html, "w", encoding="utf-8", opener=opener) as file:
             file.write(text)
@@ -121,9 +120,11 @@ def show_runs(arguments: argparse.Namespace) -> int:
     for directory in found[:RUNS_SHOWN]:
         story = run_dir.read(directory)
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
+        now = story.present(time.time())
+        goodput = f"{story.goodput(now):.1%}"
         nodes = str(len({life.node for life in story.lives}))
-        state = report.state(story, report.present(story, time.time()))
-        rows.append((directory.name, begun, nodes, f"{report.made(story):,}", f"{story.goodput():.1%}", state))
+        state = report.state(story, now)
+        rows.append((directory.name, begun, nodes, f"{report.made(story):,}", goodput, state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if len(found) > RUNS_SHOWN:
         lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")

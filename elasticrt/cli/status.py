@@ -17,7 +17,7 @@ from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.story import run_dir
-from elasticrt.story.report import as_object, changes, head, paces, present, state, worth
+from elasticrt.story.report import as_object, head, state, sums
 from elasticrt.text import plain
 
 WATCH_EVERY_S = 2.0
@@ -44,7 +44,7 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     story = run_dir.read(directory) if run_dir.has_events(directory) else None
     if arguments.json:
         story = story or run_dir.read(run_dir.find(run_id, arguments.log_dir))
-        write(sys.stdout, json.dumps(as_object(story, present(story, time.time()))) + "\n")
+        write(sys.stdout, json.dumps(as_object(story, story.present(time.time()))) + "\n")
         return story.result is not None
     try:
         with opened(run_id, directory, options) as run:
@@ -52,10 +52,10 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     except ConfigError:
         if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
             raise
-        write(sys.stdout, plain("\n".join(head(story))) + "\n")
+        write(sys.stdout, plain("\n".join(head(story, story.present(time.time())))) + "\n")
         return True
     if story is not None:
-        write(sys.stdout, plain("\n".join((paces(story), worth(story), changes(story)))) + "\n")
+        write(sys.stdout, plain("\n".join(sums(story, story.present(time.time())))) + "\n")
     return story is not None and story.result is not None
 
 

@@ -144,8 +144,9 @@ class Progress:
         own = self._look()
         if own and own[0].step_at_ns:
             self._last, self._last_ns = own[0].step, own[0].step_at_ns
-        elif own and own[0].beat_at_ns:
+        elif own and own[0].beat_at_ns and not (self._has_loop or own[0].entered):
             self._last, self._last_ns = 0, own[0].beat_at_ns
+        # Workers with a Loop that have made no step in this generation leave the last step as it was before.
         self._count(own)
 
     def stepped(self, generation: int, step: Step) -> None:
@@ -156,7 +157,7 @@ class Progress:
         # A node without an earlier step has no pause. In a healthy run the first step is `resumed_from` + 1.
         paused = 0 < self._last_ns < step.at_ns
         pause_s = (step.at_ns - self._last_ns) / 1e9 if paused else None
-        redone = max(0, self._last - step.resumed_from) if paused else 0
+        redone = max(0, self._last - step.resumed_from) if paused else None
         self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
         self._recovered(generation, pause_s, step.at_ns)
         if pause_s is not None:

@@ -50,6 +50,7 @@ class Narration:
         self._changes = Changes(self.story, whole=True, began_at=started_at)
         self._offered = 0
         self._ended = False
+        self._blamed: tuple[object, ...] = ()  # Ranks, nodes and step of the newest finding.
         self._status_at, self._status_step = 0.0, 0
 
     def alive(self) -> tuple[str, ...]:
@@ -72,6 +73,9 @@ class Narration:
                 return (Line(text),) if first_agent else ()
             case events.Step():
                 return self._offer()
+            case events.Culprit(ranks=ranks, nodes=nodes, step=step) if self._blamed != (ranks, nodes, step):
+                self._blamed = (ranks, nodes, step)
+                return (*lines, Line(f"-- {sentences.standing(record.event)}"))
             case events.Failure(text=text):
                 return tuple(map(Line, text.splitlines()))
             case events.Result() if not self._ended:

@@ -27,7 +27,7 @@ from typing import Literal
 
 from elasticrt.errors import EXIT_DUPLICATE, EXIT_STORE, EXIT_WORKERS
 from elasticrt.ipc.failure import Failure
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import ANEW, counted
 from elasticrt.rendezvous.decision import (
     Adopt,
     Announce,
@@ -292,7 +292,7 @@ def _start(view: View, spec: RunSpec, kind: Literal["start", "lost"], now: float
     settled = settled_at(view, spec)
     if now < settled:
         return Wait(f"{counted(len(candidates(view)), 'node')} ready; waiting for quiet", settled)
-    cause = "start" if view.number == 0 else "start again with new nodes"
+    cause = "start" if view.number == 0 else ANEW
     return publish(view, spec, kind, cause, restarts=Restarts(step=view.head.record.reached if view.head else 0))
 
 

@@ -1,7 +1,4 @@
-"""What a page of a browser shows of a run, as JSON values, from its story. Pure.
-
-`cli/dashboard.html` draws them: for `elasticrt dashboard` while the run goes on, for `elasticrt report --html` once.
-"""
+"""What the dashboard shows of a run, as JSON values, from its story. Pure."""
 
 from __future__ import annotations
 
@@ -35,19 +32,19 @@ COLUMNS = 800
 
 def board(story: Story, now: float) -> dict[str, Any]:
     """All values of the page at `now`. Times are seconds since 1970."""
-    spans, chapter = story.spans(now), story.chapter
-    by_node = islice(story.spans_by_node(now).items(), NODES_SHOWN)
+    until, chapter = story.present(now), story.chapter
+    spans, by_node = story.spans(until), islice(story.spans_by_node(until).items(), NODES_SHOWN)
     spent, step = totals(spans), len(story.points) // POINTS_SHOWN + 1
     age_s = now - story.checkpoint_at if story.checkpoint_at is not None else None
     return {
         "run": story.run_id,
-        "state": report.state(story, report.present(story, now)),
+        "state": report.state(story, until),
         "tiles": {
             "step": f"{story.newest:,}",
             "epoch": str(story.epoch),
             "world size": str(chapter.world_size if chapter is not None else 0),
             "generation": str(chapter.number if chapter is not None else 0),
-            "goodput": f"{story.goodput(now):.1%}",
+            "goodput": f"{story.goodput(until):.1%}",
             "checkpoint": f"{story.checkpoint:,}" + (f", {report.seconds(age_s)} ago" if age_s is not None else ""),
         },
         "nodes": _nodes(story)[:NODES_SHOWN],

@@ -11,10 +11,10 @@ Times are seconds since 1970, as `story.fold.Clocks` gives them.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from elasticrt import events
@@ -29,7 +29,7 @@ BUCKETS: Mapping[str, str] = {
     DATA: "the loader was waited for",
     SAVE: "the training stood still for a checkpoint, or a copy of the state",
     PAUSE: "in `loop.pause`: evaluation, for example",
-    DETECT: "from the last step until it was known that something had happened",
+    DETECT: "from the last step until it was known that something had happened; all of a hang",
     AGREE: "until the next generation was agreed",
     REFORM: "old workers ended, living ones took their new seats, the process group was made",
     SET_UP: "workers started, and the script came to `elasticrt.init`",
@@ -38,7 +38,7 @@ BUCKETS: Mapping[str, str] = {
     WAITING: "there were fewer nodes than the run needs",
     STANDBY: "other nodes trained without this one",
 }
-"""Each bucket with its meaning, the best use of time first. A run is at each moment in the best one of its nodes."""
+"""Each bucket with its meaning, the best use of time first."""
 
 _RANKS = {name: rank for rank, name in enumerate(BUCKETS)}
 _PHASES = {
@@ -54,6 +54,15 @@ _PHASES = {
 
 SPANS_MAX = 4000
 """A life with more spans gets coarser ones of training."""
+
+AWAY_S = 10.0
+"""`progress` is told every 5 s: an agent that was silent for longer than this was frozen."""
+
+STANDS_KEPT = 64
+"""How many times in which steps stood still are kept of a generation."""
+
+PIECES = 2000
+"""The time of a run is divided so finely where its nodes are in different buckets."""
 
 _TRAINING = frozenset({TRAIN, REDONE, DATA, SAVE, PAUSE})
 _PIECE = 64
@@ -82,20 +91,70 @@ class _Mark:
     seconds: tuple[tuple[str, float], ...]
 
 
+@dataclass
+class Course:
+    """How a generation went, as the events of all its nodes tell. Times are in seconds.
+
+    Attributes:
+        step, step_at: the last step, and when it was done; 0 before.
+        over_at: when the next generation began.
+        redone_until: until when its steps had been done before; minus infinity: none had.
+        redone_to: the last of those steps.
+        saved: whether a checkpoint was committed in it.
+        stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
+    """
+
+    step: int = 0
+    step_at: float = 0.0
+    over_at: float = math.inf
+    redone_until: float = -math.inf
+    redone_to: int = 0
+    saved: bool = False
+    stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+
+    def stepped(self, step: int, at: float) -> None:
+        """A `step` is done at `at`."""
+        if step <= self.step:
+            return
+        if self.redone_until == math.inf and step >= self.redone_to:
+            # Not every step has an event: those in between are taken to come at an even pace.
+            before_at = self.step_at or at
+            share = (self.redone_to - self.step) / (step - self.step) if self.step else 1.0
+            self.redone_until = before_at + share * (at - before_at)
+        if self.stands and self.stands[-1][1] == math.inf:
+            self.stands[-1] = (self.stands[-1][0], at)
+        self.step, self.step_at = step, at
+
+    def stood(self, step: int, since: float, now: float) -> None:
+        """After `step` there has been none from `since` to `now`. Without a Loop it is not known when they go on."""
+        looped = self.step > 0
+        if step < self.step and looped:
+            return
+        if looped and step == self.step:  # The workers were looked at a moment before `now`.
+            since = min(since, self.step_at)
+        if self.stands and self.stands[-1][1] >= since:
+            since = min(since, self.stands.pop()[0])
+        if looped:
+            self.step, self.step_at = step, since
+        self.stands.append((since, math.inf if looped else now))
+
+    def standing_s(self, begin: float, end: float) -> float:
+        """Seconds from `begin` to `end` in which the steps stood still."""
+        return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self.stands)
+
+
 class LifeSpans:
     """The spans of one agent's life.
 
     Args:
         begin: when it began, in seconds.
-        redone_until: by generation, until when its steps had been done before (minus infinity: none); shared by all
-            nodes.
-        saved: the generations in which a checkpoint was committed; shared by all nodes.
+        courses: of the generations, by number; shared by all nodes.
     """
 
-    def __init__(self, begin: float, redone_until: Mapping[int, float], saved: Collection[int] = ()) -> None:
+    def __init__(self, begin: float, courses: Mapping[int, Course]) -> None:
         self.begin = self._cursor = begin
-        self._redone_until = redone_until
-        self._saved = saved
+        self._courses = courses
+        self._course = Course()  # Of the newest generation that has trained here.
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
         self._mode = "start"  # Later "idle" (without a seat), "seated" (before the first step), "training" or "over".
@@ -129,7 +188,8 @@ class LifeSpans:
             case events.WorkersStarted() if self._mode == "seated":
                 self._workers_at = at
             case events.Result():
-                unseen = self._mode == "seated" and self._newest not in self._saved  # A script without a Loop.
+                course = self._courses.get(self._newest)
+                unseen = self._mode == "seated" and not (course and course.saved)  # A script without a Loop.
                 if event.status == "succeeded" and unseen and self._workers_at is not None:
                     self._to(self._workers_at, SET_UP)
                     self._to(at, TRAIN)
@@ -154,7 +214,13 @@ class LifeSpans:
         left_out = self._mode == "training" and event.number != self._newest + 1
         self._newest = event.number
         if left_out:  # The others went on without this node, which is now back.
-            self._train_to(self._failed_at if self._failed_at is not None else at)
+            course, last = self._course, at
+            if self._failed_at is not None:
+                last = self._failed_at
+            elif course.step_at and course.over_at >= at:  # These are its own events alone.
+                # An agent that was frozen tells of the last steps when it wakes up.
+                last = course.step_at if course.step_at - self._cursor < AWAY_S else self._cursor
+            self._train_to(last)
             self._to(at, STANDBY)
         if self._mode == "training" and not left_out:
             self._turn_at = at if self._turn_at is None else self._turn_at
@@ -168,9 +234,11 @@ class LifeSpans:
     def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
         end = at - sum(event.phases.values()) / 1000
         if self._mode == "training":
+            self._course.step_at = max(self._course.step_at, end)
             self._train_to(end)
         else:
             self._to(end, SET_UP)
+        self._course = self._courses.get(event.generation) or Course()
         self._generation, self._turn_at, self._failed_at = event.generation, None, None
         self._marks, self._base, self._mode = (), (), "training"
         starts = "start" in event.phases
@@ -203,7 +271,7 @@ class LifeSpans:
             case "start" | "over":
                 self._to(end, START)
             case "idle":
-                self._to(end, STANDBY if self._redone_until else WAITING)
+                self._to(end, STANDBY if self._courses else WAITING)
             case "seated":
                 self._to(end, SET_UP)
             case _:
@@ -226,21 +294,32 @@ class LifeSpans:
             self._spans_max = max(SPANS_MAX, 2 * len(self._spans))
 
     def _train_to(self, end: float) -> None:
-        """Paint training from the cursor to `end`, less the amounts of the marks."""
+        """Paint training from the cursor to `end`, less the amounts of the marks.
+
+        A node that does not know that the others have gone on without it trains no longer than they did.
+        """
+        course, last = self._course, end
+        if course.over_at < end:
+            last = min(end, course.step_at or course.over_at)
         for mark in self._marks:
-            self._piece(min(mark.at, end), mark.seconds)
-        self._marks = tuple(mark for mark in self._marks if mark.at > end)
-        self._piece(end, self._base)
+            self._piece(min(mark.at, last), mark.seconds)
+        self._marks = tuple(mark for mark in self._marks if mark.at > last)
+        self._piece(last, self._base)
+        self._to(min(end, course.over_at), DETECT)
+        self._to(end, STANDBY)
 
     def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
         if end <= self._cursor:
             return
-        before = dict(self._base)
+        begin, before = self._cursor, dict(self._base)
         for bucket, spent_s in seconds:
             self._to(min(end, self._cursor + max(0.0, spent_s - before.get(bucket, 0.0))), bucket)
         self._base = seconds
-        self._to(min(end, self._redone_until.get(self._generation, -math.inf)), REDONE)
-        self._to(end, TRAIN)
+        # Pauses and waits for data may be a part of the time without a step: they are not known to the moment.
+        standing_s = max(0.0, self._course.standing_s(begin, end) - (self._cursor - begin))
+        self._to(min(end - standing_s, self._course.redone_until), REDONE)
+        self._to(end - standing_s, TRAIN)
+        self._to(end, DETECT)
 
 
 def coarser(spans: Sequence[Span]) -> list[Span]:
@@ -261,26 +340,93 @@ def coarser(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def together(lives: Iterable[Iterable[Span]]) -> list[Span]:
-    """The spans of the whole run: at each moment the best bucket of its nodes. No span for a time without nodes.
+def together(
+    lives: Iterable[tuple[str, Iterable[Span]]], seats: Sequence[tuple[float, Collection[str]]], end: float = math.inf
+) -> list[Span]:
+    """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
-    The ranks of a process group train together, so the run trains while one of its nodes does.
+    Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet.
+    A time without any has no span. What the nodes share is
+    drawn in the order of `BUCKETS`, in pieces of a two-thousandth of the run.
+
+    Args:
+        lives: the node and the spans of each life.
+        seats: the beginning of each generation, and its nodes.
+        end: what comes after it is left out.
     """
-    spans = [span for life in lives for span in life]
-    edges = sorted(edge for span in spans for edge in ((span.begin, 1, span.bucket), (span.end, -1, span.bucket)))
-    found: list[Span] = []
-    there: Counter[str] = Counter()
-    since = 0.0
-    for at, change, bucket in edges:
-        best = min((name for name, count in there.items() if count > 0), key=_RANKS.__getitem__, default=None)
-        if best is not None and at > since:
-            if found and found[-1].bucket == best and found[-1].end == since:
-                found[-1] = Span(found[-1].begin, at, best)
-            else:
-                found.append(Span(since, at, best))
-        there[bucket] += change
+    edges: list[tuple[float, int, int, str]] = []  # When, -1: seats, 0: an end, 1: a beginning; of which; the bucket.
+    names = []
+    for number, (node, spans) in enumerate(lives):
+        names.append(node)
+        for span in spans:
+            if span.begin < end:
+                edges += [(span.begin, 1, number, span.bucket), (min(span.end, end), 0, number, span.bucket)]
+    edges.sort()
+    mixed = _Mixed((edges[-1][0] - edges[0][0]) / PIECES if edges else 0.0)
+    edges = sorted([*edges, *((begin, -1, number, "") for number, (begin, _) in enumerate(seats))])
+    seated: Collection[str] = ()
+    there: dict[int, str] = {}  # The bucket of each life.
+    of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
+    for at, kind, number, bucket in edges:
+        if at > since:
+            counts = +of_seated or +of_all
+            if seated and not +of_seated:  # The others stand by for a generation that is no more.
+                counts[DETECT] += counts.pop(STANDBY, 0)
+            mixed.add(since, at, +counts)
         since = at
-    return found
+        if kind < 0:
+            seated = seats[number][1]
+            of_seated = Counter(name for life, name in there.items() if names[life] in seated)
+            continue
+        change = 1 if kind else -1
+        of_all[bucket] += change
+        of_seated[bucket] += change * (names[number] in seated)
+        if kind:
+            there[number] = bucket
+        else:
+            there.pop(number, None)
+    mixed.flush()
+    return mixed.spans
+
+
+class _Mixed:
+    """Spans in which nodes of different buckets share the time. `piece_s`: the shortest ones that are kept apart."""
+
+    def __init__(self, piece_s: float) -> None:
+        self.spans: list[Span] = []
+        self._piece_s = piece_s
+        self._begin = self._end = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def add(self, begin: float, end: float, counts: Mapping[str, int]) -> None:
+        """From `begin` to `end` there are so many nodes in each bucket."""
+        if not counts:
+            return
+        alone = len(counts) == 1
+        if self._seconds and (
+            begin > self._end
+            or (self._end - self._begin >= self._piece_s and not (alone and counts.keys() == self._seconds.keys()))
+            or (alone and end - begin >= self._piece_s and counts.keys() != self._seconds.keys())
+        ):
+            self.flush()
+        if not self._seconds:
+            self._begin = begin
+        self._end, total = end, sum(counts.values())
+        for bucket, count in counts.items():
+            self._seconds[bucket] = self._seconds.get(bucket, 0.0) + (end - begin) * count / total
+
+    def flush(self) -> None:
+        """What was added becomes spans."""
+        at, shared = self._begin, sorted(self._seconds.items(), key=lambda each: _RANKS[each[0]])
+        for place, (bucket, spent_s) in enumerate(shared):
+            end = self._end if place == len(shared) - 1 else min(self._end, at + spent_s)
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last.bucket == bucket and last.end == at:
+                self.spans[-1] = Span(last.begin, end, bucket)
+            elif end > at:
+                self.spans.append(Span(at, end, bucket))
+            at = end
+        self._seconds = {}
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:

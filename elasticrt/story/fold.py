@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from elasticrt import events
-from elasticrt.story.buckets import TRAIN, LifeSpans, Span, together, totals
+from elasticrt.ipc.wording import ANEW
+from elasticrt.story.buckets import TRAIN, Course, LifeSpans, Span, together, totals
 
 POINTS_MAX = 4000
 """How many points of the curve of scalars are kept."""
@@ -24,7 +25,16 @@ POINTS_MAX = 4000
 WORK_MAX = 400
 """The same for each rank's own work, and for checkpoints."""
 
+SILENT_S, SILENT_SHARE = 60.0, 0.01
+"""A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
+
 Value = TypeVar("Value")
+
+_FINISHED = (
+    events.FirstStep | events.Step | events.Progress | events.Committed | events.Copied | events.WorkerEnded
+    | events.Stalled | events.Culprit
+)  # fmt: skip
+"""Events whose `step` was finished in their `generation`."""
 
 
 class Series(list[Value]):
@@ -94,13 +104,15 @@ class Chapter:
         number, cause, kind, world_size, nodes, in_place, restarts: as the leader has published it.
         begin: when its first node began it.
         end: when the next one began; None for the newest.
-        step_before: the highest step of the run when it began.
+        step_before: the last step before it that an event of any node tells of.
+        reached: the highest step in it that one tells of; 0: none.
+        follows: the nodes of the generation before; None if there are no events of that.
         resume_step: the step that it goes on from.
         reported: when each node reported its first step, by node.
         stepped_at: the earliest of these; None before.
         first_step: the number of that step; None before, and for a script without a Loop.
         pause_s: the longest pause of a node; None if none had trained before.
-        redone: the most steps that a node does again.
+        redone: steps that were finished before it, and are done again; None: it is not known which were.
         phases: seconds by phase, of the node with the longest pause, or with the longest set-up if there was no pause.
     """
 
@@ -114,18 +126,20 @@ class Chapter:
     begin: float
     resume_step: int
     step_before: int
+    follows: tuple[str, ...] | None
+    reached: int = 0
     end: float | None = None
     reported: dict[str, float] = field(default_factory=dict)
     stepped_at: float | None = None
     first_step: int | None = None
     pause_s: float | None = None
-    redone: int = 0
+    redone: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
         """The step at which the run stood when it began, by its nodes' reports; before these, the newest step seen."""
-        return self.resume_step + self.redone if self.pause_s is not None else self.step_before
+        return self.resume_step + self.redone if self.redone is not None else self.step_before
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,7 @@ class Story:
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
-        result: how the run ended; `text`: the report of a failed one.
+        result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
     """
 
@@ -187,14 +201,13 @@ class Story:
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
         self.result: events.Result | None = None
+        self.ended_at = math.inf
         self.text = ""
         self.begin = 0.0
         self.last = 0.0
         self._present: dict[str, Life] = {}  # The newest life of each node.
         self._numbers: dict[int, Chapter] = {}
-        self._redone_until: dict[int, float] = {}
-        self._saved: set[int] = set()  # Generations in which a checkpoint was committed.
-        self._seen: dict[int, tuple[float, int]] = {}  # By generation that does steps again: the latest, and when.
+        self._courses: dict[int, Course] = {}  # By generation.
 
     @property
     def chapter(self) -> Chapter | None:
@@ -226,9 +239,11 @@ class Story:
         if isinstance(event, events.AgentStarted):
             self._agent_started(event, record, at)
         life = self._present.get(node)
+        if isinstance(event, _FINISHED) and event.step:
+            self._finished(event.generation, event.step)
         match event:
             case events.Generation():
-                self._generation(event, at)
+                self._generation(event, node, at)
             case events.WorkersStarted():
                 self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
             case events.FirstStep():
@@ -239,61 +254,77 @@ class Story:
                 self._step(event, at)
             case events.Progress():
                 self._progressed(event, node, at)
+            case events.WorkerEnded() if event.failure and not event.collateral:
+                self.troubles.append(Trouble(at, node, event.failure, event.generation))
             case events.Committed():
-                self._saved.add(event.generation)
+                if event.generation in self._courses:
+                    self._courses[event.generation].saved = True
                 if event.step >= self.checkpoint:
                     self.checkpoint, self.checkpoint_at = event.step, at
                 self.checkpoints += 1
                 self.saves.add((at, event))
-            case events.WorkerEnded() if event.failure and not event.collateral:
-                self.troubles.append(Trouble(at, node, event.failure, event.generation))
-            case events.MemberLost() if not self._has_left(event.lost):
-                number = self.chapter.number if self.chapter is not None else 0
-                self.troubles.append(Trouble(at, event.lost, event.how, number))
+            case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
+                if event.generation in self._courses:
+                    self._courses[event.generation].stood(event.step, at - event.age_s, at)
+            case events.MemberLost():
+                self._member_lost(event, at)
             case events.Failure():
                 self.text = event.text
             case events.Result():
-                self.result = event
+                self.result, self.ended_at = event, at
             case events.AgentStopped() if life is not None:
                 life.code = event.code
         if life is not None:
             short = isinstance(event, events.Recovery) and self._was_short(event.generation)
             life.spans.tell(event, at, short=short)
             life.last, life.gone = max(life.last, at), False
-        if isinstance(event, events.MemberLost) and event.lost in self._present:
-            self._present[event.lost].gone = True
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
         if not self.lives:
             self.run_id, self.etcd, self.run_dir = event.run_id, event.etcd, event.run_dir
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
-        spans = LifeSpans(at, self._redone_until, self._saved)
+        spans = LifeSpans(at, self._courses)
         life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
         self.lives.append(life)
         self._present[record.node] = life
-        self.result = None  # An earlier attempt's.
+        self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
 
-    def _generation(self, event: events.Generation, at: float) -> None:
-        if event.number in self._numbers or (self.chapters and event.number < self.chapters[-1].number):
+    def _generation(self, event: events.Generation, node: str, at: float) -> None:
+        before, life = self.chapter, self._present.get(node)
+        known = before is not None and (event.number in self._numbers or event.number < before.number)
+        # Numbers begin anew with another etcd. An agent's seat is never in a generation that is older than the agent.
+        anew = known and before is not None and life is not None and life.begin > before.begin
+        if known and not anew:
             return  # Every member reports it. The first report is enough, and a suspended member's comes late.
-        if self.chapters:
-            self.chapters[-1].end = at
+        cause, kind = event.cause, event.kind
+        step, follows = 0, None
+        if before is not None:
+            before.end = self._courses[before.number].over_at = at
+            if event.cause == ANEW:
+                cause, kind = self._why_anew(before, kind)
+            step = before.reached if before.first_step is not None else before.step_before
+            follows = before.nodes if anew or event.number == before.number + 1 else None
+        if anew:
+            self._numbers.clear()
+            self._courses.clear()
         chapter = Chapter(
             number=event.number,
-            cause=event.cause,
-            kind=event.kind,
+            cause=cause,
+            kind=kind,
             world_size=event.world_size,
             nodes=event.nodes,
             in_place=event.in_place,
             restarts=event.restarts,
             begin=at,
-            resume_step=event.resume_step,
-            step_before=self.step,
+            # Workers that go on in place have the state in which they were.
+            resume_step=max(event.resume_step, step) if event.in_place else event.resume_step,
+            step_before=step,
+            follows=follows,
         )
         self.chapters.append(chapter)
         self._numbers[event.number] = chapter
-        self._redone_until.setdefault(event.number, -math.inf)
+        self._courses[event.number] = Course()
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter
@@ -304,10 +335,32 @@ class Story:
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
         pauses = [pause_s for pause_s in (chapter.pause_s, event.pause_s) if pause_s is not None]
         chapter.pause_s = max(pauses, default=None)
-        chapter.redone = max(chapter.redone, event.redone)
-        if chapter.redone:
-            self._redone_until[chapter.number] = math.inf
+        if event.redone is not None:
+            chapter.redone = max(chapter.redone or 0, event.redone)
+        self._count_redone(chapter)
+        course = self._courses[chapter.number]
+        highest = max(self.step, event.resumed_from + (event.redone or 0))
+        if course.redone_until == math.inf or (not course.step and highest > event.resumed_from):
+            course.redone_until, course.redone_to = math.inf, max(course.redone_to, highest)
         self._stepped(event.generation, event.step, at)
+
+    def _count_redone(self, chapter: Chapter) -> None:
+        """The steps that `chapter` does again: one node's own account may lack what others have finished."""
+        whole = chapter.follows is not None and {life.node for life in self.lives}.issuperset(chapter.follows)
+        if chapter.first_step is not None and (whole or chapter.redone is not None):
+            chapter.redone = max(chapter.redone or 0, chapter.step_before - chapter.resume_step)
+
+    def _finished(self, generation: int, step: int) -> None:
+        """An event says that `step` was finished in `generation`. It may come after a later one has begun."""
+        chapter = self._numbers.get(generation)
+        if chapter is None or step <= chapter.reached:
+            return
+        chapter.reached = step
+        for later in self.chapters[self.chapters.index(chapter) + 1 :] if chapter is not self.chapter else ():
+            later.step_before = max(later.step_before, step)
+            self._count_redone(later)
+            if later.first_step is not None:
+                return
 
     def _phases(self, event: events.Recovery | events.SetUp, node: str, at: float) -> None:
         chapter = self._numbers.get(event.generation)
@@ -340,19 +393,31 @@ class Story:
     def _stepped(self, generation: int, step: int, at: float) -> None:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at
         self.step, self.newest, self.last_step_at = max(self.step, step), step, max(at, self.last_step_at)
-        chapter = self._numbers.get(generation)
-        if chapter is None or self._redone_until[generation] < math.inf:
-            return
-        before_at, before = self._seen.get(generation, (at, step))
-        there = chapter.resume_step + chapter.redone
-        if step >= there:  # Not every step has an event: those in between are taken to come at an even pace.
-            share = (there - before) / (step - before) if step > before else 1.0
-            self._redone_until[generation] = before_at + max(0.0, share) * (at - before_at)
-        self._seen[generation] = (at, step)
+        course = self._courses.get(generation)
+        if course is not None:
+            course.stepped(step, at)
 
-    def _has_left(self, node: str) -> bool:
-        life = self._present.get(node)
-        return life is not None and life.code is not None
+    def _member_lost(self, event: events.MemberLost, at: float) -> None:
+        life = self._seated(event.lost)
+        if life is not None:
+            life.gone = life.code is None
+        if (life is None and event.how == ANEW) or (life is not None and life.code is not None):
+            return  # It has left in order, or it is not known whether it has.
+        how = f"{event.lost} lost (killed)" if event.how == ANEW else event.how
+        self.troubles.append(Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0))
+
+    def _seated(self, node: str) -> Life | None:
+        """The life of `node` that the newest generation may have a seat for: not one that has begun after it."""
+        begin = self.chapter.begin if self.chapter is not None else -math.inf
+        return next((life for life in reversed(self.lives) if life.node == node and life.begin <= begin), None)
+
+    def _why_anew(self, before: Chapter, kind: str) -> tuple[str, str]:
+        """Cause and kind of a generation that has no node of the one before: the leader does not know why."""
+        lives = [(node, self._seated(node)) for node in before.nodes]
+        killed = [node for node, life in lives if life is not None and life.code is None]
+        if killed:
+            return f"{', '.join(killed)} lost (killed)", "lost"
+        return ANEW, "start" if all(life is not None for _, life in lives) else kind
 
     def _was_short(self, generation: int) -> bool:
         """Whether `generation` had to wait for more nodes, because too few were left of the one before."""
@@ -374,8 +439,15 @@ class Story:
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
     def spans(self, now: float | None = None) -> list[Span]:
-        """The same for the whole run, which is at each moment in the best bucket of its nodes."""
-        return together(self.spans_of(life, now) for life in self.lives)
+        """The same for the whole run, until its result: each moment is shared by the nodes that have a seat then."""
+        lives = [(life.node, self.spans_of(life, now)) for life in self.lives]
+        seats = [(chapter.begin, frozenset(chapter.nodes)) for chapter in self.chapters]
+        return together(lives, seats, self.ended_at)
+
+    def present(self, now: float) -> float | None:
+        """`now`, if the run goes on then, as far as its events tell: sums reach until then. Else None."""
+        silent_s = max(SILENT_S, SILENT_SHARE * (self.last - self.begin))
+        return now if self.result is None and self.alive() and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
         """The same for each node: the spans of all its agents, one after the other."""

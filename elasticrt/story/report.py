@@ -21,9 +21,6 @@ CHANGES_SHOWN = 12
 FAILURES_SHOWN = 3
 CAUSE_SHOWN = 72
 
-SILENT_S = 120.0
-"""A run that goes on writes events more often than this, unless a step, a set-up or a wait takes longer."""
-
 
 def report(story: Story, now: float | None = None) -> list[str]:
     """The whole report. `now`: the present, for a run that goes on."""
@@ -34,7 +31,12 @@ def head(story: Story, now: float | None = None) -> list[str]:
     """The run's name, how it ended, how far it came, and its goodput."""
     nodes = list(dict.fromkeys(life.node for life in story.lives))
     lines = [f"run {story.run_id}: {state(story, now)}", f"{counted(len(nodes), 'node')}: {listed(nodes)}"]
-    return [*lines, paces(story), worth(story, now), changes(story)]
+    return [*lines, *sums(story, now)]
+
+
+def sums(story: Story, now: float | None = None) -> list[str]:
+    """How far the run came, its goodput, and what changes have cost."""
+    return [line for line in (paces(story), worth(story, now), changes(story)) if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -43,7 +45,7 @@ def summary(story: Story) -> list[str]:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    lines = [pace, worth(story), changes(story)]
+    lines = [pace, *sums(story)[1:]]
     by_node = Counter(trouble.node for trouble in story.troubles)
     if by_node:
         lines.append("failures: " + ", ".join(f"{node} ({count})" for node, count in by_node.most_common(NODES_SHOWN)))
@@ -57,13 +59,8 @@ def body(story: Story, now: float | None = None) -> list[str]:
     return [*lines, "", *failures] if failures else lines
 
 
-def present(story: Story, at: float) -> float | None:
-    """The time `at` if the run goes on then; None if it has ended, or has been silent for too long to say so."""
-    return at if story.result is None and story.alive() and at - story.last < SILENT_S else None
-
-
 def state(story: Story, now: float | None = None) -> str:
-    """How the run ended, or its state. `now`: as `present` says."""
+    """How the run ended, or its state. `now`: as `Story.present` says."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
     if now is not None:
@@ -103,8 +100,10 @@ def made(story: Story) -> int:
 
 
 def worth(story: Story, now: float | None = None) -> str:
-    """The goodput, and the buckets with most of the other time."""
+    """The goodput, and the buckets with most of the other time; "" for a run that has done nothing."""
     spent = totals(story.spans(now))
+    if TRAIN not in spent and not made(story):
+        return ""
     total_s = sum(spent.values())
     rest = sorted((spent_s, name) for name, spent_s in spent.items() if name != TRAIN)[: -PHASES_SHOWN - 1 : -1]
     shares = ", ".join(f"{name} {spent_s / total_s:.1%}" for spent_s, name in rest)
@@ -113,11 +112,12 @@ def worth(story: Story, now: float | None = None) -> str:
 
 def changes(story: Story) -> str:
     """The number of changes of membership, and their cost."""
-    lost = sum(chapter.redone for chapter in story.chapters)
-    again = f"{counted(lost, 'step')} done again" if lost else "no step lost"
+    lost = sum(chapter.redone or 0 for chapter in story.chapters)
+    known = made(story) > 0 and all(chapter.redone is not None for chapter in story.chapters[1:] or story.chapters)
+    again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""
-    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}; {again}"
+    return f"{counted(max(0, len(story.chapters) - 1), 'change')} of membership{longest_s}{again}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -130,7 +130,7 @@ def seconds(value_s: float) -> str:
     """A duration for people: `0.07 s`, `41.2 s`, `1 h 04 min`."""
     if value_s < 1:
         return f"{value_s:.2f} s"
-    if value_s < 120:
+    if value_s < 1000:
         return f"{value_s:.1f} s"
     minutes = round(value_s / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
@@ -199,9 +199,8 @@ def generation_table(story: Story) -> list[str]:
             continue
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
-        rows.append(
-            (str(chapter.number), shortened(chapter.cause), *counts, pause, f"{chapter.redone:,}", longest(chapter))
-        )
+        redone = "-" if chapter.redone is None else f"{chapter.redone:,}"
+        rows.append((str(chapter.number), shortened(chapter.cause), *counts, pause, redone, longest(chapter)))
     lines = table(rows)
     return [*lines[:3], f"... {counted(left_out, 'generation')} ...", *lines[3:]] if left_out > 0 else lines
 

@@ -18,23 +18,38 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
     """A generation with its cause and size; the `first` one of a run without a cause."""
     name = f"generation {chapter.number}: "
     if first:
-        return name + size(chapter) + (f", from step {chapter.resume_step:,}" if chapter.resume_step else "")
+        begins = chapter.resume_step > 0 and chapter.stepped_at is None  # Otherwise the cost says so.
+        return name + size(chapter) + (f", from step {chapter.resume_step:,}" if begins else "")
     return f"{name}{chapter.cause}, {size(chapter)}"
 
 
 def cost(chapter: Chapter, since: float) -> str:
     """The cost of a generation until its first step: its pause and steps done again, or the time since `since`.
 
-    The numbers of steps are not known for a script without a Loop.
+    The numbers of steps are not known for a script without a Loop. What was lost is not claimed where the last step
+    before the generation is not known.
     """
     assert chapter.stepped_at is not None
-    if chapter.pause_s is None:
-        step = "" if chapter.first_step is None else f" {chapter.first_step:,}"
-        return f"first step{step} after {chapter.stepped_at - since:.2f} s"
+    took_s = chapter.stepped_at - since
+    if chapter.first_step is None and chapter.pause_s is None:
+        return f"first step after {took_s:.2f} s"
     if chapter.first_step is None:
         return f"paused {chapter.pause_s:.2f} s; what the script had not saved is done again"
+    resumed = f"resumed after step {chapter.resume_step:,}"
+    if chapter.pause_s is not None and chapter.redone is None:
+        return f"paused {chapter.pause_s:.2f} s, {resumed}"
     again = f"{counted(chapter.redone, 'step')} done again" if chapter.redone else "no step lost"
-    return f"paused {chapter.pause_s:.2f} s after step {chapter.step:,}, {again}"
+    if chapter.pause_s is not None:
+        return f"paused {chapter.pause_s:.2f} s after step {chapter.step:,}, {again}"
+    if not chapter.resume_step and not chapter.redone:
+        return f"first step {chapter.first_step:,} after {took_s:.2f} s"
+    known = "" if chapter.redone is None else f", {again}"
+    return f"{resumed}, first step after {took_s:.2f} s{known}"
+
+
+def standing(event: events.Culprit) -> str:
+    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
+    return f"no step for {event.age_s:.0f} s after step {event.step:,}: {event.reason}"
 
 
 def ending(result: events.Result) -> str:
@@ -52,7 +67,7 @@ def now_at(
         story: of the run.
         now: in seconds since 1970.
         speed: steps per second; None: not known.
-        goodput: from 0 to 1; None: not shown.
+        goodput: from 0 to 1; None: not shown. If the story is that of one of several nodes, it says "here".
         step: the newest one; None: the story's.
     """
     chapter, step, parts = story.chapter, story.newest if step is None else step, []
@@ -66,7 +81,9 @@ def now_at(
     parts += [f"{name} {value:.4g}" for name, value in story.scalars.items() if isinstance(value, int | float)]
     if story.checkpoint_at is not None:
         parts.append(f"checkpoint {story.checkpoint:,} ({lasted(now - story.checkpoint_at)} ago)")
-    parts += [f"goodput {goodput:.0%}"] if goodput is not None else []
+    if goodput is not None:
+        whole = chapter is None or {life.node for life in story.lives}.issuperset(chapter.nodes)
+        parts.append(f"goodput {goodput:.0%}" + ("" if whole else " here"))
     return "  ".join(parts)
 
 

@@ -65,8 +65,8 @@ def test_every_process_of_a_node_gets_sigterm_at_once(tmp_path: Path, script: Pa
     generations = {event["number"]: event for event in cluster.events("generation")}
     assert max(generations) == together + 1
     assert generations[together + 1]["kind"] == "drain"
-    again = {event["redone"] for event in cluster.events("first_step") if event["generation"] == together + 1}
-    assert again == {0}
+    after = [event for event in cluster.events("first_step") if event["generation"] == together + 1]
+    assert {event["redone"] for event in after if event["pause_s"] is not None} == {0}
 
 
 @pytest.mark.parametrize("epochs", [pytest.param("1", id="at-the-end"), pytest.param("5", id="in-the-middle")])
@@ -110,7 +110,7 @@ def test_a_node_is_preempted(tmp_path: Path, script: Path, grace_s: int) -> None
         assert _pull_the_plug(leaver, grace_s) == 143
         assert keeper.process.wait(60) == 0
     after = [event for event in cluster.events("first_step") if event["generation"] == together + 1]
-    assert {event["redone"] for event in after} == {0}
+    assert {event["redone"] for event in after if event["pause_s"] is not None} == {0}
 
 
 @pytest.mark.parametrize("grace_s", [5, pytest.param(1, marks=pytest.mark.slow)])

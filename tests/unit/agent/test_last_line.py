@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from elasticrt import events
+from elasticrt.agent.console import Console
 from elasticrt.agent.doing import Doing, doing, in_words
 from elasticrt.agent.last_line import LastLine, fits
+from elasticrt.event_log import EventLog
+from elasticrt.ipc.messages import Step
 from elasticrt.rendezvous.decision import Me, Run, Wait
 from elasticrt.rendezvous.records import HandoverRecord
 from elasticrt.story import sentences
 from elasticrt.story.changes import Changes
 from elasticrt.story.fold import Story
-from tests.unit.story.told import THREE_STEPS, begun, record, story
+from elasticrt.story.report import summary
+from tests.unit.story.told import THREE_STEPS, begun, record, started, story
 
 SPEC = SimpleNamespace(min_nodes=3, join_timeout_s=600.0)
 ME = Me(record=SimpleNamespace(node="a", incarnation="1", warm=True), spec=SPEC)
@@ -90,6 +95,24 @@ def test_where_the_run_stands():
         "goodput 97%"
     )
     assert sentences.now_at(Story(), 0.0, None) == ""
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(1, "epoch 3  loss 0.5  checkpoint 38"), (0, "step 1")])
+def test_a_node_without_rank_0_knows_as_much(rank, shown, tmp_path):
+    """Epoch, loss and checkpoint are rank 0's events; elsewhere they come from the own workers, and from the run."""
+    options = SimpleNamespace(events_fd=-1, quiet=True)
+    edges = SimpleNamespace(how_to_join=None, event_log=EventLog)
+    console = Console(SimpleNamespace(node="a", run_dir=tmp_path, options=options), edges)
+    for event in (started(), begun(1, "ba", "start"), events.WorkersStarted(1, (rank,), (11,))):
+        console.events.write(event)
+    console.events.write(events.FirstStep(1, 1, 0, None, None))
+    written, now = (tmp_path / "events-a.jsonl").read_text(), time.monotonic()
+    head = SimpleNamespace(record=SimpleNamespace(nonce="1f", step=38, generation=1, size=7))
+    console.heard(1, rank, Step(40, 3, time.monotonic_ns(), 0, False, {"loss": 0.5}))
+    console.tick(now, None, 40, head)
+    assert shown in sentences.now_at(console.story, time.time(), None)
+    assert ("loss" in summary(console.story)[0]) is (rank != 0)
+    assert (tmp_path / "events-a.jsonl").read_text() == written, "they are no events of this node"
 
 
 STEP = events.FirstStep(2, 51, 50, 0.11, 0)

@@ -113,21 +113,6 @@ def test_updates_follow_the_events(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_report_in_a_browser(tmp_path: Path) -> None:
-    """The file of `report --html` draws the run by itself, with the report below, and its console has no error."""
-    write(tmp_path / "calm-fox", [*THREE_STEPS, *LOSSES, *WORK, *KILLED])
-    command = [sys.executable, "-m", "elasticrt", "report", "calm-fox", "--html", "report.html"]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    with browser(tmp_path / "browser") as page:
-        page.ask("Page.navigate", url=f"file://{tmp_path}/report.html")
-        page.wait_for("document.body.innerText.includes('goodput')")
-        assert page.value("document.querySelectorAll('canvas').length") == 8
-        for text in ("run calm-fox", "b gone", "failures by node", "where the time went"):
-            assert page.value(f"document.body.innerText.includes('{text}')"), text
-        assert page.errors == []
-
-
-@pytest.mark.slow
 def test_in_a_browser(tmp_path: Path) -> None:
     """The page draws a run and follows it, fits on a phone, in the dark as well, and its console has no error."""
     (tmp_path / "runs").mkdir(exist_ok=True)

@@ -59,6 +59,37 @@ def test_who_comes_back_has_no_pause() -> None:
     assert _pauses(5) == [None]
 
 
+def test_the_last_step_outlives_a_generation_without_one() -> None:
+    """Workers that go on in place fail in their first step, and all restart from step 5: 15 steps are done again."""
+    page, kept = Words(), Kept()
+    progress = Progress(lambda: [page], kept, time)
+    page.entered = 1
+    progress.replaced(1)
+    progress.stepped(1, Step(1, 0, SECOND, 0, True))
+    page.finished(20, 2 * SECOND)
+    progress.remember()
+    progress.replaced(2)
+    page.step_at_ns, page.beat_at_ns = 0, 3 * SECOND  # The optimizer's step, in a step that is not finished.
+    progress.disturbed()
+    progress.remember()
+    progress.replaced(3)
+    progress.stepped(3, Step(6, 0, 4 * SECOND, 5, True))
+    last = [each for each in kept.found if isinstance(each, events.FirstStep)][-1]
+    assert (last.pause_s, last.redone) == (2.0, 15)
+
+
+def test_who_does_not_know_claims_nothing() -> None:
+    """A new agent, and one that was left out of a generation, do not know the last step of the run."""
+    page, kept = Words(), Kept()
+    progress = Progress(lambda: [page], kept, time)
+    for number in (1, 3):
+        progress.replaced(number)
+        progress.stepped(number, Step(10, 0, number * SECOND, 9, True))
+        page.finished(40, number * SECOND + SECOND // 2)
+        progress.remember()
+    assert [each.redone for each in kept.found if isinstance(each, events.FirstStep)] == [None, None]
+
+
 MS = 1_000_000
 
 

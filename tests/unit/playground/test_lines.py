@@ -221,6 +221,15 @@ def told(history, min_nodes=1):
             ],
             id="while steps are done again, the status line shows the step that was made last",
         ),
+        pytest.param(
+            [
+                *BEGIN,
+                record(events.Culprit(1, 1, 3.2, (1,), ("node-1",), "rank 1 on node-1 sleeps"), "node-0", 106.0),
+                record(events.Culprit(1, 1, 6.4, (1,), ("node-1",), "rank 1 on node-1 sleeps"), "node-0", 109.0),
+            ],
+            [*BEGIN_TOLD, "-- no step for 3 s after step 1: rank 1 on node-1 sleeps"],
+            id="whom the others wait for, once",
+        ),
         pytest.param([passes(104.9), passes(105.0)], [".. 5 s: 0 agents, no generation yet"], id="waiting is told too"),
         pytest.param(
             [record(events.Failure("rank 1 failed\n  ValueError: no"), "node-0", 1.0)],
@@ -241,7 +250,7 @@ def told(history, min_nodes=1):
             id="an agent that ends before there is a run is told",
         ),
         pytest.param(
-            [generation("node-2", 1, THREE, "start", 1.0), *BEGIN, first_step("node-1", 7, 3, 4.0)],
+            [*BEGIN[:4], generation("node-2", 1, THREE, "start", 102.1), *BEGIN[4:], first_step("node-1", 7, 3, 4.0)],
             ["-- run calm-fox, etcd embedded, logs in runs/x", BEGIN_TOLD[1]],
             id="repeated and unknown generations are not told twice",
         ),

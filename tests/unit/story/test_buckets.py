@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from elasticrt import events
-from elasticrt.story.buckets import SPANS_MAX, together, totals
+from elasticrt.story.buckets import SPANS_MAX, Span, together, totals
 from elasticrt.story.fold import Series
+from elasticrt.story.report import worth
 from tests.unit.story.told import THREE_STEPS, begun, started, story, warm
 
 PAUSE = {"detect": 100, "agree": 200, "stop": 0, "script": 50, "init": 50, "restore": 100, "first_step": 500}
@@ -128,8 +129,8 @@ def test_too_few_nodes_are_waited_for():
     assert totals(told.spans_by_node()["a"])["waiting for nodes"] == pytest.approx(1.0 + 3.0)
 
 
-def test_the_run_is_in_the_best_bucket_of_its_nodes():
-    """While one node trains the run trains; where no agent was, there is no time of the run."""
+def test_where_no_agent_was_there_is_no_time_of_the_run():
+    """A run that was submitted again has the time of both attempts."""
     more = [
         (6.0, "b", events.AgentStopped(143)),
         (8.0, "a", events.AgentStopped(143)),
@@ -141,7 +142,60 @@ def test_the_run_is_in_the_best_bucket_of_its_nodes():
     assert totals(spans)["train"] == pytest.approx(4.5)
     assert sum(totals(spans).values()) == pytest.approx(8.0 + 1.0)
     assert told.goodput() == pytest.approx(0.5)
-    assert together([]) == []
+    assert together([], [], 9.0) == []
+
+
+TRAINS, PAUSES = [Span(0.0, 10.0, "train")], [Span(0.0, 6.0, "train"), Span(6.0, 10.0, "pause")]
+BACK = [Span(0.0, 4.0, "train"), Span(4.0, 10.0, "standby")]
+
+
+@pytest.mark.parametrize(
+    ("lives", "seats", "end", "expected"),
+    [
+        pytest.param({"a": PAUSES, "b": PAUSES}, [(0.0, "ab")], 99.0, {"train": 6.0, "pause": 4.0}, id="all alike"),
+        pytest.param({"a": TRAINS, "b": PAUSES}, [(0.0, "ab")], 99.0, {"train": 8.0, "pause": 2.0}, id="the mean"),
+        pytest.param({"a": TRAINS, "b": BACK}, [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 10.0}, id="one stands by"),
+        pytest.param({"b": BACK}, [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 4.0, "detect": 6.0}, id="none is seated"),
+        pytest.param({"a": TRAINS, "b": PAUSES}, [], 99.0, {"train": 8.0, "pause": 2.0}, id="before there are seats"),
+        pytest.param({"a": PAUSES}, [(0.0, "a")], 7.0, {"train": 6.0, "pause": 1.0}, id="not after the result"),
+        pytest.param(
+            {"a": [Span(0.0, 1.0, "train")], "b": [Span(3.0, 5.0, "start")]},
+            [(0.0, "a")], 99.0, {"train": 1.0, "start": 2.0}, id="not while no agent lives",
+        ),
+    ],
+)  # fmt: skip
+def test_the_time_of_a_run_is_the_mean_of_its_nodes(lives, seats, end, expected):
+    """Of those that have a seat; its spans do not overlap, and together they are the time in which an agent lived."""
+    spans = together(lives.items(), seats, end)
+    assert totals(spans) == pytest.approx(expected)
+    assert all(left.end <= right.begin for left, right in pairwise(spans))
+
+
+def test_pauses_at_different_times_are_no_less_of_the_run():
+    """Two nodes each pause for 18 s: so does the run."""
+    nodes = {
+        "a": [Span(float(at), at + 0.5, "pause" if at % 2 else "train") for at in range(36)],
+        "b": [Span(at + 0.1, at + 0.6, "train" if at % 2 else "pause") for at in range(36)],
+    }
+    by_node = {name: totals(spans)["pause"] for name, spans in nodes.items()}
+    spent = totals(together(nodes.items(), [(0.0, "ab")]))
+    assert sum(spent.values()) == pytest.approx(36 * 0.6)
+    assert by_node["a"] / 18.0 == pytest.approx(spent["pause"] / (36 * 0.6))
+
+
+def test_the_agent_and_the_report_say_the_same_goodput():
+    """The time of a run ends with its result; that an agent then takes its leave is no time of the run."""
+    result = events.Result("succeeded", 0, "")
+    ends = [*THREE_STEPS, (14.0, "a", result), (14.0, "b", result)]
+    later = [*ends, (14.5, "a", events.AgentStopped(0)), (15.0, "b", events.AgentStopped(0))]
+    assert worth(story(ends)) == worth(story(later))
+
+
+def test_sums_reach_the_present_while_the_run_goes_on():
+    """As long as its agents write; a run that fell silent has ended with its last event."""
+    told = story(THREE_STEPS)
+    assert (told.present(10.0), told.present(100.0)) == (10.0, None)
+    assert story([*THREE_STEPS, (5.0, "a", events.Result("failed", 1, ""))]).present(5.5) is None
 
 
 def test_the_present_counts_while_a_node_lives():

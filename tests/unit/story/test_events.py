@@ -11,7 +11,7 @@ import pytest
 from elasticrt import events
 from elasticrt.event_log import EventLog, Sparse, files, records, success
 
-VALUES = {"int": 3, "float": 0.5, "str": "text", "bool": True, "float | None": None}
+VALUES = {"int": 3, "float": 0.5, "str": "text", "bool": True, "float | None": None, "int | None": None}
 LISTS = {"tuple[str, ...]": ("a", "b"), "tuple[int, ...]": (1, 2), "tuple[float, ...]": (0.5,)}
 OBJECTS = {"dict[str, float]": {"loss": 0.5}, "dict[str, tuple[str, ...]]": {"0": ["line"]}}
 NOON = datetime(2026, 11, 23, 12, tzinfo=timezone.utc)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.main import main
-from elasticrt.story.report import report
+from elasticrt.story.page import page
+from elasticrt.story.report import head, report, seconds
 from tests.unit.story.told import THREE_STEPS, begun, story, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
@@ -28,7 +30,7 @@ TEXT = """\
 run calm-fox: succeeded: all ended well
 2 nodes: a, b
 60 steps, 7.4 steps/s, loss 0.25; newest checkpoint: step 60
-goodput 65.6% of 13.0 s; start 11.5%, set-up 7.7%, waiting for nodes 3.8%
+goodput 65.6% of 13.0 s; start 9.6%, set-up 7.7%, waiting for nodes 5.8%
 1 change of membership, the longest pause 0.50 s; 10 steps done again
 
 where the time went  run               a                 b
@@ -39,8 +41,8 @@ agree                  0.20 s   1.54%    0.20 s   1.54%  -
 re-form                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
 set-up                  1.0 s   7.69%     1.0 s   7.69%   1.0 s  28.57%
 restore                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
-start                   1.5 s  11.54%     1.0 s   7.69%   1.0 s  28.57%
-waiting for nodes      0.50 s   3.85%     1.0 s   7.69%  0.50 s  14.29%
+start                   1.2 s   9.62%     1.0 s   7.69%   1.0 s  28.57%
+waiting for nodes      0.75 s   5.77%     1.0 s   7.69%  0.50 s  14.29%
 in all                 13.0 s 100.00%    13.0 s 100.00%   3.5 s 100.00%
 
 generation  cause   nodes  world size  from step  pause   steps done again  longest phases
@@ -75,6 +77,22 @@ def test_a_run_of_many_nodes_and_generations_is_short():
     assert any(line.endswith("all nodes") for line in lines)
 
 
+def test_a_run_without_a_step_claims_nothing():
+    """It was at its end already: neither a goodput nor that no step was lost."""
+    nothing = [entry for entry in THREE_STEPS if entry[0] < 4.0]
+    ends = [(5.0, "a", events.Committed(60, 1)), (6.0, "a", events.Result("succeeded", 0, "all ended well"))]
+    told = story([*nothing, *ends])
+    assert head(told)[2:] == ["0 steps; newest checkpoint: step 60", "0 changes of membership"]
+
+
+@pytest.mark.parametrize(
+    ("value_s", "text"), [(0.07, "0.07 s"), (99.95, "100.0 s"), (612.34, "612.3 s"), (1000.0, "17 min")]
+)
+def test_durations_can_be_compared(value_s, text):
+    """In seconds up to a thousand."""
+    assert seconds(value_s) == text
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The directory of the runs: one of them is that of `LOST`, with half a line at its end."""
@@ -96,20 +114,27 @@ def test_an_ended_run_is_reported_from_its_directory(run, capsys, words):
     assert words_of(capsys.readouterr().out) == words_of(TEXT)
 
 
+@pytest.mark.slow  # matplotlib takes a second to import.
 def test_a_page_needs_nothing_else(run, capfd):
-    """The page is one file with the run and its report in it; it loads nothing, and no text of the run's is a tag."""
-    write(run / "elasticrt_runs" / "calm-fox", [(14.0, "a", events.Failure("ValueError: </script><b>"))])
+    """The page is one file: the plots are inside it, nothing is loaded, and its ink is that of the page."""
+    pytest.importorskip("matplotlib")
+    write(run / "elasticrt_runs" / "calm-fox", [(14.0, "a", events.Failure("ValueError: </pre><b>"))])
     assert main(["report", "--html", "report.html"]) == 0
     text = (run / "report.html").read_text()
-    shown = json.loads(text.partition("const still = ")[2].partition(";  //")[0])
-    assert shown["tiles"]["world size"] == "1"
-    assert words_of(shown["report"])[0] == TEXT.splitlines()[0].split()
-    assert shown["report"].endswith("ValueError: </script><b>")
-    assert text.count("</script>") == 1
-    assert not [word for word in ("src=", "http", "@import") if word in text]
+    assert text.count("<svg") == 1
+    for shown in ("currentColor", "b lost", "world size", "loss", "goodput 65.6%", "ValueError: &lt;/pre&gt;&lt;b&gt;"):
+        assert shown in text
+    assert not [word for word in ("<script", "<link", "src=", "url(http", "@import") if word in text]
     assert capfd.readouterr().out == "written: report.html\n"
     assert main(["report", "--html", "nowhere/report.html"]) == 2
     assert "cannot be written (nowhere/report.html): got No such file" in capfd.readouterr().err
+
+
+def test_a_page_without_matplotlib(monkeypatch):
+    """One sentence says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Exception, match="pip install matplotlib"):
+        page(story(LOST))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 
 from elasticrt import events
 from elasticrt.story.board import board
-from elasticrt.story.report import SILENT_S, as_object, present, report, state
+from elasticrt.story.fold import SILENT_S
+from elasticrt.story.report import as_object, report, state
 from tests.unit.story.told import THREE_STEPS, Entry, story
 
 SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
@@ -15,7 +16,7 @@ SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
 def test_a_run_that_goes_on_is_running() -> None:
     """The report, the object for programs and the dashboard say the same."""
     told = story(SAVED)
-    now = present(told, 10.0)
+    now = told.present(10.0)
     assert now == 10.0
     assert report(told, now)[0] == "run calm-fox: running"
     assert as_object(told, now)["state"] == board(told, 10.0)["state"] == "running"
@@ -24,7 +25,7 @@ def test_a_run_that_goes_on_is_running() -> None:
 def test_a_silent_run_is_not_called_running() -> None:
     """Its agents may have been killed with their machine."""
     told = story(SAVED)
-    assert present(told, 5.0 + SILENT_S) is None
+    assert told.present(5.0 + SILENT_S) is None
     assert state(told).startswith("no end is told; its last event is of 1970-01-01 00:00:05")
 
 
@@ -40,7 +41,7 @@ def test_a_run_whose_nodes_have_all_been_told_to_leave_was_stopped(entries: list
     """By `stop`, Ctrl-C or SIGTERM: it says how to go on. A node that was lost before does not change that."""
     both: list[Entry] = [(6.0, name, events.AgentStopped(143)) for name in "ab"]
     assert state(story([*entries, *both])) == words
-    assert present(story([*entries, *both]), 7.0) is None
+    assert story([*entries, *both]).present(7.0) is None
     lost: list[Entry] = [(5.5, "a", events.MemberLost("b", "b lost")), both[0]]
     assert state(story([*entries, *lost])) == words
 

@@ -1,0 +1,143 @@
+"""What a change has cost in steps, and whose fault it was, by the events of all nodes together."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt import events
+from elasticrt.ipc.wording import ANEW
+from elasticrt.story import sentences
+from elasticrt.story.report import changes, summary
+from tests.unit.story.told import THREE_STEPS, begun, started, story
+
+SET_UP = {"start": 500.0, "script": 500.0, "first_step": 500.0}
+TWENTY = (6.0, "a", events.Step(1, 20, 0, {}))
+
+
+def first(generation, resumed_from, redone=None, pause_s=None):
+    """The first step after `resumed_from`."""
+    return events.FirstStep(generation, resumed_from + 1, resumed_from, pause_s, redone)
+
+
+KILLED = [
+    *THREE_STEPS,
+    (5.0, "a", events.Step(1, 49, 0, {})),
+    (10.0, "c", started()),
+    (12.0, "c", events.MemberLost("a", ANEW)),
+    (12.0, "c", events.MemberLost("b", ANEW)),
+    (12.0, "c", begun(2, "c", "lost", ANEW, in_place=False)),
+    (13.0, "c", first(2, 20)),
+]
+AGAIN = [
+    *THREE_STEPS,
+    TWENTY,
+    (7.0, "a", events.AgentStopped(143)),
+    (7.0, "b", events.AgentStopped(143)),
+    (10.0, "a", started()),
+    (10.0, "b", started()),
+    (12.0, "a", events.MemberLost("a", ANEW)),
+    (12.0, "a", events.MemberLost("b", ANEW)),
+    (12.0, "a", begun(2, "ab", "lost", ANEW, in_place=False)),
+    (13.0, "a", first(2, 20)),
+]
+
+
+@pytest.mark.parametrize(
+    ("entries", "redone", "said"),
+    [
+        pytest.param(
+            [
+                *THREE_STEPS,
+                TWENTY,
+                (6.5, "a", begun(2, "a", "failure")),
+                (7.0, "a", begun(3, "ab", "failure", in_place=False)),
+                (8.0, "b", first(3, 0)),
+                (8.0, "a", first(3, 0, 0, 2.0)),
+            ],
+            20,
+            "paused 2.00 s after step 20, 20 steps done again",
+            id="a generation that never stepped hides nothing",
+        ),
+        pytest.param(
+            KILLED, 29, "resumed after step 20, first step after 1.00 s, 29 steps done again", id="all nodes are new"
+        ),
+        pytest.param(
+            [
+                *THREE_STEPS,
+                (5.0, "a", events.Step(1, 20, 0, {})),
+                (6.0, "b", events.WorkerEnded(1, 1, 12, -9, "rank 1 on b: killed by SIGKILL", step=26)),
+                (7.0, "a", begun(2, "ab", "failure", in_place=False)),
+                (8.0, "a", first(2, 20, 0, 2.0)),
+            ],
+            6,
+            "paused 2.00 s after step 26, 6 steps done again",
+            id="what a worker had finished when it ended",
+        ),
+        pytest.param(
+            [
+                *THREE_STEPS,
+                TWENTY,
+                (10.0, "a", started()),
+                (10.0, "b", started()),
+                (12.0, "a", begun(1, "ab", "start", in_place=False)),
+                (13.0, "a", first(1, 5)),
+            ],
+            15,
+            "resumed after step 5, first step after 1.00 s, 15 steps done again",
+            id="numbers that begin anew with another etcd",
+        ),
+        pytest.param(
+            [*THREE_STEPS, TWENTY, (9.0, "a", begun(4, "a")), (9.5, "a", first(4, 18))],
+            None,
+            "resumed after step 18, first step after 0.50 s",
+            id="no claim where generations are not known",
+        ),
+        pytest.param(
+            [
+                *THREE_STEPS,
+                TWENTY,
+                (7.0, "a", begun(2, "ab", "failure", in_place=False)),
+                (8.0, "a", first(2, 10, 10, 1.0)),
+                (9.0, "a", events.Step(2, 15, 0, {})),
+                (9.5, "a", begun(3, "ab", "failure", in_place=False)),
+                (10.0, "a", first(3, 15, 0, 0.5)),
+            ],
+            0,
+            "paused 0.50 s after step 15, no step lost",
+            id="steps that an earlier change has lost count there",
+        ),
+    ],
+)
+def test_steps_done_again(entries, redone, said):
+    """The highest step that any node tells of, less the step that the generation goes on from."""
+    told = story(entries)
+    assert told.chapter.redone == redone
+    assert sentences.cost(told.chapter, told.chapter.begin) == said
+
+
+def test_an_agent_claims_nothing_that_it_does_not_know():
+    """In its own events alone, and in its last lines."""
+    alone = story([entry for entry in KILLED if entry[1] == "c"])
+    assert (alone.chapter.redone, changes(alone)) == (None, "0 changes of membership")
+    assert changes(story(KILLED)) == "1 change of membership; 29 steps done again"
+
+
+def test_workers_that_go_on_in_place_begin_where_they_stood():
+    """Also in a generation that ends before its first step."""
+    assert story([*THREE_STEPS, TWENTY, (7.0, "a", begun(2, "a"))]).chapter.resume_step == 20
+
+
+def test_who_has_left_in_order_has_not_failed():
+    """The leader of the next agents does not know why the others have gone: their own events say it."""
+    told = story(AGAIN)
+    assert (told.chapter.kind, told.chapter.cause, told.troubles) == ("start", ANEW, [])
+    alone = story([entry for entry in AGAIN if entry[0] >= 10.0 and entry[1] == "a"])
+    assert not [line for line in summary(alone) if "failures" in line]
+    assert "no step lost" in changes(told)
+
+
+def test_who_was_killed_is_named():
+    """Also where nobody was left to see it."""
+    told = story(KILLED)
+    assert (told.chapter.kind, told.chapter.cause) == ("lost", "a, b lost (killed)")
+    assert [(each.node, each.what) for each in told.troubles] == [("a", "a lost (killed)"), ("b", "b lost (killed)")]

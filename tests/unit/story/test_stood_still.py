@@ -1,0 +1,103 @@
+"""Time in which no step was made is no training: hangs, and nodes that the others have gone on without."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticrt import events
+from elasticrt.story.buckets import totals
+from tests.unit.story.told import THREE_STEPS, begun, story
+
+PAUSE = {"detect": 30_000.0, "agree": 200.0, "script": 300.0, "restore": 250.0, "first_step": 250.0}
+AT_SIX = (6.0, "a", events.Step(1, 20, 0, {}))
+
+
+def culprit(step, age_s):
+    """Rank 1 is waited for."""
+    return events.Culprit(1, step, age_s, (1,), ("b",), "rank 1 sleeps")
+
+
+def progress(step, pause_s=0.0):
+    """Of a node in the first generation."""
+    return events.Progress(1, step, 0.0, 0.0, pause_s)
+
+
+HANG = [
+    *THREE_STEPS,
+    AT_SIX,
+    *((at, node, progress(20)) for at in (8.0, 13.0, 18.0) for node in "ab"),
+    (9.5, "a", culprit(20, 3.0)),
+    (12.0, "a", culprit(20, 6.0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "node", "expected"),
+    [
+        pytest.param([], "a", {"train": 2.5, "detect": 12.0}, id="while it lasts"),
+        pytest.param([], "b", {"train": 2.5, "detect": 12.0}, id="on the node that is waited for as well"),
+        pytest.param(
+            [(19.0, "a", events.Step(1, 21, 0, {})), (23.0, "a", progress(60)), (23.0, "b", progress(60))],
+            "b",
+            {"train": 6.5, "detect": 13.0},
+            id="until the steps go on",
+        ),
+        pytest.param(
+            [
+                (36.0, "b", events.WorkerEnded(1, 1, 12, -9, "rank 1 on b: killed by SIGKILL")),
+                (38.0, "b", events.Ready(0)),
+            ],
+            "b",
+            {"train": 2.5, "detect": 30.0, "set-up": 1.0 + 2.0},
+            id="until its worker was killed",
+        ),
+        pytest.param(
+            [
+                (36.3, "a", begun(2, "a")),
+                (37.0, "a", events.Recovery(2, 31.0, PAUSE)),
+                (37.0, "a", events.AgentStopped(0)),
+            ],
+            "a",
+            {"train": 2.5 + 0.25, "detect": 30.0},
+            id="as the pause says that follows",
+        ),
+    ],
+)
+def test_a_hang_is_no_training(more, node, expected):
+    """From the last step on, once somebody has noticed."""
+    spent = totals(story([*HANG, *more]).spans_by_node()[node])
+    assert {name: spent.get(name, 0.0) for name in expected} == pytest.approx(expected)
+
+
+def test_a_pause_is_no_hang():
+    """Time in `loop.pause` counts as that, although there is no step."""
+    entries = [
+        *THREE_STEPS,
+        AT_SIX,
+        (8.0, "a", progress(20, 2.0)),
+        (9.0, "a", culprit(20, 3.0)),
+        (13.0, "a", progress(20, 7.0)),
+    ]
+    spent = totals(story(entries).spans_by_node()["a"])
+    assert (spent["pause"], spent["train"], spent.get("detect", 0.0)) == pytest.approx((7.0, 2.5, 0.0))
+
+
+def test_who_was_left_out_does_not_train():
+    """A frozen node finds out late: until the others went on it is `detect`, then it stands by, until it is back."""
+    entries = [
+        *THREE_STEPS,
+        (5.0, "b", progress(15)),
+        AT_SIX,
+        (9.5, "a", events.MemberLost("b", "b lost (no answer; power or network)")),
+        (9.5, "a", begun(2, "a")),
+        (10.0, "a", events.Recovery(2, 4.0, {**PAUSE, "detect": 3000.0})),
+        (30.0, "b", progress(20)),
+        (31.0, "b", begun(3, "ab", "join")),
+    ]
+    told = story(entries)
+    expected = {"train": 2.0, "detect": 3.5, "standby": 21.5}
+    spent = totals(told.spans_by_node()["b"])
+    assert {name: spent[name] - (name == "train") * 0.5 for name in expected} == pytest.approx(expected)
+    assert sum(spent.values()) == pytest.approx(30.5)
+    alone = totals(story([entry for entry in entries if entry[1] == "b"]).spans_by_node()["b"])
+    assert (alone["train"], alone["standby"]) == pytest.approx((1.5, 26.0)), "what its own agent exports"
