@@ -40,6 +40,9 @@ LOOK_S = 0.05
 PIECE_BYTES = 8 * 1024 * 1024
 """A rank passes on a tensor in pieces of this size, before the rest has arrived."""
 
+SPARE_COPIES = 2
+"""Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two."""
+
 Room = bytearray | memoryview
 """Memory that is received into."""
 
@@ -81,8 +84,37 @@ def plan(standings: Sequence[Standing]) -> Plan | None:
     return Plan(level[0], behind)
 
 
+class Spare:
+    """Memory of a newcomer for the optimizer state that it has not yet, touched while no rank waits for it.
+
+    New memory takes several times as long to be written to as the state takes to arrive: measured with 400 MB, a join
+    pauses the others for 1.55 s with it and 1.88 s without.
+
+    Args:
+        parameters: of the newcomer's modules. Nothing is made where there is little room.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        here = [each.detach() for each in parameters if each.device.type == "cpu"]
+        if SPARE_COPIES * sum(each.nbytes for each in here) > available_bytes() // 2:
+            here = []
+        self._tensors: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        for each in here:
+            made = [torch.empty(each.shape, dtype=each.dtype).zero_() for _ in range(SPARE_COPIES)]
+            self._tensors.setdefault((each.shape, each.dtype), []).extend(made)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
+        """A tensor with any content: of this memory where it fits, else a new one."""
+        fitting = self._tensors.get((shape, dtype)) if device == "cpu" else None
+        return fitting.pop() if fitting else torch.empty(shape, dtype=dtype, device=device)
+
+
 def share(
-    mine: Standing, meeting: Meeting, state: Callable[[], dict[str, Any]], overwrites: Callable[[], None]
+    mine: Standing,
+    meeting: Meeting,
+    state: Callable[[], dict[str, Any]],
+    overwrites: Callable[[], None],
+    spare: Spare | None = None,
 ) -> dict[str, Any] | None:
     """Agree on the furthest state. What this rank has to take over; None if it is among the furthest. Collective.
 
@@ -93,6 +125,7 @@ def share(
             plain values. That of a receiver may lack parts.
         overwrites: called before this rank's own tensors are written to: until all has arrived they are of no step. A
             rank whose state is whole receives beside it, where there is room, and loses nothing if the sender dies.
+        spare: memory for what this rank's own state lacks.
 
     Raises RuntimeError when no rank has a state, or when it does not arrive as it was sent; DistNetworkError when a
     rank is lost; Overtaken when another generation has begun.
@@ -114,7 +147,7 @@ def share(
         if place + 1 < len(chain):
             behind = stack.enter_context(_accepted(listening, chain[place + 1], meeting))
         if before is not None:
-            return _receive(state(), before, behind, overwrites, keeps=mine.whole)
+            return _receive(state(), spare or Spare(), before, behind, overwrites, keeps=mine.whole)
         if behind is not None:
             _send(state(), behind)
     return None
@@ -122,7 +155,7 @@ def share(
 
 def rehearse(state: dict[str, Any]) -> dict[str, Any]:
     """What `share` does with a state, without a peer: the state in the tensors that it is in already."""
-    filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, [])
+    filled: dict[str, Any] = _filled(parse(_outlined(state, [])), state, Spare(), [])
     return filled
 
 
@@ -232,7 +265,7 @@ def _send(state: dict[str, Any], behind: Line) -> None:
 
 
 def _receive(
-    own: dict[str, Any], before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], spare: Spare, before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
     """Receive a state into `own` where it fits, and pass it on. With `keeps` beside it, where there is room."""
 
@@ -246,7 +279,7 @@ def _receive(
     outline = bytearray(outline_bytes)
     passed(outline)
     places: list[torch.Tensor] = []
-    filled: dict[str, Any] = _filled(parse(outline), own, places)
+    filled: dict[str, Any] = _filled(parse(outline), own, spare, places)
     beside = keeps and sum(each.nbytes for each in places) < available_bytes() // 2
     targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
     if not beside:
@@ -301,18 +334,18 @@ def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _filled(outline: Any, own: Any, places: list[torch.Tensor]) -> Any:
-    """`outline` with a tensor for each mark: this rank's own where it fits, else a new one, noted in `places`."""
+def _filled(outline: Any, own: Any, spare: Spare, places: list[torch.Tensor]) -> Any:
+    """`outline` with a tensor for each mark: this rank's own where it fits, else a spare one, noted in `places`."""
     if isinstance(outline, tuple) and len(outline) == 4 and outline[0] == _MARK:
         dtype, shape, device = getattr(torch, outline[1]), torch.Size(outline[2]), outline[3]
         fits = isinstance(own, torch.Tensor) and own.dtype == dtype and own.shape == shape and own.device.type == device
-        place = own if fits else torch.empty(shape, dtype=dtype, device=device)
+        place = own if fits else spare.take(shape, dtype, device)
         places.append(place.detach())
         return place
     if isinstance(outline, dict):
         has = own if isinstance(own, dict) else {}
-        return {key: _filled(each, has.get(key), places) for key, each in outline.items()}
+        return {key: _filled(each, has.get(key), spare, places) for key, each in outline.items()}
     if isinstance(outline, (list, tuple)):
         items = own if isinstance(own, (list, tuple)) and len(own) == len(outline) else [None] * len(outline)
-        return type(outline)(_filled(each, item, places) for each, item in zip(outline, items, strict=True))
+        return type(outline)(_filled(each, item, spare, places) for each, item in zip(outline, items, strict=True))
     return outline

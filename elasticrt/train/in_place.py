@@ -55,6 +55,7 @@ class InPlace:
     Attributes:
         worker: who this process is now; None without an agent.
         possible: whether this process can go on in place.
+        spare: memory for the state of others, until it is used.
     """
 
     def __init__(self, modules: Iterable[object], give_up: Callable[[], object], undoable: Callable[[], bool]) -> None:
@@ -68,6 +69,7 @@ class InPlace:
         self._refusal: RemovableHandle | None = None
         self.worker = agent_client.worker_env()
         self.possible = False
+        self.spare: state_transfer.Spare | None = None
 
     @property
     def has_seat(self) -> bool:
@@ -212,6 +214,11 @@ class InPlace:
         self._regroup(alone)
         regroup.warm_up(collectives.device())
         large = {name: each for name, each in objects.items() if isinstance(each, LARGE)}
+        if any(isinstance(each, torch.optim.Optimizer) and not each.state for each in large.values()):
+            modules = [each for each in large.values() if isinstance(each, torch.nn.Module)]
+            self.spare = state_transfer.Spare(
+                [each for module in modules for each in module.parameters() if each.requires_grad]
+            )
         stateful.put_back(large, state_transfer.rehearse(stateful.collect(large)), "this process itself")
         self._follow()
         self._page.in_place = READY

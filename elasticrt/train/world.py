@@ -128,7 +128,8 @@ class World:
         rank, self.size = collectives.rank_and_world()
         state.numbers.moved(rank)
         standing = Standing(state.position.steps if state.whole else -1, state.whole)
-        taken = state_transfer.share(standing, meeting, self._to_others, self._overwritten)
+        spare, self.in_place.spare = self.in_place.spare, None
+        taken = state_transfer.share(standing, meeting, self._to_others, self._overwritten, spare)
         history = state.ledger.history(state.position.steps)
         state.ledger.close()
         if taken is None:

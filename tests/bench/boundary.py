@@ -2,8 +2,8 @@
 
     python -m tests.bench.boundary [--steps N]
 
-Runs `boundary_loop.py` under `elasticrt run`. To be reached: the check in 1 us, all of the boundary in 5 us, 75 us with
-`with loop.step():`, 50 us where random number generators are seeded, and 100 us where buffers are noted (medians).
+Runs `boundary_loop.py` under `elasticrt run`. To be reached: the check in 1 us, all of the boundary in 5 us, 25 us with
+`with loop.step():`, 50 us where random number generators are seeded, and 50 us where buffers are noted (medians).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ AIMS_US = {
     "check_us": ("check of the page", 1.0),
     "boundary_us": ("all of the boundary", 5.0),
     "--seed": ("the same with a seed", 50.0),
-    "--block": ("with loop.step()", 75.0),
+    "--block": ("with loop.step()", 25.0),
     "--block --seed": ("the same with a seed", 50.0),
-    "--block --buffers": ("with loop.step(), 12 buffers", 100.0),
+    "--block --buffers": ("with loop.step(), 12 buffers", 50.0),
     "--block --buffers --seed": ("the same with a seed", 75.0),
 }
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elasticrt.checkpoint import state_transfer
-from elasticrt.checkpoint.state_transfer import Line, Plan, Standing, plan, rehearse, share
+from elasticrt.checkpoint.state_transfer import Line, Plan, Spare, Standing, plan, rehearse, share
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.distributed.regroup import Meeting, Overtaken
 
@@ -159,6 +159,24 @@ def _to_a_newcomer(meeting: Meeting) -> Any:
 def test_who_lacks_parts_gets_them() -> None:
     """A newcomer whose optimizer has no state yet, and whose tensor has another shape, gets new ones; three ranks."""
     assert ranks(_to_a_newcomer, 3) == [True, True, True]
+
+
+def _to_one_with_spare_memory(meeting: Meeting) -> Any:
+    moments = {name: torch.full((5, 3), value) for name, value in (("first", 1.0), ("second", 2.0), ("third", 3.0))}
+    own: dict[str, Any] = {"moments": {} if meeting.rank else moments}
+    spare = Spare([torch.zeros(5, 3), torch.zeros(2)])
+    ready = {each.data_ptr() for each in spare._tensors[torch.Size((5, 3)), torch.float32]}
+    told = share(NEW if meeting.rank else Standing(1, True), meeting, lambda: own, lambda: None, spare)
+    if told is None:
+        return True
+    found = told["moments"]
+    assert all(torch.equal(found[name], each) for name, each in moments.items())
+    return {found["first"].data_ptr(), found["second"].data_ptr()} == ready
+
+
+def test_a_newcomer_receives_into_memory_that_it_has_touched() -> None:
+    """Two tensors like each parameter are there already; what is beyond them gets new memory."""
+    assert ranks(_to_one_with_spare_memory) == [True, True]
 
 
 def _with_a_flipped_bit(meeting: Meeting) -> Any:
