@@ -46,6 +46,13 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20
         time.sleep(0.01)
 
 
+def _stands(task: Path) -> bool:
+    """Whether a thread (a directory in /proc) is stopped by a signal, or has ended."""
+    with suppress(OSError):
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    return True
+
+
 KNOCK = """
 import os, socket, sys
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -166,8 +173,9 @@ class EtcdServer:
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP: it keeps its connections and answers nothing."""
+        """SIGSTOP: it keeps its connections and answers nothing. Returns when all of its threads stand still."""
         os.kill(self.pid, signal.SIGSTOP)
+        wait_until(lambda: all(_stands(task) for task in Path(f"/proc/{self.pid}/task").iterdir()), "etcd stands still")
 
     def resume(self) -> None:
         """SIGCONT."""

@@ -301,7 +301,7 @@ def test_final_errors(warm, tmp_path, name, code, recorded):
     failure = result.ended[0].failure
     assert failure is not None
     assert (result.codes[0], failure.final_code) == (1, code)
-    assert f"exit code 1: {name}" in failure.summary
+    assert failure.summary.startswith(f"rank 0 on node-0: {name}: ")
 
 
 @pytest.mark.parametrize("given", ['resume="never"', 'memory=2, resume="auto"'])
