@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import UNSURE, Built, Claim, Own, Reply, Request, Save
+from elasticrt.ipc.messages import TAKEN, UNSURE, UNWRITABLE, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
@@ -149,7 +149,7 @@ class StoreRequests:
         holding = self._holdings.get(unpacked(head.directory))
         other = None if holding is None else holding.lost()
         if other is not None:
-            return f"taken: {other}"
+            return f"{TAKEN}{other}"
         if (known.nonce if known is not None else "") != request.replaces:
             if known is None:
                 return "etcd has lost the record of the checkpoint before it"
@@ -174,9 +174,9 @@ class StoreRequests:
             try:
                 other = holding.take()
             except OSError as error:
-                return Reply(request.request, False, f"unwritable: its record {NAME}: {error.strerror}")
+                return Reply(request.request, False, f"{UNWRITABLE}its record {NAME}: {error.strerror}")
             if other is not None:
-                return Reply(request.request, False, f"taken: {other}")
+                return Reply(request.request, False, f"{TAKEN}{other}")
             if request.directory in self._holdings:
                 self._holdings[request.directory].release()
             self._holdings[request.directory] = holding

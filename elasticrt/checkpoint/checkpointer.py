@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, duplicate
-from elasticrt.checkpoint.commits import COMMIT_TIMEOUT_S, TAKEN, DirectoryHead, NoAnswer
+from elasticrt.checkpoint.commits import COMMIT_TIMEOUT_S, DirectoryHead, NoAnswer
 from elasticrt.checkpoint.manifest import PAYLOAD, Manifest, stem_of
 from elasticrt.checkpoint.restoring import Restoring, State
 from elasticrt.checkpoint.snapshot import Snapshot, Snapshots, Use
@@ -36,6 +36,7 @@ from elasticrt.distributed.user_notice import say
 from elasticrt.errors import CheckpointError, ElasticError, explain, whole_number
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.error_file import write_error_file
+from elasticrt.ipc.messages import TAKEN
 from elasticrt.text import packed
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from elasticrt.distributed import agent_client
 from elasticrt.errors import explain
 from elasticrt.ipc.directory_owner import Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import UNSURE, Own, Reply, Request, Save
+from elasticrt.ipc.messages import TAKEN, UNSURE, UNWRITABLE, Own, Reply, Request, Save
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +31,6 @@ COMMIT_TIMEOUT_S = 1200.0
 
 ASK_AGAIN_S = 1.0
 """Between two questions while etcd is away."""
-
-TAKEN, UNWRITABLE = "taken: ", "unwritable: "
-"""How an agent's refusal begins where another live run saves to the directory, and where it can't be written to."""
 
 
 class NoAnswer(RuntimeError):  # noqa: N818  Not an error of the user's or of ours.

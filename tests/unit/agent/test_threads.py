@@ -18,14 +18,13 @@ from elasticrt.errors import StoreError
 from elasticrt.ipc.messages import Built, Claim, Reply, Save
 from elasticrt.liveness.prober import Prober
 from elasticrt.rendezvous.records import Keys, Seat, SpecRecord
-from elasticrt.run_options import RunOptions
-from elasticrt.settings import Command, Settings
 from elasticrt.spec import RunSpec
-from elasticrt.store.protocol import Credentials, Put, Resync, Txn
+from elasticrt.store.protocol import Put, Resync, Txn
 from elasticrt.store.watcher import Watcher
 from elasticrt.torchrun.participant import Participant
 from tests.memory_store import MemoryServer, MemoryStore
 from tests.servers import wait_until
+from tests.unit.settings import settings_of
 
 if TYPE_CHECKING:
     from elasticrt.store.connection import Connections
@@ -45,18 +44,7 @@ TEXTS = {
 @pytest.fixture(name="agent")
 def _agent(tmp_path: Path) -> Iterator[Agent]:
     before = threading.excepthook
-    settings = Settings(
-        options=RunOptions(node="n0"),
-        run_id="r",
-        node="n0",
-        address=None,
-        workers=1,
-        command=Command(("x.py",)),
-        etcd=(),
-        credentials=Credentials(),
-        serve=None,
-        run_dir=tmp_path,
-    )
+    settings = settings_of(tmp_path)
     agent = Agent(settings, SPEC)
     agent.loop.watch_threads()
     yield agent

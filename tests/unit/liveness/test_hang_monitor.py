@@ -20,9 +20,7 @@ from elasticrt.ipc.status_page import StatusPage
 from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, where
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.liveness.stall_detector import Idle, Stopped
-from elasticrt.run_options import RunOptions
-from elasticrt.settings import Command, Settings
-from elasticrt.store.protocol import Credentials
+from tests.unit.settings import settings_of
 
 
 @pytest.mark.parametrize(
@@ -96,18 +94,7 @@ def test_processor_time_is_of_whole_sessions():
 
 def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     """The age is that of the moment when it is written, and a second round of answers adds no event."""
-    settings = Settings(
-        options=RunOptions(node="n0"),
-        run_id="r",
-        node="n0",
-        address=None,
-        workers=1,
-        command=Command(("x.py",)),
-        etcd=(),
-        credentials=Credentials(),
-        serve=None,
-        run_dir=tmp_path,
-    )
+    settings = settings_of(tmp_path)
     stacks: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
     kept: list[events.Event] = []
     event_log = EventLog("n0", None)
