@@ -346,8 +346,8 @@ def together(
     """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
     Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet.
-    A time without any has no span. What the nodes share is
-    drawn in the order of `BUCKETS`, in pieces of a two-thousandth of the run.
+    A time without any has no span. What the nodes share is drawn in the order of `BUCKETS`, in pieces of a
+    two-thousandth of the run.
 
     Args:
         lives: the node and the spans of each life.
@@ -361,26 +361,29 @@ def together(
         for span in spans:
             if span.begin < end:
                 edges += [(span.begin, 1, number, span.bucket), (min(span.end, end), 0, number, span.bucket)]
-    edges.sort()
-    mixed = _Mixed((edges[-1][0] - edges[0][0]) / PIECES if edges else 0.0)
-    edges = sorted([*edges, *((begin, -1, number, "") for number, (begin, _) in enumerate(seats))])
+    first, last = (min(edges)[0], max(edges)[0]) if edges else (0.0, 0.0)
+    mixed = _Mixed((last - first) / PIECES)
+    edges += [(begin, -1, number, "") for number, (begin, _) in enumerate(seats)]
     seated: Collection[str] = ()
     there: dict[int, str] = {}  # The bucket of each life.
     of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
-    for at, kind, number, bucket in edges:
+    for at, kind, number, bucket in sorted(edges):
         if at > since:
-            counts = +of_seated or +of_all
-            if seated and not +of_seated:  # The others stand by for a generation that is no more.
+            if seated and not of_seated:  # The others stand by for a generation that is no more.
+                counts = Counter(of_all)
                 counts[DETECT] += counts.pop(STANDBY, 0)
-            mixed.add(since, at, +counts)
+                mixed.add(since, at, +counts)
+            else:
+                mixed.add(since, at, of_seated or of_all)
         since = at
         if kind < 0:
             seated = seats[number][1]
             of_seated = Counter(name for life, name in there.items() if names[life] in seated)
             continue
-        change = 1 if kind else -1
-        of_all[bucket] += change
-        of_seated[bucket] += change * (names[number] in seated)
+        for counted in (of_all, of_seated) if names[number] in seated else (of_all,):
+            counted[bucket] += 1 if kind else -1
+            if not counted[bucket]:
+                del counted[bucket]
         if kind:
             there[number] = bucket
         else:
