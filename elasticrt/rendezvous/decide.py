@@ -215,7 +215,7 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
     """
     name = leader.record.node
     others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
-    asked = {seat.node: view.verdicts.get(seat.incarnation) for seat in others}
+    asked = {seat.node: view.newest_verdict(seat) for seat in others}
     unasked = tuple(seat for seat in others if (said := asked[seat.node]) is None or said.asked_at < since)
     if unasked:
         return Probe(f"the leader {name} is silent: can the others be reached?", unasked)

@@ -99,10 +99,7 @@ class LeaderContext:
     @cached_property
     def unheard(self) -> int:
         """How many of the seats' nodes are silent, with or without a key, in whichever life they are now."""
-        verdicts = self.view.verdicts
-        keys = ((seat, self.view.members.get(seat.node)) for seat in self.seats)
-        lives = ((seat, key.record.incarnation if key else seat.incarnation) for seat, key in keys)
-        said = (verdicts.get(life) or verdicts.get(seat.incarnation) for seat, life in lives)
+        said = map(self.view.newest_verdict, self.seats)
         return sum(verdict is not None and verdict.kind == "silent" for verdict in said)
 
     @property
@@ -125,7 +122,8 @@ class LeaderContext:
 
     def vanished_at(self, seat: Seat) -> float:
         """Since when the seat's key has been away; a seat whose key was never seen counts from the generation on."""
-        return self.view.vanished.get(seat.node, self.since)
+        gone = self.view.vanished.get(seat.node)
+        return self.since if gone is None else gone.at
 
 
 def publish(

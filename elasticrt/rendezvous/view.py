@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from elasticrt.ipc.env import Commit
 from elasticrt.rendezvous.records import (
@@ -62,6 +62,13 @@ class Verdict:
     asked_at: float
 
 
+class Vanished(NamedTuple):
+    """A member key that has gone: when that was first seen, and the life that it was of, "" if it was never seen."""
+
+    at: float
+    life: str = ""
+
+
 @dataclass(frozen=True)
 class View:
     """All that decisions are made from, besides the member's own state.
@@ -75,7 +82,7 @@ class View:
         filed: reports by key, of the current generation and of any newer one.
         asked: the handover that was asked for last, of whichever generation.
         latest: the newest result seen, of whichever attempt.
-        vanished: nodes with a seat whose member key has been seen to go, and when.
+        vanished: nodes with a seat and without a member key.
         verdicts: answers of probes by incarnation.
         short_since: since when fewer than min_nodes members have been live (as far as the observer follows them).
         unreadable: keys under our prefix that hold something else.
@@ -97,7 +104,7 @@ class View:
     head: Stored[Commit] | None = None
     asked: Stored[HandoverRecord] | None = None
     latest: Stored[Result] | None = None
-    vanished: Mapping[str, float] = field(default_factory=dict)
+    vanished: Mapping[str, Vanished] = field(default_factory=dict)
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
     short_since: float | None = None
     unreadable: frozenset[str] = frozenset()
@@ -120,6 +127,13 @@ class View:
         """The current generation's reports by node."""
         mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
         return {entry.record.node: entry for entry in mine}
+
+    def newest_verdict(self, seat: Seat) -> Verdict | None:
+        """The newest verdict on the seat's node: on the seat's life, or a later one, also after its key has gone."""
+        key, gone = self.members.get(seat.node), self.vanished.get(seat.node)
+        later = key.record.incarnation if key is not None else gone.life if gone is not None else ""
+        known = [self.verdicts[life] for life in (seat.incarnation, later) if life in self.verdicts]
+        return max(known, key=attrgetter("asked_at"), default=None)
 
     @property
     def handover(self) -> Stored[HandoverRecord] | None:
@@ -208,7 +222,7 @@ def apply_range(view: View, keys: Keys, range_: str, found: RangeRead, now: floa
         view = replace(view, roster_complete=view.roster_complete or range_ == keys.roster(nonce))
     if view.complete and view.roster_complete:
         # A new leader gives a seat without a key a whole lease term from now: it has not seen the key go.
-        away = {node: view.vanished.get(node, now) for node in view.seats if node not in view.members}
+        away = {node: view.vanished.get(node, Vanished(now)) for node in view.seats if node not in view.members}
         view = replace(view, vanished=away)
     read_at = {**view.read_at, range_: found.revision}
     if range_.startswith(keys.rosters):  # Those of older generations are not looked at again.
@@ -328,10 +342,10 @@ def _member(view: View, key: str, node: str, value: KeyValue | None, now: float)
         return view
     members, vanished = dict(view.members), dict(view.vanished)
     members.pop(node, None)
-    since = vanished.pop(node, now)
+    gone = vanished.pop(node, None) or Vanished(now, old.record.incarnation if old is not None else "")
     if entry is None:
         if node in view.seats:
-            vanished[node] = since
+            vanished[node] = gone
         oldest = None if view.oldest == node else view.oldest
         return replace(view, members=members, vanished=vanished, oldest=oldest)
     ready = entry.record.warm and not entry.record.draining

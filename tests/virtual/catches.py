@@ -100,6 +100,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a worker is killed, and all others go on",
     ),
+    "the silence of a life is forgotten with its key": ("L4", 310386),
     "an old report counts, and not the key that is newer": ("S18", 300952),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
     "followers are not told that workers go on": (

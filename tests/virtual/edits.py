@@ -137,6 +137,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "workers that are ready beside their node's seat are not let in": (
         (_R + "reconfiguration", "_has_more", "or (led.in_place and entry.record.ready > seat.workers)", ""),
     ),
+    "the silence of a life is forgotten with its key": (
+        (_VIEW, "View.newest_verdict", "gone.life if gone is not None", "gone.life if False"),
+    ),
     "an old report counts, and not the key that is newer": ((_LED, "as_reported", "report.mod_revision < entry.mod_revision", "False"),),
     "a key counts, and not the report that is newer": ((_LED, "as_reported", "return replace(entry", "return entry if True else replace(entry"),),
     "followers are not told that workers go on": (
