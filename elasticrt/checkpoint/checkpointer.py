@@ -89,6 +89,11 @@ class Checkpointer:
         head = self._head.known
         return head is not None and not os.path.lexists(self._directory.path / head.file)
 
+    @property
+    def committed_step(self) -> int:
+        """The step of the newest commit that the state descends from; 0 without one."""
+        return self._head.known.step if self._head.known is not None else 0
+
     def save(self, state: Mapping[str, Any], *, step: int, epoch: int = 0) -> None:
         """Copy `state` to the host now, and write and commit it in the background. Other ranks than 0 do nothing.
 

@@ -54,12 +54,15 @@ class Saving:
         self._saved = Position()
         self._saved_at = 0.0
         self._is_first = False  # Whether this is rank 0, which saves to the directory.
-        self._owes = False  # Whether the newest checkpoint may be lost with another node.
+        self._owes = False  # Whether a save is due at once, whatever the interval says.
 
     def begin(self) -> None:
         """The loop begins at the position of the state."""
         now = time.monotonic()
         self._saved, self._saved_at = self._state.position, now
+        # A state from a copy in memory is on no disk. The interval begins anew at each restart, so a run that fails
+        # more often than that would never save.
+        self._owes = self._owes or (self._is_first and self._saved.steps > self.checkpointer.committed_step)
         self.memory_tier.begin(now, self.run.total)
 
     def has_state(self) -> None:

@@ -16,7 +16,7 @@ from elasticrt import Loop
 from elasticrt.checkpoint import checkpoint_dir
 from elasticrt.checkpoint.snapshot import Snapshot
 from elasticrt.ipc.env import Copy
-from elasticrt.ipc.messages import Damaged
+from elasticrt.ipc.messages import Damaged, Save
 from tests.fake_worker import Agent, under
 
 
@@ -121,3 +121,17 @@ def test_an_intact_copy_is_resumed_from(tmp_path: Path, monkeypatch: pytest.Monk
         assert loop.steps_done == 3
         assert torch.equal(next(model.parameters()), begun + 1.0 + 1.0 + 1.0)
         assert not agent.of(Damaged)
+
+
+def test_a_state_from_a_copy_is_saved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S8: however long the interval of saves is, a run that fails more often than that has a checkpoint."""
+    agent = Agent()
+    with _copied(tmp_path / "before") as (fd, copy), under(agent, monkeypatch, copy=copy, state_fd=fd):
+        model, loop = _script(tmp_path / "after")
+        for _ in loop.epochs(2):
+            with loop.step(), torch.no_grad():
+                next(model.parameters()).add_(1.0)
+            with loop.step():
+                loop._saving.checkpointer.wait()
+                assert [message.commit["step"] for message in agent.of(Save)] == [4]
+            break
