@@ -180,9 +180,11 @@ class InPlace:
             raise dist.DistNetworkError("connection closed by peer: another generation has begun")
 
     def _end_if_stuck(self) -> None:
-        """End a process whose collective waits for the rest of a message: nothing ends such a collective.
+        """End a process whose collective waits for ever, because gloo has lost a message: nothing ends such a wait.
 
-        Its agent would end it later anyway, because it does not take its seat, and its state would be lost.
+        Gloo (torch 2.13) forgets two kinds of messages when a connection breaks: one of which a part has been read, and one
+        whose write failed with EPIPE or ECONNRESET before the loss of the connection was seen by its event loop. The
+        agent would end the process later anyway, because it does not take its seat, and its state would be lost.
         """
         for pause_s in (STUCK_AGAIN_S, 0.0):
             if not (self._overtaken and regroup.is_stuck()):
