@@ -182,8 +182,8 @@ class InPlace:
     def _end_if_stuck(self) -> None:
         """End a process whose collective waits for ever, because gloo has lost a message: nothing ends such a wait.
 
-        Gloo (torch 2.13) forgets two kinds of messages when a connection breaks: one of which a part has been read, and one
-        whose write failed with EPIPE or ECONNRESET before the loss of the connection was seen by its event loop. The
+        Gloo (torch 2.13) forgets two kinds of messages when a connection breaks: one of which a part has been read, and
+        one whose write failed with EPIPE or ECONNRESET before gloo's event loop saw the loss of the connection. The
         agent would end the process later anyway, because it does not take its seat, and its state would be lost.
         """
         for pause_s in (STUCK_AGAIN_S, 0.0):
