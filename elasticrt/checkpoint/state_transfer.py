@@ -6,7 +6,7 @@ says how far it is, and the ranks behind receive the state of the first of those
 The state travels along a chain of TCP connections: each rank passes on what it receives. Every wait ends after
 `STALL_S` without a byte, or when another generation begins, so that a rank that dies or stops costs seconds. Structure
 and plain values come first, in one small message that is read with `weights_only`; then the bytes of each tensor; then
-a CRC-32 of them all.
+a checksum of them all, of 64 bits. With 400 MB it takes 0.03 s of each rank's time; a CRC-32 takes 0.10 s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import socket
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +36,9 @@ STALL_S = 5.0
 LOOK_S = 0.05
 """How often a wait checks whether another generation has begun."""
 
-PIECE_BYTES = 8 * 1024 * 1024
-"""A rank passes on a tensor in pieces of this size, before the rest has arrived."""
+PIECE_BYTES = 255 * 1024
+"""A rank passes on a tensor in pieces of this size, before the rest has arrived. Torch adds up one of twice the size in
+several threads, which wait for each other where other processes need the cores: measured, twenty times the work."""
 
 SPARE_COPIES = 2
 """Tensors like each parameter that an optimizer keeps, at the most. Adam keeps two."""
@@ -260,7 +260,7 @@ def _send(state: dict[str, Any], behind: Line) -> None:
         host = tensor.cpu().contiguous()
         for piece in _pieces(host):
             behind.send(piece)
-            checksum = zlib.crc32(piece, checksum)
+            checksum = _added(piece, checksum)
     behind.send(_NUMBER.pack(checksum))
 
 
@@ -299,12 +299,19 @@ def _fill(targets: Sequence[torch.Tensor], passed: Callable[[Room], Room]) -> No
         direct = target.is_cpu and target.is_contiguous()
         host = target if direct else torch.empty(target.shape, dtype=target.dtype)
         for piece in _pieces(host):
-            checksum = zlib.crc32(passed(piece), checksum)
+            checksum = _added(passed(piece), checksum)
         if not direct:
             target.copy_(host)
     if _NUMBER.unpack(passed(bytearray(_NUMBER.size))) != (checksum,):
         remedy = "If it happens again, the memory or the network of this node is bad"
         raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
+
+
+def _added(piece: Room, checksum: int) -> int:
+    """The checksum of all pieces up to this one: of their sums, in whole numbers of 64 bits, in order."""
+    words = len(piece) // 8
+    total = int(torch.frombuffer(piece, dtype=torch.int64, count=words).sum()) if words else 0
+    return (31 * checksum + total + sum(piece[8 * words :])) % 2**64
 
 
 def _pieces(host: torch.Tensor) -> Iterator[memoryview]:

@@ -232,7 +232,7 @@ def _in_the_middle(what: Callable[[], Any]) -> None:
     real = Line.send
 
     def send(line: Line, data: Any) -> None:
-        if len(data) < 1_000_000:
+        if len(data) < state_transfer.PIECE_BYTES:
             return real(line, data)
         real(line, data[:1000])
         what()
