@@ -175,6 +175,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
         values = self._ask(timeout=timeout, op="get", keys=list(keys))
         return [str(each).encode("latin-1") for each in values]
 
+    multi_get = get_all  # As torch asks for it.
+
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are there."""
         self.get_all(keys, timeout)
@@ -195,7 +197,7 @@ class GroupStore(dist.Store):  # type: ignore[name-defined,misc]  # Torch offers
 
     def has_extended_api(self) -> bool:
         """Whether torch may ask for several things at once."""
-        return False
+        return True
 
     def clone(self) -> GroupStore:
         """Itself: each thread has its own connection anyway."""

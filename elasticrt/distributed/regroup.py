@@ -360,6 +360,8 @@ def meet(
     hook = sys.excepthook
     # Groups are named by a count, which a meeting that failed leaves behind: ranks that count differently never meet.
     dist.distributed_c10d._world.group_count = 0
+    # Gloo then asks a store for all addresses at once, not for one after the other, each twice.
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     try:
         with SOCKETS.noted(worker.world_size, backend):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"

@@ -390,6 +390,44 @@ os._exit(0 if rank else os.waitpid(-1, 0)[1])
 """
 
 
+FEW_QUESTIONS = """
+import os, socket
+from dataclasses import replace
+import torch, torch.distributed as dist
+from tests.fake_worker import WORKER
+from elasticrt.distributed import regroup
+from elasticrt.distributed.group_store import GroupStore
+
+RANKS = 4
+store, rank, asked = socket.create_server(("127.0.0.1", 0)), 0, []
+for number in range(1, RANKS):
+    if not os.fork():
+        rank = number
+        break
+ask = GroupStore._ask
+
+def noted(store, **question):
+    asked.append(question["op"])
+    return ask(store, **question)
+
+GroupStore._ask = noted
+place = {"rank": rank, "world_size": RANKS, "master_port": store.getsockname()[1]}
+fd = store.detach() if rank == 0 else -1
+regroup.meet(replace(WORKER, **place, master_addr="127.0.0.1", listen_fd=fd), "gloo", 60, lambda: False)
+value = torch.ones(1)
+dist.all_reduce(value)
+assert value.item() == RANKS
+assert asked == ["check", "set", "get"], asked
+codes = [os.waitpid(-1, 0)[1] for _ in range(RANKS - 1)] if rank == 0 else [0]
+os._exit(max(codes))
+"""
+
+
+def test_a_rank_asks_for_all_addresses_at_once() -> None:
+    """How often each rank asks the store while a group is made does not depend on how many ranks there are."""
+    _run(FEW_QUESTIONS)
+
+
 def test_who_is_cut_off_while_it_sends_comes_back() -> None:
     """Ranks are cut, each at a moment of its own, while all of them send: none waits for what it could not send."""
     _run(CUT_WHILE_SENDING)
