@@ -121,7 +121,7 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         txn = transactions.announce(keys, Guard.of(replica.view), member, lease)
         return bool((yield from replica.write(txn)))
     if mine is not None and _same_process(mine.record, member):
-        # A former life of this very agent. Its farewell did not reach etcd, and its lease may be ours still.
+        # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
         yield from leave(replica, None)
         yield from replica.refresh()
     txn = transactions.register_again(keys, Guard.of(replica.view), member, lease)

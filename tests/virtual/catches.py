@@ -66,6 +66,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a lease that is gone ends the agent": ("S12", 5),
     "who has not the claim publishes": ("S9", "a builder that has lost its claim says that it is done"),
     "a new life keeps its claims": ("L1", "a builder is left out, and stands by while the others wait for it"),
+    "a lease that was given up comes back with the next life": (
+        "L1",
+        "a builder hears that it is left out, and reaches etcd before its lease ends",
+    ),
     "two build": ("S9", "two claim in the same moment"),
     "a copy that is older than the head is resumed from": ("S6", "a generation would be too small"),
     "an ancestor is resumed from although the head is here": (

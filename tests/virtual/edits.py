@@ -105,7 +105,10 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_COMMIT, "StoreRequests._settle", "record.incarnation != asked.incarnation or ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
-    "two build": ((_COMMIT, "_taken", "lease != asked.lease", "False"),),
+    "a lease that was given up comes back with the next life": (
+        (_R + "member", "Member._lease_changed", 'if self.me.lease != "lost":', "if True:"),
+    ),
+    "two build": ((_COMMIT, "_taken", 'if record.state == "building":', "if False:"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),
