@@ -99,6 +99,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "agent", "Agent.left_out", "self.node.kill()", "pass"),
         (_A + "agent", "Agent.left_out", "while not self.node.are_gone()", "while False"),
     ),
+    "workers that were released get the stop timeout twice": (
+        (_A + "supervisor", "Supervisor.stop", "+ grace_s", "+ 2 * grace_s"),
+    ),
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
