@@ -132,7 +132,7 @@ def leave(replica: Replica, report: Report | None) -> Conversation[None]:
     """Take the own key out at once; `report` tells the other members why."""
     guard = Guard.of(replica.view)
     done, _ = yield Transact(transactions.leave(replica.keys, guard, report))
-    if not done.succeeded:
+    if not done.succeeded and report is not None:
         # The generation has moved on, or the key does not exist any more: then leaving needs no report.
         yield Transact(transactions.leave(replica.keys, guard, None))
 

@@ -108,6 +108,14 @@ def test_a_lease_that_was_given_up_does_not_come_back(word: str) -> None:
     assert member.me.lease == "lost"
 
 
+def test_a_goodbye_that_was_refused_is_not_sent_again_as_it_was() -> None:
+    """L8: its key has gone already. Only a goodbye with a report is followed by one without."""
+    goodbye = _member([]).leave(seat_too=False)
+    assert isinstance(next(goodbye), Transact)
+    with pytest.raises(StopIteration):
+        goodbye.send((TxnResult(False, 1), 10.0))
+
+
 def _sent(filing: Conversation[bool], store: MemoryStore) -> bool:
     """Carry a conversation out on a store; whether it took effect."""
     request = next(filing)
