@@ -186,10 +186,10 @@ class StoreRequests:
 
     def _claim(self, asked: StoreRequest, request: Claim) -> Reply:
         current, record = self._preparation(request.name)
-        if current is not None and record is not None and record.version == version_of(request.version):
+        if record is not None and record.version == version_of(request.version):
             if record.state == "building" and record.incarnation == asked.incarnation:
                 return Reply(request.request, True)
-            refusal = _taken(asked, record, current.lease)
+            refusal = _taken(asked, record)
             if refusal:
                 return Reply(request.request, False, refusal)
         claimed = _preparing(asked, request, "building")
@@ -222,17 +222,15 @@ class StoreRequests:
         return current, decode(Preparation, key, current.value) if current is not None else None
 
 
-def _taken(asked: StoreRequest, record: Preparation, lease: int) -> str:
-    """Why a preparation with this `record`, bound to `lease`, cannot be claimed; "" if it can."""
+def _taken(asked: StoreRequest, record: Preparation) -> str:
+    """Why a preparation with this `record` cannot be claimed by another life than its builder's; "" if it can."""
     if record.state == "done":
         return "done"
-    if record.state == "building" and lease != asked.lease:
+    if record.state == "building":  # Until that life's lease ends.
         return f"wait: {record.node}"
     if record.state == "failed" and record.generation == asked.generation:
         return f"failed: {record.error}"
-    # It failed in an earlier generation, or its builder was an earlier life of this agent: that life's workers have
-    # ended, although its lease goes on.
-    return ""
+    return ""  # It failed in an earlier generation.
 
 
 def _preparing(

@@ -353,25 +353,23 @@ class Supervisor:
         self._state = replace(self._state, generation=None, seat=None)
 
     def stop(self, grace_s: float, hurry: Callable[[], bool], number: int) -> None:
-        """Send the workers signal `number`, and SIGKILL after `grace_s` seconds or when `hurry` says so.
+        """Send the workers signal `number`, or release them; SIGKILL after `grace_s` seconds or when `hurry` says so.
 
         `hurry` is asked every few milliseconds; it also folds the ends of workers.
         """
         self._wanted, self._leaves = None, True
         self._stop_joining()
         generation = self._state.number
+        deadline = self._clock.monotonic() + grace_s
         if self._state.handed >= self._state.seated and self._able():  # They wait for a seat, and get none.
             self.group.release(generation)
-            self._wait_for_end(self._clock.monotonic() + grace_s, hurry)
-        if self._state.running:
+        elif self._state.running:
             self._announce_end()
-            self._wait_for_end(self.group.terminate(grace_s, generation, number), hurry)
-        if self._state.running:
-            self.group.kill(generation)
-
-    def _wait_for_end(self, deadline: float, hurry: Callable[[], bool]) -> None:
+            deadline = self.group.terminate(grace_s, generation, number)
         while self._state.running and self._clock.monotonic() < deadline and not hurry():
             self._clock.sleep(0.005)
+        if self._state.running:
+            self.group.kill(generation)
 
     def finish(self, grace_s: float, *, well: bool) -> None:
         """The run has ended, `well` or not: release workers that still run, and wait `grace_s` seconds for them."""

@@ -142,7 +142,8 @@ class Member:
     def _lease_changed(self, state: SessionState, now: float) -> None:
         if state.lease_id and state.lease_id != self.lease_id:
             return  # About a lease that has been replaced meanwhile.
-        self.me = replace(self.me, lease=state.word)
+        if self.me.lease != "lost":  # One that has ended, or was given up, is followed by another one alone.
+            self.me = replace(self.me, lease=state.word)
         if state.word != "connected":
             self._note(f"lease {state.word}: {state.reason}")
             self.outage.suspect(now)

@@ -121,7 +121,7 @@ def register_again(replica: Replica, member: Member, lease: int) -> Conversation
         txn = transactions.announce(keys, Guard.of(replica.view), member, lease)
         return bool((yield from replica.write(txn)))
     if mine is not None and _same_process(mine.record, member):
-        # A former life of this very agent. Its farewell did not reach etcd, and its lease may be ours still.
+        # A former life of this very agent, whose farewell did not reach etcd: its lease need not be waited for.
         yield from leave(replica, None)
         yield from replica.refresh()
     txn = transactions.register_again(keys, Guard.of(replica.view), member, lease)
@@ -132,7 +132,7 @@ def leave(replica: Replica, report: Report | None) -> Conversation[None]:
     """Take the own key out at once; `report` tells the other members why."""
     guard = Guard.of(replica.view)
     done, _ = yield Transact(transactions.leave(replica.keys, guard, report))
-    if not done.succeeded:
+    if not done.succeeded and report is not None:
         # The generation has moved on, or the key does not exist any more: then leaving needs no report.
         yield Transact(transactions.leave(replica.keys, guard, None))
 

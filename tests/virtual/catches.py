@@ -62,10 +62,15 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a resync is taken for the end": ("L1", "a report of the last generation is heard for long"),
     "workers of the last generation live on": ("S16", "a former leader publishes"),
     "a node that was left out keeps its workers": ("S16", "a builder stops before it says that it is done"),
+    "workers that were released get the stop timeout twice": ("S16", "a worker that was released does not end"),
     "only workers that run bind a life": ("S3", "a node whose workers have failed is left out"),
     "a lease that is gone ends the agent": ("S12", 5),
     "who has not the claim publishes": ("S9", "a builder that has lost its claim says that it is done"),
     "a new life keeps its claims": ("L1", "a builder is left out, and stands by while the others wait for it"),
+    "a lease that was given up comes back with the next life": (
+        "L1",
+        "a builder hears that it is left out, and reaches etcd before its lease ends",
+    ),
     "two build": ("S9", "two claim in the same moment"),
     "a copy that is older than the head is resumed from": ("S6", "a generation would be too small"),
     "an ancestor is resumed from although the head is here": (

@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elasticrt.rendezvous.decision import Decision, End, Fence, Publish
+from elasticrt.rendezvous.decision import Decision, End, Fence, Leave, Publish
 from elasticrt.rendezvous.records import Generation, Member, Seat
 from elasticrt.rendezvous.view import View
+from elasticrt.run_options import STOP_TIMEOUT_S
 from elasticrt.spec import resized
 from elasticrt.store.protocol import Compare, Txn
 from tests.virtual.engine import require
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
     from tests.virtual.process import Process
     from tests.virtual.simulator import Simulator
 
-LEAVE_S = 8.0
-"""L2: an agent that was told to leave has ended by then."""
-
 STOP_S = 6.0
-"""S16: so long may workers of a replaced generation live on a node that is awake and reaches etcd."""
+"""S16: so long may workers of a replaced generation live on a node that is awake and reaches etcd. One that leaves
+gives its workers STOP_TIMEOUT_S to end. L2: an agent that was told to leave has ended by then."""
 
 TOLD_S = 8.0
 """S16: ... and on one that does not reach etcd, but a peer that is in a newer generation."""
@@ -125,6 +124,8 @@ class Conduct:
             require(
                 decision.result in self.history.results.values(), "S12", f"{process.name} ends by a result that is none"
             )
+        if isinstance(decision, Leave):
+            process.leaves_at = self.sim.engine.now
         if isinstance(decision, Fence):
             view = process.agent.member.view
             process.fencing = (decision.member.record.incarnation, view.number)
@@ -310,10 +311,14 @@ class Conduct:
                 continue
             if process.told_at is not None:
                 waited = now - max(process.told_at, process.awake_at)
-                longest = self.sim.plan.leaves_within_s or LEAVE_S + self.sim.slack + self.sim.drain_s
+                longest = self.sim.plan.leaves_within_s or STOP_TIMEOUT_S + self.sim.slack + self.sim.drain_s
                 require(waited < longest, "L2", f"{process.name} was told to leave {waited:.0f} s ago")
             for group in process.group.living:
-                if 0 < group.generation < current and group.attempt == self.history.attempt():
+                if process.leaves_at is not None:
+                    waited = now - max(process.leaves_at, process.awake_at)
+                    text = f"{process.name} leaves, and its workers live on for {waited:.1f} s"
+                    require(waited < STOP_TIMEOUT_S + self.sim.slack, "S16", text)
+                elif 0 < group.generation < current and group.attempt == self.history.attempt():
                     since = max(self.history.superseded_at.get(group.generation, now), process.awake_at)
                     slack = STOP_S + self.sim.slack
                     text = f"{process.name} runs generation {group.generation} {now - since:.1f} s into {current}"

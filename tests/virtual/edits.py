@@ -99,13 +99,19 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_A + "agent", "Agent.left_out", "self.node.kill()", "pass"),
         (_A + "agent", "Agent.left_out", "while not self.node.are_gone()", "while False"),
     ),
+    "workers that were released get the stop timeout twice": (
+        (_A + "supervisor", "Supervisor.stop", "+ grace_s", "+ 2 * grace_s"),
+    ),
     "only workers that run bind a life": ((_DECIDE, "_take_seat", "max(me.running, me.seated)", "me.running"),),
     "a lease that is gone ends the agent": ((_A + "event_loop", "EventLoop._do", "StoreUnavailable, LeaseLost, StoreFull", "StoreUnavailable, StoreFull"),),
     "who has not the claim publishes": (
         (_COMMIT, "StoreRequests._settle", "record.incarnation != asked.incarnation or ", ""),
     ),
     "a new life keeps its claims": ((_R + "member", "Member.begin_life", 'failed_at=None, lease="lost")', "failed_at=None)"),),
-    "two build": ((_COMMIT, "_taken", "lease != asked.lease", "False"),),
+    "a lease that was given up comes back with the next life": (
+        (_R + "member", "Member._lease_changed", 'if self.me.lease != "lost":', "if True:"),
+    ),
+    "two build": ((_COMMIT, "_taken", 'if record.state == "building":', "if False:"),),
     "a copy that is older than the head is resumed from": (
         (_LED, "_newest_copy", "head.reached if head is not None else -1", "-1"),
     ),

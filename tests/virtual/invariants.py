@@ -332,9 +332,7 @@ class Invariants:
         if new is not None and old is not None:
             require(old.state != "done", "S9", "a finished preparation was replaced")
             if old.state == "building":
-                # The same agent in another life has killed the workers that were building.
-                same = new.incarnation == old.incarnation or new.node == old.node
-                require(same, "S9", f"{new.node} replaced the builder {old.node}")
+                require(new.incarnation == old.incarnation, "S9", f"{new.node} replaced the builder {old.node}")
         if new is not None:
             if new.state == "building":
                 require(new.generation == self.number(), "S9", f"generation {new.generation} builds in {self.number()}")

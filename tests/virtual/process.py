@@ -58,6 +58,7 @@ class Process:
         self.reached_at = self.awake_at = sim.engine.now
         self.trouble_at = sim.engine.now
         self.told_at: float | None = None
+        self.leaves_at: float | None = None  # When its agent decided to leave.
         self.began_at = sim.engine.now
         self.spec = sim.spec_of(name)
         self.attempt = 0

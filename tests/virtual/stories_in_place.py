@@ -46,6 +46,13 @@ IN_PLACE: list[Plan] = [
     ),
     _living("a node drains, and the others go on", 3, Fault(6.0, "leave", "n1"), generations_max=2),
     _living(
+        "a worker that was released does not end",
+        3,
+        Fault(6.0, "leave", "n1"),
+        Fault(0.0, "worker_stuck", "n1", on="n1.1 Leave"),
+        generations_max=3,
+    ),
+    _living(
         "all workers of the node that leads are killed",
         3,
         Fault(6.0, "worker_killed", "n0"),

@@ -126,6 +126,18 @@ CHANGES: list[Plan] = [
         build_s=20.0,
         commits_within_s=40.0,
     ),
+    story(
+        "a builder hears that it is left out, and reaches etcd before its lease ends",
+        3,
+        Snag("n0", "builds", "slow", 0.5),
+        Fault(4.0, "cut_etcd", "n1", 3.8),
+        Fault(4.2, "worker_failure", "n0"),
+        spec=spec_for(2),
+        prepares=True,
+        build_s=20.0,
+        timeout_s=0.5,
+        commits_within_s=40.0,
+    ),
     # Handing over.
     story(
         "a node joins, and nothing is lost",

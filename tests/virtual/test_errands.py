@@ -79,14 +79,16 @@ def _claim(errands: StoreRequests, life: str, lease: int) -> str:
     return "yes" if told.ok else told.reason
 
 
-def test_a_builder_that_begins_another_life_may_claim_again() -> None:
-    """L1: a node that was left out while it built comes back with its lease; nobody waits for its former life."""
+def test_a_claim_ends_with_the_lease_of_the_life_that_made_it() -> None:
+    """S9: until then all others wait, a later life of the same node included."""
     server = MemoryServer(lambda: 0.0)
     errands = StoreRequests(MemoryStore(server), Keys("run"), lambda _: None)
-    mine, other = server.grant(5.0).lease_id, server.grant(5.0).lease_id
-    assert _claim(errands, "a", mine) == "yes"
-    assert _claim(errands, "b", other) == "wait: n0"
-    assert _claim(errands, "c", mine) == "yes"
+    former, later = server.grant(5.0).lease_id, server.grant(5.0).lease_id
+    assert _claim(errands, "a", former) == "yes"
+    assert _claim(errands, "a", later) == "yes", "the same life, with a new lease"
+    assert _claim(errands, "b", later) == "wait: n0"
+    server.revoke(former)
+    assert _claim(errands, "b", later) == "yes"
 
 
 def test_a_commit_that_happened_is_no_refusal_after_its_worker_has_moved_on() -> None:

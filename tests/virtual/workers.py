@@ -319,7 +319,9 @@ class VirtualGroup:
     def _end(self, workers: Sequence[Worker], after_s: float, number: int) -> None:
         for worker in workers:
             worker.stopping = True
-            self.process.sim.engine.after(after_s, worker.die, -number)
+            # Any signal but SIGKILL is for the main thread, which may be stuck.
+            later = self.process.sim.engine.after if number == signal.SIGKILL else worker.later
+            later(after_s, worker.die, -number)
 
     def _stop(self, generation: int | None, after_s: float) -> None:
         group = self.groups.get(generation or max(self.groups, default=0))

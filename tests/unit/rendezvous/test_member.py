@@ -98,6 +98,24 @@ def test_a_life_that_was_left_out_is_followed_by_another() -> None:
     assert not isinstance(member.decide(1.0), Wait)
 
 
+@pytest.mark.parametrize("word", ["connected", "suspended"])
+def test_a_lease_that_was_given_up_does_not_come_back(word: str) -> None:
+    """Its keeper may have more to say of it: the next life needs another lease all the same."""
+    member = _member([])
+    member.lease_id = 7
+    member.begin_life()
+    member.handle(SessionState(word, 7, 5.0, 2.0, "etcd answers"), 2.0)
+    assert member.me.lease == "lost"
+
+
+def test_a_goodbye_that_was_refused_is_not_sent_again_as_it_was() -> None:
+    """L8: its key has gone already. Only a goodbye with a report is followed by one without."""
+    goodbye = _member([]).leave(seat_too=False)
+    assert isinstance(next(goodbye), Transact)
+    with pytest.raises(StopIteration):
+        goodbye.send((TxnResult(False, 1), 10.0))
+
+
 def _sent(filing: Conversation[bool], store: MemoryStore) -> bool:
     """Carry a conversation out on a store; whether it took effect."""
     request = next(filing)
