@@ -23,6 +23,7 @@ from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
+from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
@@ -587,7 +588,8 @@ class Supervisor:
         if not state.running or left.generation != state.number or state.seat is None:
             return
         if left.error and state.failed_at is None:
-            failure = lost_peer(rank=event.rank, node=self._settings.node, message=f"lost its group: {left.error}")
+            how = f"lost its group: {in_words(left.error)}"
+            failure = lost_peer(rank=event.rank, node=self._settings.node, message=how)
             self._state = state.failed(failure, self._clock.monotonic())
             self.progress.disturbed()
             self.progress.remember()
