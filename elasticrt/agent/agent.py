@@ -380,7 +380,7 @@ class Agent(Side):
 
     def published(self, decision: Publish, before: View) -> None:
         """See `Side`."""
-        self.voice.published(decision, {seat.node: seat.incarnation for seat in before.order()})
+        self.voice.published(decision, before)
 
     def _ask_store(self, said: WorkerSaid) -> None:
         member, request = self.member, said.message

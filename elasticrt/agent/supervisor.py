@@ -90,6 +90,7 @@ class Supervisor:
         self._wanted: tuple[Generation, Seat] | None = None  # The same, while its workers are not started yet.
         self._leaves = False  # Whether the workers are ended because this node leaves.
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed, and when.
+        self._frozen: dict[int, Failure] = {}  # By pid: workers that are ended because a signal had stopped them.
         self._late_at: float | None = None  # When to look for workers that have not taken their new seat.
         self._joining = JoiningWorkers()
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
@@ -232,7 +233,9 @@ class Supervisor:
         self.progress.remember()
         ranks = [state.ranks[rank] for rank in found]
         failure = stopped(ranks, node=state.seat.node, generation=state.number, step=self.progress.step())
+        self._events.write(self.hangs.stood(now, state.number))
         self._say(f"{failure.summary}: ended")
+        self._frozen.update((pids[rank], failure) for rank in found)
         self._give_up(found)
         self._failed(failure)
 
@@ -608,8 +611,9 @@ class Supervisor:
     def _worker_ended(self, event: WorkerEnded) -> None:
         step = self.pages.step_of(event.local_rank, event.generation)
         ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code, step=step)
-        if event.failure is not None and self._failed_by_itself(event):
-            ended = replace(ended, failure=event.failure.summary, collateral=event.failure.collateral)
+        failure = self._frozen.pop(event.pid, event.failure if self._failed_by_itself(event) else None)
+        if failure is not None:
+            ended = replace(ended, failure=failure.summary, collateral=failure.collateral)
         self._events.write(ended)
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)

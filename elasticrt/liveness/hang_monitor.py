@@ -166,6 +166,11 @@ class HangMonitor:
         self._stopped = self._stopped.looked(found, now)
         return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
 
+    def stood(self, now: float, generation: int) -> events.Stalled:
+        """The event about workers of `generation` that a signal has stopped, as of `now`."""
+        age_s = round(now - self._pace.since, 1) if self._pace.step else 0.0
+        return events.Stalled(generation, self._pace.step, age_s, True, {})
+
     def look_closer(self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int) -> None:
         """If there has been no step for long at `now`, take the workers' stacks for `placed`."""
         at = [last_ns(page) / 1e9 for page in pages]
