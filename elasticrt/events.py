@@ -371,7 +371,9 @@ class Paused(Stalled):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Steps stand still, and the others wait for these ranks. A warning, which ends nothing, by the node of rank 0.
+    """Steps stand still, and the others wait for these ranks. A warning, which ends nothing.
+
+    The node of rank 0 finds it; the others hear it from there, and write it as well.
 
     Attributes:
         generation: the generation.

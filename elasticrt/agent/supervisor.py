@@ -188,7 +188,9 @@ class Supervisor:
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
             if not self._state.holding:
-                self.hangs.look_closer(now, self.pages.of(self._state), self.group, self._state.number)
+                self.hangs.look_closer(
+                    now, self.pages.of(self._state), self.group, self._state.number, first=self._is_first
+                )
             self.hangs.ask_if_stalled(now, self.group, self._state.number)
         self.look_for_laggards(now, elsewhere)
 
@@ -256,21 +258,30 @@ class Supervisor:
     def asks_for_positions(self, now: float) -> int:
         """The generation whose other nodes are to be asked at `now` where their workers are; 0: none.
 
-        Only the node of rank 0 asks.
+        The node of rank 0 asks all others; they ask it what it has found.
         """
-        state = self._state
-        due, first = self.hangs.is_to_ask(now), state.seat is not None and state.seat.index == 0
+        state, due = self._state, self.hangs.is_to_ask(now, first=self._is_first)
         self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
-        return state.number if due and first and state.running else 0
+        return state.number if due and state.running else 0
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether rank 0 is on this node."""
+        return self._state.seat is not None and self._state.seat.index == 0
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, object]) -> None:
-        """Find out who holds the training up, from what the `others` say of their workers in `generation`.
+        """Find out who holds the training up, from what the `others` say in `generation`: the node of rank 0 looks at
+        where all workers are, every other one hears what that node has found.
 
         Both are by node: `nodes` has the addresses of all of them, `others` the answers of those that were asked.
         """
         if self._state.running and generation == self._state.number:
             found = {node: each for node, each in others.items() if isinstance(each, dict)}
             said = {node: each for node, each in found.items() if each.get("generation") == generation}
+            if not self._is_first:
+                for answer in said.values():
+                    self.hangs.hear(generation, answer)
+                return
             reached = {node: str(each["reached_by"]) for node, each in found.items() if "reached_by" in each}
             self.hangs.blame(generation, nodes, said, reached)
             self.hangs.compare(generation, said)
