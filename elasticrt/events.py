@@ -115,6 +115,18 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class StandsBy(Generation):
+    """A generation runs without this node, which had a seat before. The fields are those of `generation`.
+
+    Attributes:
+        index: -1.
+        age_s: seconds since the last step of this node's workers.
+    """
+
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class WorkersStarted:
     """All workers of this node's seat run.
 
@@ -465,6 +477,7 @@ Event = (
     | Health
     | ParentWarm
     | Generation
+    | StandsBy
     | WorkersStarted
     | Restarted
     | FirstStep
