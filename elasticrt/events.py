@@ -115,6 +115,18 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class StandsBy(Generation):
+    """A generation runs without this node, which had a seat before. The fields are those of `generation`.
+
+    Attributes:
+        index: -1.
+        age_s: seconds since the last step of this node's workers.
+    """
+
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class WorkersStarted:
     """All workers of this node's seat run.
 
@@ -371,7 +383,9 @@ class Paused(Stalled):
 
 @dataclass(frozen=True)
 class Culprit:
-    """Steps stand still, and the others wait for these ranks. A warning, which ends nothing, by the node of rank 0.
+    """Steps stand still, and the others wait for these ranks. A warning, which ends nothing.
+
+    The node of rank 0 finds it; the others hear it from there, and write it as well.
 
     Attributes:
         generation: the generation.
@@ -463,6 +477,7 @@ Event = (
     | Health
     | ParentWarm
     | Generation
+    | StandsBy
     | WorkersStarted
     | Restarted
     | FirstStep

@@ -24,15 +24,13 @@ import psutil
 import pytest
 
 from elasticrt.cli.playground import end_embedded_store
+from elasticrt.ipc.collateral_errors import NOT_LET_GO
 
 MARK = "ELASTICRT_TEST_RUN"
 GRACE_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 NAMES = ("elasticrt", "faketime_", "sem.faketime_")
 """How names begin that nothing may leave behind. libfaketime's stay if its first process is killed."""
-
-LOST_MESSAGE = "gloo: connection closed by peer in the middle of a message"
-"""The error of a survivor that torch's gloo leaves waiting for ever, in about 1 of 1,500 kills (docs/limits.md)."""
 
 
 def children(pid: int) -> set[int]:
@@ -146,7 +144,7 @@ _excused = pytest.StashKey[set[str]]()
 def _lost_a_message(item: pytest.Item, report: pytest.TestReport) -> bool:
     place = getattr(item, "funcargs", {}).get("tmp_path")
     files = [each for each in place.rglob("*") if each.is_file()] if isinstance(place, Path) else []
-    return LOST_MESSAGE in report.longreprtext or any(LOST_MESSAGE.encode() in each.read_bytes() for each in files)
+    return NOT_LET_GO in report.longreprtext or any(NOT_LET_GO.encode() in each.read_bytes() for each in files)
 
 
 @pytest.fixture(scope="session")

@@ -177,18 +177,23 @@ class Agent(Side):
             self.alone_at = None
             if view.leads and len(view.members) == 1:
                 self.voice.warn(self.settings.alone)
-        self.voice.generation(view, member.me)
+        self.voice.generation(view, member.me, self.node.progress)
         if self.voice.narrates:
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
             self.voice.tick(now, at, self.node.progress.step(), view.head)
 
     def _ask_for_positions(self, now: float) -> None:
-        """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`."""
+        """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`.
+
+        The node of rank 0 asks all others, and each of them asks only that one.
+        """
         generation = self.node.asks_for_positions(now)
         if generation:
             seats = self.member.view.order()
             nodes = {seat.node: seat.address for seat in seats}
-            others = [seat for seat in seats if seat.node != self.member.me.record.node]
+            own = self.member.me.record.node
+            first = any(seat.index == 0 and seat.node == own for seat in seats)
+            others = [seat for seat in seats if (seat.node != own if first else seat.index == 0)]
             self.loop.prober.ask_for_workers(
                 others, lambda found: self.queue.put(Positions(generation, nodes, found)), self.member.view.witnesses
             )
@@ -380,7 +385,7 @@ class Agent(Side):
 
     def published(self, decision: Publish, before: View) -> None:
         """See `Side`."""
-        self.voice.published(decision, {seat.node: seat.incarnation for seat in before.order()})
+        self.voice.published(decision, before)
 
     def _ask_store(self, said: WorkerSaid) -> None:
         member, request = self.member, said.message

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.std_streams import Unwritable, write
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import ANEW, counted
+from elasticrt.liveness.progress import Progress
 from elasticrt.rendezvous.decision import Leave, Me, Publish
+from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Result
 from elasticrt.rendezvous.view import Stored, View
 from elasticrt.settings import Settings
@@ -190,6 +191,8 @@ class Console:
         # A millisecond later: the sum is rounded, and an alarm that came too early would not come again.
         told, self._told = [*self._told, *self._changes.tick(now + self._zero + 1e-3)], []
         for chapter, text in told:
+            if self._node not in chapter.nodes:  # Said when it began.
+                continue
             generation, pids = self.story.workers.get(self._node, (0, {}))
             here = f" ({_ranks(min(pids), len(pids))} here)" if pids and generation == chapter.number else ""
             fields = {
@@ -246,21 +249,35 @@ class Console:
         """Say that the run has succeeded before, with this `result`."""
         self.say(f"run {self._settings.run_id} has succeeded already ({result.reason}); --again runs it once more")
 
-    def published(self, decision: Publish, before: Mapping[str, str]) -> None:
-        """Note which nodes the published generation has lost. `before`: incarnations by node of the one it replaces."""
-        after = {seat.node: seat.incarnation for seat in decision.seats}
-        if decision.draft.kind == "lost":
-            for name in sorted(name for name in before if after.get(name) != before[name]):
-                self.events.write(events.MemberLost(lost=name, how=decision.draft.cause))
+    def published(self, decision: Publish, before: View) -> None:
+        """Note which nodes of `before` the published generation has lost: not those that have left in order."""
+        stay = {seat.incarnation for seat in decision.seats}
+        for seat in before.order() if decision.draft.kind == "lost" else ():
+            key, how = before.members.get(seat.node), how_gone(before, seat)
+            lives = key is not None and key.record.incarnation == seat.incarnation
+            if seat.incarnation not in stay and not lives and how != "left":
+                anew = decision.draft.cause == ANEW
+                self.events.write(events.MemberLost(lost=seat.node, how=ANEW if anew else f"{seat.node} {how}"))
 
-    def generation(self, view: View, me: Me) -> None:
-        """Say once that the generation of `view` runs without this node, `me`. Others are in the story."""
+    def generation(self, view: View, me: Me, progress: Progress) -> None:
+        """Say once that the generation of `view` runs without this node, `me`. Others are in the story.
+
+        `progress`: of its workers, if it has had a seat before.
+        """
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
             return
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
             return
         self._stood_by = view.number
+        if self.story.chapters:
+            names, step = tuple(seat.node for seat in view.order()), new.resume.step if new.resume else 0
+            self.events.write(
+                events.StandsBy(
+                    new.number, new.world_size, new.cause, new.kind, new.restarts.spent, names, step, -1, new.in_place,
+                    age_s=round(progress.age_s(), 3),
+                )
+            )  # fmt: skip
         alive = {each.record.incarnation for each in view.members.values()}
         if not view.complete or not alive.isdisjoint(each.incarnation for each in view.seats.values()):
             # Otherwise that generation ended before this node joined, and the next one follows.

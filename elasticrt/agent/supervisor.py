@@ -23,6 +23,7 @@ from elasticrt.agent.node_check import NodeCheck
 from elasticrt.agent.seating import Seating
 from elasticrt.agent.worker_pages import WorkerPages
 from elasticrt.event_log import EventLog
+from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
@@ -89,6 +90,7 @@ class Supervisor:
         self._wanted: tuple[Generation, Seat] | None = None  # The same, while its workers are not started yet.
         self._leaves = False  # Whether the workers are ended because this node leaves.
         self._kill_late: tuple[int, float] | None = None  # Which generation's workers are killed, and when.
+        self._frozen: dict[int, Failure] = {}  # By pid: workers that are ended because a signal had stopped them.
         self._late_at: float | None = None  # When to look for workers that have not taken their new seat.
         self._joining = JoiningWorkers()
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
@@ -186,7 +188,9 @@ class Supervisor:
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
             if not self._state.holding:
-                self.hangs.look_closer(now, self.pages.of(self._state), self.group, self._state.number)
+                self.hangs.look_closer(
+                    now, self.pages.of(self._state), self.group, self._state.number, first=self._is_first
+                )
             self.hangs.ask_if_stalled(now, self.group, self._state.number)
         self.look_for_laggards(now, elsewhere)
 
@@ -231,7 +235,9 @@ class Supervisor:
         self.progress.remember()
         ranks = [state.ranks[rank] for rank in found]
         failure = stopped(ranks, node=state.seat.node, generation=state.number, step=self.progress.step())
+        self._events.write(self.hangs.stood(now, state.number))
         self._say(f"{failure.summary}: ended")
+        self._frozen.update((pids[rank], failure) for rank in found)
         self._give_up(found)
         self._failed(failure)
 
@@ -252,21 +258,30 @@ class Supervisor:
     def asks_for_positions(self, now: float) -> int:
         """The generation whose other nodes are to be asked at `now` where their workers are; 0: none.
 
-        Only the node of rank 0 asks.
+        The node of rank 0 asks all others; they ask it what it has found.
         """
-        state = self._state
-        due, first = self.hangs.is_to_ask(now), state.seat is not None and state.seat.index == 0
+        state, due = self._state, self.hangs.is_to_ask(now, first=self._is_first)
         self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
-        return state.number if due and first and state.running else 0
+        return state.number if due and state.running else 0
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether rank 0 is on this node."""
+        return self._state.seat is not None and self._state.seat.index == 0
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, object]) -> None:
-        """Find out who holds the training up, from what the `others` say of their workers in `generation`.
+        """Find out who holds the training up, from what the `others` say in `generation`: the node of rank 0 looks at
+        where all workers are, every other one hears what that node has found.
 
         Both are by node: `nodes` has the addresses of all of them, `others` the answers of those that were asked.
         """
         if self._state.running and generation == self._state.number:
             found = {node: each for node, each in others.items() if isinstance(each, dict)}
             said = {node: each for node, each in found.items() if each.get("generation") == generation}
+            if not self._is_first:
+                for answer in said.values():
+                    self.hangs.hear(generation, answer)
+                return
             reached = {node: str(each["reached_by"]) for node, each in found.items() if "reached_by" in each}
             self.hangs.blame(generation, nodes, said, reached)
             self.hangs.compare(generation, said)
@@ -585,7 +600,8 @@ class Supervisor:
         if not state.running or left.generation != state.number or state.seat is None:
             return
         if left.error and state.failed_at is None:
-            failure = lost_peer(rank=event.rank, node=self._settings.node, message=f"lost its group: {left.error}")
+            how = f"lost its group: {in_words(left.error)}"
+            failure = lost_peer(rank=event.rank, node=self._settings.node, message=how)
             self._state = state.failed(failure, self._clock.monotonic())
             self.progress.disturbed()
             self.progress.remember()
@@ -604,8 +620,9 @@ class Supervisor:
     def _worker_ended(self, event: WorkerEnded) -> None:
         step = self.pages.step_of(event.local_rank, event.generation)
         ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code, step=step)
-        if event.failure is not None and self._failed_by_itself(event):
-            ended = replace(ended, failure=event.failure.summary, collateral=event.failure.collateral)
+        failure = self._frozen.pop(event.pid, event.failure if self._failed_by_itself(event) else None)
+        if failure is not None:
+            ended = replace(ended, failure=failure.summary, collateral=failure.collateral)
         self._events.write(ended)
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)

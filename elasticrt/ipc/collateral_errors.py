@@ -24,6 +24,15 @@ NEVER_MET = re.compile(
 )
 """Errors of gloo, NCCL and torch's store when workers cannot reach each other at their announced addresses."""
 
+NOT_LET_GO = "gloo did not let it go"
+LET_GO_NEVER = f"{NOT_LET_GO} (connection closed by peer in the middle of a message)"
+"""The error of a survivor that gloo leaves waiting for ever, so that it is replaced. docs/limits.md says how often."""
+
+_OF_GLOO = re.compile(
+    r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\] ?|\.? This is typically caused by a remote worker .*", re.DOTALL
+)
+"""The place in gloo's source, and its advice to read the logs of another worker."""
+
 _ANNOUNCED = re.compile(r"remote=\[([^\]]+)\]|connect to ([0-9a-f.:]+)<|address of \(([^,)]+),", re.IGNORECASE)
 _COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|torch[/.]distributed|torch[/.]nn[/.]parallel", re.IGNORECASE)
 
@@ -39,6 +48,11 @@ def is_collateral(exception: str, message: str, callstack: str = "") -> bool:
     """
     chain = [(exception, message), *exceptions_in(callstack)]
     return any(_says_peer_is_gone(name.rpartition(".")[2], text, callstack) for name, text in chain)
+
+
+def in_words(message: str) -> str:
+    """The message of an error without what says nothing about it."""
+    return _OF_GLOO.sub("", message)
 
 
 def announced_address(message: str) -> str:

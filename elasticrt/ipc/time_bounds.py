@@ -42,6 +42,9 @@ FIRST_STEP_S = 5.0
 PLACES_S = 2.5
 """After this time all agents have their stacks, which take STACKS_S_MAX, and the agent of rank 0 asks the others."""
 
+FOUND_S = 2.0
+"""So much later the node of rank 0 knows who is waited for, and the other nodes ask it."""
+
 COMPARE_S = 10.0
 """Between two comparisons of the nodes' own work. DDP measures one step in a hundred."""
 

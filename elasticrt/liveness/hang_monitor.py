@@ -32,12 +32,15 @@ from elasticrt.ipc.time_bounds import (
     CLOSER_S,
     COMPARE_S,
     FIRST_STEP_S,
+    FOUND_S,
     LOOK_IDLE_S,
     LOOK_IN_PLACE_S,
     LOOK_S,
+    PLACES_S,
     STANDING_IN_PLACE_S,
 )
-from elasticrt.liveness.culprit import LINKS_MAX, Position, doing, find, from_json
+from elasticrt.ipc.typed import typed
+from elasticrt.liveness.culprit import LINKS_MAX, Culprit, Position, doing, find, from_json
 from elasticrt.liveness.stacks import Stacks, keep, main_thread
 from elasticrt.liveness.stall_detector import STANDING_FACTOR, STANDING_S, Idle, Sight, StallDetector, Stand, Stopped
 from elasticrt.liveness.straggler import Comparison, Waits
@@ -105,6 +108,7 @@ class HangMonitor:
         self.positions: tuple[Position, ...] = ()
         self.said: Mapping[str, object] = {}
         self.comparison, self._compare_at, self._waits_at = Comparison(), 0.0, 0.0
+        self._found: dict[str, object] = {}  # The finding about the present stand, for the other nodes.
         self._blamed: dict[str, float] = {}  # When each finding was reported last.
         self._blamed_step = 0, ""  # The step and the reason of the last finding.
         self._written = 0, 0, ""  # The step, the look and the key of the last finding that was written.
@@ -166,8 +170,18 @@ class HangMonitor:
         self._stopped = self._stopped.looked(found, now)
         return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
 
-    def look_closer(self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int) -> None:
-        """If there has been no step for long at `now`, take the workers' stacks for `placed`."""
+    def stood(self, now: float, generation: int) -> events.Stalled:
+        """The event about workers of `generation` that a signal has stopped, as of `now`."""
+        age_s = round(now - self._pace.since, 1) if self._pace.step else 0.0
+        return events.Stalled(generation, self._pace.step, age_s, True, {})
+
+    def look_closer(
+        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, first: bool
+    ) -> None:
+        """If there has been no step for long at `now`, take the workers' stacks for `placed`.
+
+        `first`: this is the node of rank 0, which finds out who is waited for. The others ask it a little later.
+        """
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return
@@ -176,9 +190,12 @@ class HangMonitor:
         bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
-        before, self._stand = self._stand, self._stand.looked(step, max(at), now, bound_s)
+        before, self._stand = (
+            self._stand,
+            self._stand.looked(step, max(at), now, bound_s, PLACES_S if first else PLACES_S + FOUND_S),
+        )
         if before.step != step:
-            self.positions = ()
+            self.positions, self._found = (), {}
         if self._stand.times > before.times:
             group.look(generation)
             self.ask(group, Stacks("closer", generation, min(page.step for page in pages), now - max(at), False))
@@ -213,10 +230,10 @@ class HangMonitor:
             )
         self.positions, self._waits_at, self._aged_at = tuple(found), 0.0, time.monotonic()
 
-    def is_to_ask(self, now: float) -> bool:
-        """Whether to ask the other nodes about their workers `now`: after each closer look at this node's workers, and
-        every COMPARE_S while steps are made."""
-        if now >= self._compare_at and self._pace.recent:
+    def is_to_ask(self, now: float, *, first: bool) -> bool:
+        """Whether to ask other nodes about their workers `now`: after each closer look at this node's workers, and on
+        the node of rank 0, the `first`, every COMPARE_S while steps are made."""
+        if first and now >= self._compare_at and self._pace.recent:
             self._compare_at = now + COMPARE_S
             return True
         if self._stand.ask_at is None or now < self._stand.ask_at:
@@ -236,7 +253,7 @@ class HangMonitor:
             replace(each, flights=by_rank[each.rank].flights, age_s=age_of(by_rank[each.rank])) for each in known
         )
         self._aged_at = time.monotonic()
-        self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits}
+        self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits, **self._found}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
         """Report a slow node, from the waits of all ranks. `others`: the other agents' answers, by node."""
@@ -273,18 +290,36 @@ class HangMonitor:
         by_node = {own: self.positions, **dict(_positions(others))}
         names = {address: node for node, address in nodes.items()}
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
-        culprit = find(by_node, silent, names, own)
-        now, step = time.monotonic(), min(each.step for each in self.positions)
-        age_s = max(each.age_s for each in self.positions) + now - self._aged_at
+        culprit, age_s = find(by_node, silent, names, own), self._age_s()
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
-        if culprit is None or (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
+        if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
+            self._found, self._waits_at = {"culprit": vars(culprit)}, 0.0
+            self._tell(generation, culprit, age_s)
+
+    def hear(self, generation: int, answer: Mapping[str, object]) -> None:
+        """Report what the node of rank 0 has found, by its `answer`, if steps stand still here as well."""
+        found = answer.get("culprit")
+        if not self.positions or not isinstance(found, dict):
             return
+        try:
+            self._tell(generation, typed(Culprit, found), self._age_s())
+        except TypeError as error:
+            log.warning("the finding of the node of rank 0 cannot be read: %s", error)
+
+    def _age_s(self) -> float:
+        """Seconds without a step, until now."""
+        return max(each.age_s for each in self.positions) + time.monotonic() - self._aged_at
+
+    def _tell(self, generation: int, culprit: Culprit, age_s: float) -> None:
+        step = min(each.step for each in self.positions)
         self._blamed_step = step, culprit.reason
-        who = culprit.ranks, culprit.nodes, culprit.reason
         found = step, self._stand.times, culprit.key
         if found != self._written:  # The nodes are also asked for `compare`, and then say the same again.
             self._written = found
-            self._events.write(events.Culprit(generation, step, round(age_s, 1), *who))
+            self._events.write(
+                events.Culprit(generation, step, round(age_s, 1), culprit.ranks, culprit.nodes, culprit.reason)
+            )
+        now = time.monotonic()
         if now - self._blamed.get(culprit.key, -BLAME_AGAIN_S) >= BLAME_AGAIN_S:
             self._blamed[culprit.key] = now
             self._say(f"no step for {age_s:.0f} s after step {step:,}: {culprit.reason}")

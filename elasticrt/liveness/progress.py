@@ -234,6 +234,11 @@ class Progress:
         own = self._look()
         return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
+    def age_s(self) -> float:
+        """Seconds since the last step of this node's workers; 0.0 if there was none."""
+        newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._look())])
+        return max(0, self._clock.monotonic_ns() - newest_ns) / 1e9 if newest_ns else 0.0
+
     def starting(self, now: float) -> bool:
         """Whether the workers have not reached their Loop at `now`, so that there is nothing to hand over.
 

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from elasticrt.ipc.time_bounds import AWAY_S, PLACES_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
+from elasticrt.ipc.time_bounds import AWAY_S, SAY_AFTER_S, STOPPED_S, STOPPED_UNEXPECTED_S
 
 STEPS_KEPT = 9
 """The usual time of a step is the median of this many measurements: a single slow or fast step does not matter."""
@@ -136,12 +136,15 @@ class Stand:
     times: int = 0
     ask_at: float | None = None
 
-    def looked(self, step: int, at: float, now: float, bound_s: float) -> Stand:
-        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on."""
+    def looked(self, step: int, at: float, now: float, bound_s: float, ask_s: float) -> Stand:
+        """The stand at `now`. The newest step ended `at`; looks are due after `bound_s`, twice that, and so on.
+
+        `ask_s`: from a look to the question to other nodes.
+        """
         before = self if step == self.step else Stand(step)
         if now - at < bound_s * 2**before.times:
             return before
-        return Stand(step, before.times + 1, now + PLACES_S)
+        return Stand(step, before.times + 1, before.ask_at or now + ask_s)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ from elasticrt.rendezvous.leader_context import (
     candidates,
     cause_of,
     counting,
+    how_gone,
     list_names,
     publish,
     re_form,
@@ -300,12 +301,9 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
     """Nodes are lost: the others re-form. That costs no restart."""
     if len(lost) == len(led.seats):
         return _start(led.view, led.spec, "lost", led.now)
-    left = all(led.said(seat, "left") for seat in lost)
-    found = {verdict.kind for seat in lost if (verdict := led.view.verdicts.get(seat.incarnation)) is not None}
-    how = {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}
-    why = how.get(found.pop(), "") if len(found) == 1 and not left else ""
-    cause = f"{list_names(seat.node for seat in lost)} {'left' if left else 'lost'}{why}"
-    return re_form(led, "lost", cause)
+    gone = {seat.node: how_gone(led.view, seat) for seat in lost}
+    same = {how: [node for node, each in gone.items() if each == how] for how in sorted(gone.values())}
+    return re_form(led, "lost", ", ".join(f"{list_names(nodes)} {how}" for how, nodes in same.items()))
 
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:

@@ -196,6 +196,15 @@ def re_form(
     return publish(led.view, led.spec, kind, cause, restarts=restarts or led.generation.restarts, me=led.me)
 
 
+def how_gone(view: View, seat: Seat) -> str:
+    """How the node of a lost seat has gone, in words that follow its name: "left", or "lost" with the evidence."""
+    report, verdict = view.reports.get(seat.node), view.verdicts.get(seat.incarnation)
+    if report is not None and report.record.incarnation == seat.incarnation and report.record.status == "left":
+        return "left"
+    evidence = {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}
+    return "lost" + (evidence.get(verdict.kind, "") if verdict is not None else "")
+
+
 def survivors(view: View) -> list[Stored[Member]]:
     """Members whose workers have this generation's state and can go on in place; none once a worker has ended well."""
     if view.generation is None or any(entry.record.status in ("finishing", "ok") for entry in view.reports.values()):

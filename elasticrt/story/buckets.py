@@ -55,9 +55,6 @@ _PHASES = {
 SPANS_MAX = 4000
 """A life with more spans gets coarser ones of training."""
 
-AWAY_S = 10.0
-"""`progress` is told every 5 s: an agent that was silent for longer than this was frozen."""
-
 STANDS_KEPT = 64
 """How many times in which steps stood still are kept of a generation."""
 
@@ -177,6 +174,9 @@ class LifeSpans:
                     self._train_to(self._failed_at)
                 self._to(at, SET_UP)
                 self._mode, self._failed_at = "idle", None
+            case events.StandsBy():
+                self._left_out(at, at - event.age_s)
+                self._newest = event.number
             case events.Generation():
                 self._seated(event, at)
             case events.SetUp() | events.Recovery():
@@ -211,18 +211,10 @@ class LifeSpans:
     # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:
-        left_out = self._mode == "training" and event.number != self._newest + 1
+        if self._mode == "training" and event.number != self._newest + 1:
+            self._left_out(at, self._course.step_at or at)
         self._newest = event.number
-        if left_out:  # The others went on without this node, which is now back.
-            course, last = self._course, at
-            if self._failed_at is not None:
-                last = self._failed_at
-            elif course.step_at and course.over_at >= at:  # These are its own events alone.
-                # An agent that was frozen tells of the last steps when it wakes up.
-                last = course.step_at if course.step_at - self._cursor < AWAY_S else self._cursor
-            self._train_to(last)
-            self._to(at, STANDBY)
-        if self._mode == "training" and not left_out:
+        if self._mode == "training":
             self._turn_at = at if self._turn_at is None else self._turn_at
         else:
             if self._mode == "start":
@@ -230,6 +222,14 @@ class LifeSpans:
             elif self._mode == "idle":
                 self._to(at, WAITING if event.kind == "start" else STANDBY)
             self._mode = "seated"
+
+    def _left_out(self, at: float, last: float) -> None:
+        """The others have gone on without this node, which knows it `at`, and has made its `last` step before."""
+        if self._mode == "training":
+            self._train_to(last if self._failed_at is None else min(last, self._failed_at))
+            self._to(min(at, self._course.over_at), DETECT)
+            self._to(at, STANDBY)
+            self._mode = "idle"
 
     def _stepped(self, event: events.SetUp | events.Recovery, at: float, *, short: bool) -> None:
         end = at - sum(event.phases.values()) / 1000
@@ -345,7 +345,8 @@ def together(
 ) -> list[Span]:
     """The spans of the whole run: each moment is shared equally by the nodes that have a seat then.
 
-    Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet.
+    Where no seated node lives, all living ones share it, and those that stand by are in `detect`: they do not know yet,
+    unless nothing is told of any seated node, as in one node's own events.
     A time without any has no span. What the nodes share is drawn in the order of `BUCKETS`, in pieces of a
     two-thousandth of the run.
 
@@ -361,6 +362,7 @@ def together(
         for span in spans:
             if span.begin < end:
                 edges += [(span.begin, 1, number, span.bucket), (min(span.end, end), 0, number, span.bucket)]
+    known = frozenset(names)
     first, last = (min(edges)[0], max(edges)[0]) if edges else (0.0, 0.0)
     mixed = _Mixed((last - first) / PIECES)
     edges += [(begin, -1, number, "") for number, (begin, _) in enumerate(seats)]
@@ -369,7 +371,7 @@ def together(
     of_all, of_seated, since = Counter[str](), Counter[str](), 0.0
     for at, kind, number, bucket in sorted(edges):
         if at > since:
-            if seated and not of_seated:  # The others stand by for a generation that is no more.
+            if not of_seated and not known.isdisjoint(seated):  # The others stand by for a generation that is no more.
                 counts = Counter(of_all)
                 counts[DETECT] += counts.pop(STANDBY, 0)
                 mixed.add(since, at, +counts)

@@ -294,7 +294,8 @@ class Story:
         before, life = self.chapter, self._present.get(node)
         known = before is not None and (event.number in self._numbers or event.number < before.number)
         # Numbers begin anew with another etcd. An agent's seat is never in a generation that is older than the agent.
-        anew = known and before is not None and life is not None and life.begin > before.begin
+        later = before is not None and life is not None and life.begin > before.begin
+        anew = known and later and not isinstance(event, events.StandsBy)
         if known and not anew:
             return  # Every member reports it. The first report is enough, and a suspended member's comes late.
         cause, kind = event.cause, event.kind
@@ -392,7 +393,10 @@ class Story:
 
     def _stepped(self, generation: int, step: int, at: float) -> None:
         self.first_step_at = at if self.first_step_at is None else self.first_step_at
-        self.step, self.newest, self.last_step_at = max(self.step, step), step, max(at, self.last_step_at)
+        self.step = max(self.step, step)
+        if self.chapter is not None and generation < self.chapter.number:
+            return  # An agent that was frozen tells of its last steps when it wakes up.
+        self.newest, self.last_step_at = step, max(at, self.last_step_at)
         course = self._courses.get(generation)
         if course is not None:
             course.stepped(step, at)

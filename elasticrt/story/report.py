@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -45,11 +44,7 @@ def summary(story: Story) -> list[str]:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    lines = [pace, *sums(story)[1:]]
-    by_node = Counter(trouble.node for trouble in story.troubles)
-    if by_node:
-        lines.append("failures: " + ", ".join(f"{node} ({count})" for node, count in by_node.most_common(NODES_SHOWN)))
-    return lines
+    return [pace, *sums(story)[1:]]
 
 
 def body(story: Story, now: float | None = None) -> list[str]:

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from elasticrt.checkpoint import state_transfer, stateful
 from elasticrt.distributed import agent_client, barrier, collectives, context, regroup
 from elasticrt.distributed.wrapping import ddp_layers
-from elasticrt.ipc.collateral_errors import is_collateral, is_of_a_collective
+from elasticrt.ipc.collateral_errors import LET_GO_NEVER, is_collateral, is_of_a_collective
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.error_file import described, write_error_file
 from elasticrt.ipc.messages import Left
@@ -194,7 +194,7 @@ class InPlace:
             self._give_up()
         except Exception:  # noqa: BLE001  Whatever it is, this process ends now.
             _log.exception("the newest step could not be left to the agent")
-        write_error_file(ConnectionError("gloo: connection closed by peer in the middle of a message"))
+        write_error_file(ConnectionError(LET_GO_NEVER))
         os._exit(1)
 
     def set_up_beside(self, objects: Mapping[str, Any]) -> None:

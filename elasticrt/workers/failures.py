@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 
 from elasticrt.ipc.collateral_errors import (
     NEVER_MET,
+    NOT_LET_GO,
     PEER_IS_GONE,
     TRACEBACK,
     announced_address,
     exceptions_in,
+    in_words,
     is_collateral,
 )
 from elasticrt.ipc.env import WorkerEnv
@@ -51,6 +53,9 @@ _NOT_HERE = re.compile(
     rf"\[Errno ({'|'.join(str(each) for each in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR))})\]"
 )
 """Errors of starting a program that is missing, or is none. Others may come of too few processes or files."""
+
+_NESTED = re.compile(r"Caught \S+ (in .+?)\.?\nOriginal Traceback")
+"""torch's message of an error that another process or thread has raised, such as a loader's: the error comes last."""
 
 _GENERATION = re.compile(r"/generation-(\d+)/[^/]*$")
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
@@ -124,7 +129,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
     found = raised(left)
     collateral = _is_collateral(found, left)
     message = left.start_error or left.lost or found.message
-    how = _how_it_ended(left, found.exception, message)
+    how, place = _how_it_ended(left, found.exception, message), f"rank {worker.rank} on {worker.node}"
     unmet = collateral and NEVER_MET.search(message) is not None
     advice = _how_to_meet(message) if unmet else "" if collateral else _of_gpu(found, left)
     final = _final_code(found, left)
@@ -132,7 +137,11 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
         rank=worker.rank,
         code=left.code,
         collateral=collateral,
-        summary=": ".join(filter(None, (f"rank {worker.rank} on {worker.node}", advice, how))).replace("\n", " "),
+        summary=(
+            f"{place} was replaced: {NOT_LET_GO}"
+            if NOT_LET_GO in message
+            else ": ".join(filter(None, (place, advice, how))).replace("\n", " ")
+        ),
         text="\n".join(_report(worker, left, how, advice, final)),
         final_code=final,
         unmet=unmet,
@@ -268,8 +277,15 @@ def _how_it_ended(left: Remains, exception: str, message: str) -> str:
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
     if left.code > 0 and exception.rpartition(".")[2] in _FINAL:
         how = ""  # The run ends with the error's own exit code, and not with the worker's.
-    said = (cut(exception, _NAME_MAX_BYTES), cut(message, _MESSAGE_MAX_BYTES))
+    said = (cut(exception, _NAME_MAX_BYTES), cut(_innermost(message), _MESSAGE_MAX_BYTES))
     return ": ".join(filter(None, (how, *said)))
+
+
+def _innermost(message: str) -> str:
+    """The message of the error itself, where torch puts a traceback before it; without what says nothing."""
+    found = _NESTED.match(message)
+    inner = exceptions_in(message)[-1:] if found else []
+    return f"{inner[0][1]} ({found[1]})" if found and inner else in_words(message)
 
 
 def signal_name(number: int) -> str:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from elasticrt.event_log import records
+from elasticrt.story.buckets import totals
+from elasticrt.story.fold import story_of
 from tests.cluster import Cluster, kill
 from tests.integration.trouble.stepping import Stepping
 
@@ -146,7 +149,11 @@ def test_a_stopped_worker_is_named_and_ended(tmp_path: Path) -> None:
         causes = [event["cause"] for event in run.events("generation") if event["node"] == "n0"]
         assert len(causes) == 2, run.story()
         assert re.fullmatch(r"rank 1 on n[01] is stopped \(SIGSTOP\)", causes[1]), causes
-        assert run.events("stalled") == []
+        (stood,) = run.events("stalled")
+        assert (stood["step"], stood["final"]) == (25, True), stood
+        own = story_of(records(run.run_dir / f"events-{stood['node']}.jsonl"))
+        assert [trouble.what for trouble in own.troubles] == causes[1:]
+        assert totals(own.spans())["detect"] >= 1.0, "its own events alone say that it did not train"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -93,7 +94,10 @@ def test_processor_time_is_of_whole_sessions():
 
 
 def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
-    """The age is that of the moment when it is written, and a second round of answers adds no event."""
+    """The age is that of the moment when it is written, and a second round of answers adds no event.
+
+    A node without rank 0 hears it from that of rank 0, and writes the same.
+    """
     settings = settings_of(tmp_path)
     stacks: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
     kept: list[events.Event] = []
@@ -112,12 +116,24 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     waits = [1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]
     others = {"n1": {"workers": [waits]}}
 
-    monitor.look_closer(time.monotonic(), [page], group, 2)
+    monitor.look_closer(time.monotonic(), [page], group, 2, first=True)
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     page.step_at_ns -= 10**9  # As if a second had passed since.
     monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
     for _ in range(2):
         monitor.blame(2, {"n0": "", "n1": ""}, others, {})
-    page.close()
     assert [(each.step, each.ranks) for each in kept if isinstance(each, events.Culprit)] == [(5, (0,))]
     assert kept[0].age_s >= 5.0
+
+    monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
+    found = kept.pop()
+    answer = json.loads(json.dumps(monitor.said))
+    for said in (answer, answer, {}, {"culprit": 7}, {"culprit": {"ranks": 1}}):
+        monitor.hear(2, said)
+    assert kept == [], "this node has said so itself"
+    monitor.began()
+    monitor.look_closer(time.monotonic(), [page], group, 2, first=False)
+    monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
+    monitor.hear(2, answer)
+    page.close()
+    assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]

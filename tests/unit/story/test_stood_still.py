@@ -84,20 +84,28 @@ def test_a_pause_is_no_hang():
 
 def test_who_was_left_out_does_not_train():
     """A frozen node finds out late: until the others went on it is `detect`, then it stands by, until it is back."""
+    again = begun(2, "a")
     entries = [
         *THREE_STEPS,
         (5.0, "b", progress(15)),
         AT_SIX,
         (9.5, "a", events.MemberLost("b", "b lost (no answer; power or network)")),
-        (9.5, "a", begun(2, "a")),
+        (9.5, "a", again),
         (10.0, "a", events.Recovery(2, 4.0, {**PAUSE, "detect": 3000.0})),
+        (29.9, "b", events.Step(1, 20, 0, {})),  # It tells of its last steps when it wakes up.
         (30.0, "b", progress(20)),
-        (31.0, "b", begun(3, "ab", "join")),
+        (30.5, "b", events.StandsBy(**{**vars(again), "index": -1}, age_s=24.5)),
     ]
-    told = story(entries)
-    expected = {"train": 2.0, "detect": 3.5, "standby": 21.5}
-    spent = totals(told.spans_by_node()["b"])
-    assert {name: spent[name] - (name == "train") * 0.5 for name in expected} == pytest.approx(expected)
-    assert sum(spent.values()) == pytest.approx(30.5)
-    alone = totals(story([entry for entry in entries if entry[1] == "b"]).spans_by_node()["b"])
-    assert (alone["train"], alone["standby"]) == pytest.approx((1.5, 26.0)), "what its own agent exports"
+    back = (31.0, "b", begun(3, "ab", "join"))
+    for known, now, standby in ((entries, 30.9, 21.4), ([*entries, back], 31.0, 21.5)):
+        told = story(known)
+        expected = {"train": 2.0, "detect": 3.5, "standby": standby}
+        spent = totals(told.spans_by_node(now)["b"])
+        assert {name: spent[name] - (name == "train") * 0.5 for name in expected} == pytest.approx(expected)
+        assert sum(spent.values()) == pytest.approx(now - 0.5)
+        own = story([entry for entry in known if entry[1] == "b"])
+        alone = totals(own.spans(now))
+        assert (alone["train"], alone["standby"]) == pytest.approx((2.5, 0.5 - (known == entries) * 0.1)), (
+            "its own view"
+        )
+        assert [chapter.number for chapter in own.chapters] == [chapter.number for chapter in told.chapters]

@@ -6,12 +6,23 @@ import json
 
 import pytest
 
+from elasticrt.ipc.collateral_errors import LET_GO_NEVER
 from elasticrt.ipc.failure import ENDED_EARLY, Failure, first_cause
 from elasticrt.workers.failures import Remains, failure_of, is_collateral, of_node, raised
 from tests.unit.workers.states import ended, worker
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 IN_TORCH = 'File "/x/torch/distributed/distributed_c10d.py", line 2780, in all_reduce'
+
+
+ADVICE = (
+    "This is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an "
+    "error. GLHF! \N{BEACH WITH UMBRELLA}"
+)
+IN_LOADER = (
+    "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+    + '  File "/x/torch/utils/data/_utils/fetch.py", line 54, in fetch\n    data = [...]\n' * 9
+)
 
 
 def failure(rank: int = 0, **changes: object) -> Failure:
@@ -99,11 +110,25 @@ def test_log_noise_is_not_evidence():
         ({"code": 1, "error_file": "not json"}, "exit code 1"),
         ({"code": 1, "error_file": error_file("CheckpointError: a (b)")}, "CheckpointError: a (b)"),
         ({"code": 1, "error_file": "[1]"}, "exit code 1"),
+        (
+            {"error_file": error_file(f"KeyError: {IN_LOADER}KeyError: 'foo'")},
+            "exit code 1: KeyError: 'foo' (in DataLoader worker process 0)",
+        ),
+        (
+            {"error_file": error_file(f"RuntimeError: {GLOO}Connection closed by peer [127.0.0.1]:13706. {ADVICE}")},
+            "exit code 1: RuntimeError: Connection closed by peer [127.0.0.1]:13706",
+        ),
     ],
 )
 def test_summaries(given, words):
-    """W04, W06, W17: exit, signal, out of memory and failed start are told apart."""
+    """W04, W06, W17: exit, signal, out of memory, failed start, and what was raised, are told apart."""
     assert failure(**given).summary == f"rank 0 on node-0: {words}"
+
+
+def test_a_survivor_that_gloo_keeps_is_replaced():
+    """It has not failed: a consequence of the loss that follows it, and no cause."""
+    found = failure(error_file=error_file(f"ConnectionError: {LET_GO_NEVER}"))
+    assert (found.collateral, found.summary) == (True, "rank 0 on node-0 was replaced: gloo did not let it go")
 
 
 def test_a_signal_is_never_collateral():
@@ -247,7 +272,7 @@ def test_the_report_that_people_read():
         '  |   File "t.py", line 3',
         "  | ValueError: bad batch",
         "  log: /run/logs/rank-1.err",
-        f"  collateral: rank 0 on node-0: exit code 1: RuntimeError: {GLOO}Connection closed by peer",
+        "  collateral: rank 0 on node-0: exit code 1: RuntimeError: Connection closed by peer",
         "  also: rank 2 on node-0: killed by SIGTERM",
     ]
 
