@@ -6,6 +6,7 @@ since 1970, as in the story.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from elasticrt import events
@@ -80,7 +81,7 @@ class Narration:
                 return tuple(map(Line, text.splitlines()))
             case events.Result() if not self._ended:
                 self._ended = True
-                return (Line(f"-- {sentences.ending(record.event)}"),)
+                return (*_lines(self._changes.tick(math.inf)), Line(f"-- {sentences.ending(record.event)}"))
         return lines
 
     def fault(self, text: str, done: str) -> Lines:

@@ -240,6 +240,21 @@ def told(history, min_nodes=1):
             [result("succeeded", 0, 1.0), result("succeeded", 0, 1.0)], ["-- the run succeeded"], id="one result, once"
         ),
         pytest.param(
+            [
+                *BEGIN,
+                generation("node-0", 2, TWO, "node-2 lost", 103.3),
+                result("failed", 1, 103.5, "x"),
+                passes(108.0),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- generation 2: node-2 lost, 2 nodes, world size 2",
+                "-- the run failed (code 1): x",
+                ".. 8 s: the run has ended; still there: node-0, node-1, node-2",
+            ],
+            id="a generation without a step is told before the end",
+        ),
+        pytest.param(
             [*BEGIN, exited("node-0", 0, 103.0), result("succeeded", 0, 103.0), passes(106.0)],
             [*BEGIN_TOLD, "-- the run succeeded", ".. 6 s: the run has ended; still there: node-1, node-2"],
             id="after the end it says who is waited for",
