@@ -269,7 +269,14 @@ class Console:
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
             return
+        known, leader = {each.record.incarnation for each in view.members.values()}, view.members.get(view.oldest or "")
+        runs = leader is not None and leader.record.generation == view.number
+        if not runs and known.isdisjoint(each.incarnation for each in view.seats.values()):
+            return  # That generation ended before this node joined, and the next one follows.
         self._stood_by = view.number
+        size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
+        until = _STANDS_BY_UNTIL[me.spec.join]
+        self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
         if self.story.chapters:
             names, step = tuple(seat.node for seat in view.order()), new.resume.step if new.resume else 0
             self.events.write(
@@ -278,12 +285,6 @@ class Console:
                     age_s=round(progress.age_s(), 3),
                 )
             )  # fmt: skip
-        alive = {each.record.incarnation for each in view.members.values()}
-        if not view.complete or not alive.isdisjoint(each.incarnation for each in view.seats.values()):
-            # Otherwise that generation ended before this node joined, and the next one follows.
-            size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
-            until = _STANDS_BY_UNTIL[me.spec.join]
-            self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
 
     def left(self, decision: Leave, head: Commit | None) -> None:
         """Say what is saved (`head`) when this node leaves by `decision`, and how to go on."""

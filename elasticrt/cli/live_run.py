@@ -53,11 +53,18 @@ def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractCon
     """
     named = named_run(arguments, options)
     if named is None:
-        live = [directory for directory in run_dir.newest(arguments.log_dir) if find(directory.name) is not None]
+        live = live_here(arguments.log_dir)
         if len(live) != 1:
             raise which_run(sorted(directory.name for directory in live))
         named = live[0].name, live[0]
     return opened(*named, options)
+
+
+def live_here(log_dir: str) -> list[Path]:
+    """The runs below `log_dir` with agents on this machine, the newest first. Their etcd outlives them for a moment."""
+    served = [directory for directory in run_dir.newest(log_dir) if find(directory.name) is not None]
+    stories = {directory: run_dir.read(directory) for directory in served}
+    return [directory for directory, story in stories.items() if story.result is None and story.alive()]
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:

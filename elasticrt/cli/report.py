@@ -124,7 +124,8 @@ def show_runs(arguments: argparse.Namespace) -> int:
         goodput = f"{story.goodput(now):.1%}"
         nodes = str(len({life.node for life in story.lives}))
         state = report.state(story, now)
-        rows.append((directory.name, begun, nodes, f"{report.made(story):,}", goodput, state))
+        steps = "-" if report.is_uncounted(story) else f"{report.made(story):,}"
+        rows.append((directory.name, begun, nodes, steps, goodput, state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
     if len(found) > RUNS_SHOWN:
         lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")

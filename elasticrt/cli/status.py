@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from elasticrt.cli.live_run import LiveRun, named_run, opened, options_given, which_run
+from elasticrt.cli.live_run import LiveRun, live_here, named_run, opened, options_given, which_run
 from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import write
@@ -25,11 +25,14 @@ CLEAR = "\033[H\033[J"
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print where a run stands, or how it ended; without an id the newest run's. Raises ConfigError for no such run."""
+    """Print where a run stands, or how it ended; without an id of the newest run that lives here, else of the newest.
+
+    Raises ConfigError for no such run.
+    """
     options = options_given(arguments, EtcdOptions())
     named = named_run(arguments, options)
     if named is None:
-        newest = run_dir.newest(arguments.log_dir)
+        newest = live_here(arguments.log_dir) or run_dir.newest(arguments.log_dir)
         if not newest:
             raise which_run()
         named = newest[0].name, newest[0]

@@ -6,6 +6,7 @@ since 1970, as in the story.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from elasticrt import events
@@ -80,7 +81,7 @@ class Narration:
                 return tuple(map(Line, text.splitlines()))
             case events.Result() if not self._ended:
                 self._ended = True
-                return (Line(f"-- {sentences.ending(record.event)}"),)
+                return (*_lines(self._changes.tick(math.inf)), Line(f"-- {sentences.ending(record.event)}"))
         return lines
 
     def fault(self, text: str, done: str) -> Lines:
@@ -116,8 +117,12 @@ class Narration:
 
     def _status(self, now: float) -> str:
         story, chapter = self.story, self.story.chapter
+        if self._ended:
+            late = [node for node in dict.fromkeys(life.node for life in story.lives) if node not in self.ended]
+            return f".. {now - self.started_at:.0f} s: the run has ended; still there: {report.listed(late)}"
         if story.first_step_at is None:
-            waiting = f"generation {chapter.number}, no step yet" if chapter else "no generation yet"
+            stage = "no step yet" if chapter is None or chapter.stepped_at is None else "its steps are not counted"
+            waiting = f"generation {chapter.number}, {stage}" if chapter else "no generation yet"
             return f".. {now - self.started_at:.0f} s: {counted(len(self.alive()), 'agent')}, {waiting}"
         since = max(self._status_at, story.first_step_at)
         speed = max(0, story.newest - self._status_step) / (now - since) if now > since else 0.0

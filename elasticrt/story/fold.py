@@ -101,7 +101,8 @@ class Chapter:
     """One generation.
 
     Attributes:
-        number, cause, kind, world_size, nodes, in_place, restarts: as the leader has published it.
+        number, cause, kind, world_size, nodes, in_place, restarts: as the leader has published it; the cause also names
+            nodes that join on this occasion.
         begin: when its first node began it.
         end: when the next one began; None for the newest.
         step_before: the last step before it that an event of any node tells of.
@@ -306,6 +307,9 @@ class Story:
                 cause, kind = self._why_anew(before, kind)
             step = before.reached if before.first_step is not None else before.step_before
             follows = before.nodes if anew or event.number == before.number + 1 else None
+            if event.kind in ("failure", "lost", "drain") and event.cause != ANEW and follows is not None:
+                newcomers = [name for name in event.nodes if name not in follows and name not in cause]
+                cause = "; ".join([cause, *(f"{name} joined" for name in newcomers)])
         if anew:
             self._numbers.clear()
             self._courses.clear()

@@ -73,6 +73,8 @@ def state(story: Story, now: float | None = None) -> str:
 
 def paces(story: Story) -> str:
     """The number of steps, their speed, and the newest checkpoint."""
+    if is_uncounted(story):
+        return "steps are not counted: the script has no Loop"
     steps = made(story)
     text = counted(steps, "step")
     took_s = story.last_step_at - story.first_step_at if story.first_step_at is not None else 0.0
@@ -81,6 +83,11 @@ def paces(story: Story) -> str:
     if story.scalars:
         text += ", " + ", ".join(f"{name} {value:.4g}" for name, value in story.scalars.items())
     return text + (f"; newest checkpoint: step {story.checkpoint:,}" if story.checkpoint else "; no checkpoint")
+
+
+def is_uncounted(story: Story) -> bool:
+    """Whether steps were made and not counted, because the script has no Loop."""
+    return story.first_step_at is None and any(chapter.stepped_at is not None for chapter in story.chapters)
 
 
 def made(story: Story) -> int:

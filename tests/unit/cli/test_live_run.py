@@ -10,7 +10,7 @@ import pytest
 
 from elasticrt import events
 from elasticrt.cli.drain import without_nodes
-from elasticrt.cli.live_run import LiveRun, live_run, named_run
+from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
 from elasticrt.cli.main import main
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import start_of
@@ -28,10 +28,11 @@ def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _run(name: str, *, lives: bool) -> None:
+def _run(name: str, *more: events.Event, lives: bool) -> None:
     """A run with a directory; one that lives has an etcd on this machine, whose keeper is this process."""
     log = EventLog("node-0", Path("runs", name))
-    log.write(events.AgentStarted(1, name, "embedded", f"runs/{name}", "a machine", 1, 1))
+    for event in (events.AgentStarted(1, name, "embedded", f"runs/{name}", "a machine", 1, 1), *more):
+        log.write(event)
     log.close()
     if lives:
         with locked() as (directory, _):
@@ -47,6 +48,9 @@ def test_the_only_live_run_is_meant() -> None:
     """Runs that have ended do not count, however new they are."""
     _run("calm-fox", lives=True)
     _run("old-owl", lives=False)
+    _run("done-dove", events.Result("succeeded", 0, "all ended well"), lives=True)  # Its etcd is about to end.
+    _run("left-lark", events.AgentStopped(143), lives=True)
+    assert [path.name for path in live_here("runs")] == ["calm-fox"]
     with live_run(_arguments(), EtcdOptions()) as run:
         assert run.keys.run_id == "calm-fox"
 

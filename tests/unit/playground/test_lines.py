@@ -240,6 +240,48 @@ def told(history, min_nodes=1):
             [result("succeeded", 0, 1.0), result("succeeded", 0, 1.0)], ["-- the run succeeded"], id="one result, once"
         ),
         pytest.param(
+            [
+                *BEGIN,
+                generation("node-0", 2, TWO, "node-2 lost", 103.3),
+                result("failed", 1, 103.5, "x"),
+                passes(108.0),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- generation 2: node-2 lost, 2 nodes, world size 2",
+                "-- the run failed (code 1): x",
+                ".. 8 s: the run has ended; still there: node-0, node-1, node-2",
+            ],
+            id="a generation without a step is told before the end",
+        ),
+        pytest.param(
+            [*BEGIN, exited("node-0", 0, 103.0), result("succeeded", 0, 103.0), passes(106.0)],
+            [*BEGIN_TOLD, "-- the run succeeded", ".. 6 s: the run has ended; still there: node-1, node-2"],
+            id="after the end it says who is waited for",
+        ),
+        pytest.param(
+            [*BEGIN[:6], record(events.SetUp(1, {"first_step": 90.0}), "node-0", 104.0), passes(105.1)],
+            [
+                BEGIN_TOLD[0],
+                "-- generation 1: 3 nodes, world size 3, first step after 4.00 s",
+                ".. 5 s: 3 agents, generation 1, its steps are not counted",
+            ],
+            id="steps without a Loop are not counted",
+        ),
+        pytest.param(
+            [
+                *BEGIN,
+                generation("node-0", 2, ["node-0", "node-1", "node-3"], "node-2 lost", 103.3),
+                *(first_step(node, 2, 2, 103.5, pause_s=0.2, redone=0) for node in ("node-0", "node-1", "node-3")),
+            ],
+            [
+                *BEGIN_TOLD,
+                "-- generation 2: node-2 lost; node-3 joined, 3 nodes, world size 3, paused 0.20 s after step 1, "
+                "no step lost",
+            ],
+            id="who joins when another one is lost is named",
+        ),
+        pytest.param(
             [result("failed", 3, 1.0, "1 of 2 nodes came")],
             ["-- the run failed (code 3): 1 of 2 nodes came"],
             id="a failed run says why",

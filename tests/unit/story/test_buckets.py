@@ -159,7 +159,7 @@ BACK = [Span(0.0, 4.0, "train"), Span(4.0, 10.0, "standby")]
             {"a": [Span(0.0, 4.0, "train")], "b": BACK},
             [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 4.0, "detect": 6.0}, id="none is seated",
         ),
-        pytest.param({"b": BACK}, [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 4.0, "standby": 6.0}, id="one node's view"),
+        pytest.param({"b": BACK}, [(0.0, "ab"), (4.0, "a")], 99.0, {"train": 4.0, "standby": 6.0}, id="own view"),
         pytest.param({"a": TRAINS, "b": PAUSES}, [], 99.0, {"train": 8.0, "pause": 2.0}, id="before there are seats"),
         pytest.param({"a": PAUSES}, [(0.0, "a")], 7.0, {"train": 6.0, "pause": 1.0}, id="not after the result"),
         pytest.param(
