@@ -212,7 +212,8 @@ def _follow(me: Me, view: View) -> Decision:
 def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) -> Decision:
     """The leader is silent: fence it, but only if this member reaches most of the nodes that it knows of.
 
-    A member that hears nothing from half of the others must suspect itself. It leaves the decision to the leases.
+    A member that hears nothing from half of the others must suspect itself. It leaves the decision to the leases. A
+    leader of before, which it fenced perhaps, counts among them although its seat may be in another chunk.
     """
     name = leader.record.node
     others = [seat for seat in view.order() if seat.node not in (name, me.record.node)]
@@ -220,8 +221,11 @@ def _without_leader(view: View, me: Me, leader: Stored[Member], since: float) ->
     unasked = tuple(seat for seat in others if (said := asked[seat.node]) is None or said.asked_at < since)
     if unasked:
         return Probe(f"the leader {name} is silent: can the others be reached?", unasked)
-    silent = 1 + sum(said is not None and said.kind == "silent" for said in asked.values())
-    if 2 * silent < 2 + len(others):
+    lives = {seat.incarnation for seat in others}
+    led = [said for life, said in view.verdicts.items() if life not in lives and said.asked_at >= since]
+    known = [*filter(None, asked.values()), *led]
+    silent = sum(said.kind == "silent" for said in known)
+    if 2 * silent < 1 + len(known):
         return Fence(f"the leader {name} is silent, the others are not", leader)
     return Wait(f"the leader {name} is silent, as {silent - 1} of the others: the leases will tell")
 

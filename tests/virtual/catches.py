@@ -11,6 +11,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "everybody leads": ("S1", "a node is killed"),
     "the youngest leads": ("L1", "a key is made anew unseen"),
     "silence fences a majority": ("L4", "the leader is out of its peers' reach"),
+    "a member forgets that it did not hear the leader of before": (
+        "L4",
+        "a member does not hear the leader, and then not the next one either",
+    ),
     "an isolated leader takes silence for death": (
         "L4",
         "the leader is out of its peers' reach when etcd loses all leases",
@@ -219,8 +223,8 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "the leader is killed by a former leader",
     ),
     "_follow without: verdict.kind == 'silent'": ("L1", "the leader is silent"),
-    "_without_leader without: unasked": ("L4", "a member hears nobody"),
-    "_without_leader without: 2 * silent < 2 + len(others)": ("L1", "the leader is silent"),
+    "_without_leader without: unasked": ("L1", "the leader is silent"),
+    "_without_leader without: 2 * silent < 1 + len(known)": ("L1", "the leader is silent"),
     "_lead without: led.seats and all((led.said(seat, 'ok') for seat in led.seats))": ("L1", "a node is killed"),
     "_lead without: failure is not None and failure.final_code": ("S13", "a failure that no restart can cure"),
     "_lead without: suspected": ("L1", "a node is killed"),

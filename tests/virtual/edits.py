@@ -36,6 +36,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "silence fences a majority": (
         (_DECIDE, "_fence_or_wait", "if not led.isolated:", "if True:"),
     ),
+    "a member forgets that it did not hear the leader of before": (
+        (_DECIDE, "_without_leader", "life not in lives and said.asked_at >= since", "life == leader.record.incarnation"),
+    ),
     "an isolated leader takes silence for death": ((_DECIDE, "_lost_at", "or not led.isolated", "or True"),),
     "an isolated leader passes over who has come back": (
         (_DECIDE, "_suspected", "if key is not None and led.isolated:", "if False:"),

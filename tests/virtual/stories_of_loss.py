@@ -176,6 +176,16 @@ LOSSES: list[Plan] = [
         spec=spec_for(3, lease_ttl_s=10.0),
     ),
     story(
+        "a member does not hear the leader, and then not the next one either",
+        4,
+        Fault(5.0, "cut_pair", "n1", 30.0, "n0"),
+        Fault(5.1, "collateral_first", "n1"),
+        Fault(6.0, "cut_peers", "n2", 20.0),
+        Snag("n0", "n1 is fenced", "slow", 1.0),
+        arrivals=(0.0, 0.2, 0.1, 0.3),
+        seats_per_chunk=1,
+    ),
+    story(
         "two nodes do not hear each other",
         2,
         Fault(5.0, "cut_pair", "n0", 60.0, "n1"),
