@@ -98,6 +98,7 @@ class Generation:
         kind: "start", "failure", "lost", "join", "drain" or "resize".
         restarts: failures so far that count against --max-restarts.
         in_place: whether living workers go on in it; else all are started anew.
+        waits: whether it makes no step, because there are too few nodes: its workers save and keep the state.
         nodes: its nodes, by rank.
         resume_step: the step that its workers start from, as far as it is known before they have agreed on it.
         index: this node's place among the nodes, from 0.
@@ -112,6 +113,20 @@ class Generation:
     resume_step: int
     index: int = 0
     in_place: bool = False
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The run may have another number of nodes.
+
+    Attributes:
+        min_nodes: the run waits with fewer nodes.
+        max_nodes: the most nodes that can train.
+    """
+
+    min_nodes: int
+    max_nodes: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,7 @@ class WorkersStarted:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The workers of a later generation run. `recovery` follows after their first step.
+    """The workers of a later generation run, or wait for nodes in it. `recovery` follows after their first step.
 
     Attributes:
         generation: theirs.
@@ -478,6 +493,7 @@ Event = (
     | ParentWarm
     | Generation
     | StandsBy
+    | Resized
     | WorkersStarted
     | Restarted
     | FirstStep

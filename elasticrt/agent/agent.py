@@ -35,7 +35,7 @@ from elasticrt.ipc.std_streams import tell
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.liveness.straggler import successor
-from elasticrt.rendezvous.decision import Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold, Wait
+from elasticrt.rendezvous.decision import Adopt, Decision, End, Go, Halt, Hold, Leave, Me, Publish, ReleaseHold, Wait
 from elasticrt.rendezvous.member import Member
 from elasticrt.rendezvous.records import Generation, Seat
 from elasticrt.rendezvous.records import Member as MemberRecord
@@ -210,17 +210,14 @@ class Agent(Side):
             self.node.attend(generation, generation.nodes if seat is None else seat.index)
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`. The leader's key says that workers go on in place, until a generation says so."""
-        view = self.member.view
-        tells = view.leads and view.generation is not None and not view.generation.record.in_place
-        goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
-        if goes_on != me.record.goes_on:
-            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on}))
+        """See `Side`."""
         return self.node.describe(me, now)
 
     def decided(self, decision: Decision) -> None:
         """See `Side`. Notes what the health port answers from now on."""
         self._decision = decision
+        if isinstance(decision, Adopt):
+            self.voice.events.write(events.Resized(decision.spec.min_nodes, decision.spec.max_nodes))
         if self.health is None:
             return
         member = self.member

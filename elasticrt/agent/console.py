@@ -282,7 +282,7 @@ class Console:
             self.events.write(
                 events.StandsBy(
                     new.number, new.world_size, new.cause, new.kind, new.restarts.spent, names, step, -1, new.in_place,
-                    age_s=round(progress.age_s(), 3),
+                    new.waits, age_s=round(progress.age_s(), 3),
                 )
             )  # fmt: skip
 

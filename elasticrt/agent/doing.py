@@ -44,11 +44,15 @@ def doing(me: Me, view: View, decision: Decision, *, workers: str, drain_until: 
         return Doing("handing over", handover.cause + step, drain_until)
     if drain_until is not None:
         return Doing("handing over", "this node leaves", drain_until)
-    if view.leads and view.complete and view.short_since is not None:
+    generation = view.generation.record if view.generation is not None else None
+    waits = generation is not None and generation.waits
+    if view.leads and view.complete and view.short_since is not None and (waits or not me.running):
         missing = me.spec.min_nodes - len(view.members)
         here = f"{list_names(view.members)} here, {missing} missing"
         return Doing("waiting for nodes", here, view.short_since + me.spec.join_timeout_s)
-    generation = view.generation.record if view.generation is not None else None
+    if generation is not None and waits:
+        here, missing = list_names(seat.node for seat in view.order()), me.spec.min_nodes - generation.nodes
+        return Doing("waiting for nodes", f"{here} here, {missing} missing" if missing > 0 else decision.reason)
     runs = generation is not None and generation.attempt == me.attempt  # Not left over from an earlier attempt.
     if runs and view.seat_of(me.record.node, me.record.incarnation) is not None:
         if workers:

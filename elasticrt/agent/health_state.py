@@ -98,7 +98,9 @@ def member(
         phase="member",
         turned_at=now,
         limit_s=LIVE_S,
-        readiness=readiness(me, seat, view.number, away_s=away_s, alone_s=alone_s),
+        readiness=readiness(
+            me, seat, view.number, away_s=away_s, alone_s=alone_s, waits=generation is not None and generation.waits
+        ),
         lease=me.lease,
         etcd_answer_s=answer_s,
         etcd_away_s=away_s,
@@ -110,7 +112,9 @@ def member(
     )
 
 
-def readiness(me: Me, seat: Seat | None, generation: int, *, away_s: float | None, alone_s: float) -> Finding:
+def readiness(
+    me: Me, seat: Seat | None, generation: int, *, away_s: float | None, alone_s: float, waits: bool = False
+) -> Finding:
     """Whether a member trains, or stands by and could train.
 
     Args:
@@ -119,6 +123,7 @@ def readiness(me: Me, seat: Seat | None, generation: int, *, away_s: float | Non
         generation: that generation's number, 0 before the first.
         away_s: how long etcd has not answered; None while it does.
         alone_s: how long no other node of its generation has answered either.
+        waits: whether that generation makes no step, because there are too few nodes.
     """
     if me.leaving or me.record.draining:
         return Finding(False, f"on its way out: {me.leaving or 'draining'}")
@@ -129,7 +134,7 @@ def readiness(me: Me, seat: Seat | None, generation: int, *, away_s: float | Non
         if alone_s > CUT_OFF_S:
             silence = f"neither etcd nor another node has answered for {alone_s:.0f} s"
             return Finding(False, f"cut off in generation {generation}: {silence}")
-        return Finding(True, f"trains in generation {generation}{away}")
+        return Finding(True, f"{'waits for nodes' if waits else 'trains'} in generation {generation}{away}")
     if not me.record.warm:
         return Finding(False, f"stands by, but is still importing what its workers need{away}")
     if seat is not None and away:

@@ -184,10 +184,11 @@ class Supervisor:
         self.progress.look(self._state.number, now)
         self._end_unseated(now)
         self._start_missing(now)
-        self.hangs.look(now, self.pages.of(self._state), held=bool(self._state.holding))
+        held = bool(self._state.holding) or self._waits
+        self.hangs.look(now, self.pages.of(self._state), held=held)
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
-            if not self._state.holding:
+            if not held:
                 self.hangs.look_closer(
                     now, self.pages.of(self._state), self.group, self._state.number, first=self._is_first
                 )
@@ -312,7 +313,7 @@ class Supervisor:
         """Run `generation` in this node's `seat`, as soon as the one before has ended. `names`: its nodes."""
         self._newest, self._names = generation.number, names
         self._state = self._state.replaced()
-        self.progress.replaced(generation.number)
+        self.progress.replaced(generation.number, waits=generation.waits)
         if generation.in_place:
             self._wanted = None
             self.progress.remember()
@@ -435,6 +436,11 @@ class Supervisor:
 
     # Seats.
 
+    @property
+    def _waits(self) -> bool:
+        """Whether the workers have seats in which they make no step, because there are too few nodes."""
+        return self._state.generation is not None and self._state.generation.waits
+
     def _start_if_possible(self) -> None:
         if self._wanted is None or self._state.running or not self._method:
             return
@@ -467,6 +473,8 @@ class Supervisor:
         if others:  # They cannot go on in place.
             group.kill(number, others)
         self._tell_started()
+        if generation.waits:
+            self.progress.waits()
         if len(ranks) < seat.workers:
             lost = seat.workers - len(ranks)
             self._fail_in_place(seat, f"{lost} of {seat.workers} workers had ended before they could go on")
@@ -487,6 +495,7 @@ class Supervisor:
             resume_step=resume_step,
             index=seat.index,
             in_place=generation.in_place,
+            waits=generation.waits,
         )
         self._events.write(begun)
 
@@ -605,9 +614,9 @@ class Supervisor:
             self._state = state.failed(failure, self._clock.monotonic())
             self.progress.disturbed()
             self.progress.remember()
-        elif not left.error and 0 < state.going <= left.step:
+        elif not left.error and (self._waits or 0 < state.going <= left.step):
             self.progress.remember()
-            self._state = replace(state, handed=state.handed | {event.local_rank})
+            self._state = replace(state, handed=state.handed | {event.local_rank}, going=left.step)
 
     def _failed_by_itself(self, event: WorkerEnded) -> bool:
         """Whether neither a handover nor this agent explains that a worker has ended."""

@@ -33,7 +33,7 @@ class WorkerPages:
         pages = self.of(state)
         if any(page.building for page in pages):
             return "preparing data"
-        if state.generation is None or all(map(_steps, pages)):
+        if state.generation is None or state.generation.waits or all(map(_steps, pages)):
             return ""
         if any(page.init_at_ns > page.joined_at_ns for page in pages):
             return "making the process group"
@@ -75,7 +75,12 @@ class WorkerPages:
         """
         if state.generation is None or not state.generation.in_place:
             return None
-        begun = [page.init_at_ns for page in self.of(state) if not page.step_at_ns]
+        waits = state.generation.waits  # Then no step comes, but a state.
+        begun = [
+            page.init_at_ns
+            for page in self.of(state)
+            if not (page.restored_at_ns > page.init_at_ns if waits else page.step_at_ns)
+        ]
         at = min((at for at in begun if at >= state.seated_ns), default=math.inf) / 1e9 + STANDING_IN_PLACE_S
         return at if now >= at else None
 

@@ -39,7 +39,9 @@ def main(arguments: argparse.Namespace) -> int:
         life = members[name][0].incarnation
         # A node that has left may come back, as another member.
         _leave(run, lambda member: (member.node, member.incarnation) == (name, life), options.timeout_s)
-        write(sys.stdout, f"{name} has left run {run.keys.run_id}\n")
+        rest, least = len(run.members()), run.spec()[0].spec.min_nodes
+        short = f": {counted(rest, 'node')} left of at least {least}, the run waits for more" if rest < least else ""
+        write(sys.stdout, f"{name} has left run {run.keys.run_id}{short if rest else ', as the last node'}\n")
     return EXIT_OK
 
 

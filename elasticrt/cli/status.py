@@ -18,6 +18,7 @@ from elasticrt.rendezvous.records import Generation, Member, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
 from elasticrt.story import run_dir
 from elasticrt.story.report import as_object, head, state, sums
+from elasticrt.story.sentences import lasted
 from elasticrt.text import plain
 
 WATCH_EVERY_S = 2.0
@@ -50,8 +51,10 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
         write(sys.stdout, json.dumps(as_object(story, story.present(time.time()))) + "\n")
         return story.result is not None
     try:
+        since = story.waits_since if story is not None else None
         with opened(run_id, directory, options) as run:
-            show(run, "nobody is here" if story is None or story.alive() else state(story))
+            without_nodes = "nobody is here" if story is None or story.alive() else state(story)
+            show(run, without_nodes, waited_s=None if since is None else time.time() - since)
     except ConfigError:
         if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
             raise
@@ -62,8 +65,8 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     return story is not None and story.result is not None
 
 
-def show(run: LiveRun, without_nodes: str) -> None:
-    """Print what etcd knows of the run, or `without_nodes` of one without any. Raises ConfigError for no such run."""
+def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None) -> None:
+    """Print what etcd knows of the run. For more see `describe`. Raises ConfigError for no such run."""
     spec, _ = run.spec()
     lines = describe(
         run.keys.run_id,
@@ -73,6 +76,7 @@ def show(run: LiveRun, without_nodes: str) -> None:
         saved=run.record(run.keys.checkpoint, Commit),
         result=run.record(run.keys.result(spec.attempt), Result),
         without_nodes=without_nodes,
+        waited_s=waited_s,
     )
     write(sys.stdout, "\n".join(lines) + "\n")
 
@@ -86,13 +90,20 @@ def describe(
     saved: Commit | None,
     result: Result | None,
     without_nodes: str,
+    waited_s: float | None = None,
 ) -> list[str]:
     """The lines about a run with this spec, members, current generation, newest checkpoint and result. Pure.
 
-    `without_nodes`: the state of a run that has neither members nor a result.
+    `without_nodes`: the state of a run that has neither members nor a result. `waited_s`: for how many seconds it has
+    been waiting for nodes; None: not known.
     """
-    members = list(members)
+    members, waits = list(members), generation is not None and generation.waits
+    missing = spec.spec.min_nodes - len(members)
     said = f"{result.status}: {result.reason}" if result else "alive" if members else without_nodes
+    if members and result is None and missing > 0 and (waits or not any(member.generation for member in members)):
+        said = f"waits for {counted(missing, 'more node')}"
+        left_s = spec.spec.join_timeout_s - (waited_s or 0.0)
+        said += f", no step for {lasted(waited_s)}; gives up in {lasted(left_s)}" if waited_s is not None else ""
     lines = [f"run {run_id}: {said}", f"options: {spec.spec.min_nodes} to {counted(spec.spec.max_nodes, 'node')}"]
     if generation is not None:
         size = f"{counted(generation.nodes, 'node')}, {counted(generation.world_size, 'worker')}"
@@ -101,7 +112,8 @@ def describe(
         lines.append(f"newest checkpoint: step {saved.step} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number
-        word = "draining" if member.draining else "training" if running else "standby" if member.warm else "starting"
+        runs = "waiting" if waits else "training"
+        word = "draining" if member.draining else runs if running else "standby" if member.warm else "starting"
         lines.append(
             f"  {member.node}: {word}, {counted(member.workers, 'worker')}, {member.address}, pid {member.pid}"
         )

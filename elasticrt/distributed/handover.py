@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 
 from elasticrt.distributed import agent_client
@@ -47,10 +49,16 @@ def must_leave(page: StatusPage, step: int) -> bool:
 
 
 def stay(step: int) -> None:
-    """Report that this process has stopped after `step`, as agreed, and waits for its seat in the next generation."""
+    """Report that this process has stopped after `step`, and waits for its seat in the next generation."""
+    staying(step)()
+
+
+def staying(step: int) -> Callable[[], object]:
+    """What reports that of the present generation, even if this process has another seat by then. From any thread."""
     agent, worker = agent_client.agent_link(), agent_client.worker_env()
-    if agent is not None and worker is not None:
-        agent.say(Left(worker.generation, step))
+    if agent is None or worker is None:
+        return bool
+    return partial(agent.say, Left(worker.generation, step))
 
 
 def leave(step: int) -> Handover:

@@ -214,6 +214,8 @@ class WorkerEnv:
 
     `beside`: it sets up while others train, in a world of its own, and waits to be let in; rank and world size are then
     what they would be, and `generation` is 0 until it has a seat.
+
+    `waits`: there are too few nodes, so this generation makes no step: its rank 0 saves, and all wait for the next one.
     """
 
     rank: int = _variable("RANK")
@@ -238,6 +240,7 @@ class WorkerEnv:
     gpu: str = _variable("ELASTICRT_GPU", "")
     signals: str = _variable("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     beside: bool = _variable("ELASTICRT_BESIDE", default=False)
+    waits: bool = _variable("ELASTICRT_WAITS", default=False)
     error_file: str = _variable("TORCHELASTIC_ERROR_FILE", "")
     resume: Commit | None = _variable("ELASTICRT_RESUME", None)  # noqa: RUF009  It makes a field.
     copy: Copy | None = _variable("ELASTICRT_COPY", None)  # noqa: RUF009  It makes a field.

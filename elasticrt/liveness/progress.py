@@ -114,8 +114,8 @@ class Progress:
         """The handover was given up, and the generation goes on."""
         self._marks = {}
 
-    def replaced(self, generation: int) -> None:
-        """Another `generation` is to be run.
+    def replaced(self, generation: int, *, waits: bool = False) -> None:
+        """Another `generation` is to be run. If it `waits`, the one that trains again is still to be agreed.
 
         A node without a seat in the one before is new: its wait was no pause of the training.
         """
@@ -125,7 +125,14 @@ class Progress:
             self._last, self._last_ns = 0, 0
         self._generation = generation
         self.disturbed()
-        self._mark("agree")
+        if not waits:
+            self._mark("agree")
+
+    def waits(self) -> None:
+        """The present generation waits for nodes: say how the time since the last step was spent until now."""
+        now_ns = self._clock.monotonic_ns()
+        self._events.write(events.Restarted(self._generation, phases(self._last_ns, {**self._marks, "agree": now_ns})))
+        self._count_from(now_ns)  # `progress` is written on: who reads it sees that this agent lives.
 
     def began(self) -> None:
         """The old workers are gone, the new ones are being started."""
@@ -188,11 +195,7 @@ class Progress:
         self._newest = None
 
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
-        own = self._look()
-        self._spent = {page: page.spent(at_ns) for page in own}
-        self._work = {
-            page: OwnWork(page.step, at_ns, sum(self._spent[page][1:]), page.waited_ns, page.waits) for page in own
-        }
+        own = self._count_from(at_ns)
         if own:
             self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
         self._mark("first_step", at_ns)
@@ -202,6 +205,15 @@ class Progress:
             return
         self._events.write(events.Recovery(generation, pause_s, parts))
         log.info("recovery: %s", ", ".join(f"{name} {took:.1f} ms" for name, took in parts.items()))
+
+    def _count_from(self, at_ns: int) -> Sequence[StatusPage]:
+        """From `at_ns` on, what workers spend is of this generation. Returns the pages of all."""
+        own = self._look()
+        self._spent = {page: page.spent(at_ns) for page in own}
+        self._work = {
+            page: OwnWork(page.step, at_ns, sum(self._spent[page][1:]), page.waited_ns, page.waits) for page in own
+        }
+        return own
 
     def _count(self, own: Sequence[StatusPage]) -> None:
         """Sum up what the workers of these pages have spent since their first step in this generation."""

@@ -175,6 +175,7 @@ def _may_leave(me: Me, view: View) -> bool:
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         return not me.running or view.number > me.running
     saved = view.handover is not None and view.handover.record.save
+    saved = saved or (view.generation is not None and view.generation.record.waits)
     return saved and me.report is not None and me.report == me.filed and me.report.status == "held"
 
 
@@ -183,10 +184,9 @@ def _drained(me: Me, view: View) -> Leave:
     if view.seat_of(me.record.node, me.record.incarnation) is None:
         if view.generation is None:
             return Leave("drained: no generation has begun yet")
-        return Leave("drained: the others go on", others_go_on=True)
-    assert view.handover is not None, "else it may not leave"
-    step = view.handover.record.step
-    return Leave(f"drained: too few nodes are left to go on after step {step:,}", saving=step)
+        others = "wait for more nodes" if view.generation.record.waits else "go on"
+        return Leave(f"drained: the others {others}", others_go_on=True)
+    return Leave(f"drained: too few nodes are left to go on after step {me.going:,}", saving=me.going)
 
 
 def _follow(me: Me, view: View) -> Decision:

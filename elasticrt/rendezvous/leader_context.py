@@ -135,6 +135,7 @@ def publish(
     restarts: Restarts,
     me: Me | None = None,
     members: list[Stored[Member]] | None = None,
+    waits: bool = False,
 ) -> Publish:
     """The next generation: of workers that go on in place where enough of them can, else of workers started anew.
 
@@ -146,11 +147,12 @@ def publish(
         restarts: the failures so far, this one included.
         me: the leader's own state, which may hold a copy of the training state. None where no member can.
         members: whom to choose from; None: all that can start workers.
+        waits: whether they are too few for a step, so that those who have the state save it and wait.
     """
     assert view.spec is not None
     able = startable(view) if members is None else [as_reported(view, entry) for entry in members]
     ready = [entry for entry in able if entry.record.ready] if go_on(view, able) else []
-    in_place = len(ready) >= max(1, spec.min_nodes)
+    in_place = len(ready) >= max(1, 0 if waits else spec.min_nodes)
     # In place those that have the state come first, so that one of them gets in.
     having = {entry.record.incarnation for entry in survivors(view)}
     before = [seat for seat in view.order() if not in_place or seat.incarnation in having]
@@ -172,6 +174,7 @@ def publish(
         resume=view.head.record if view.head else None,
         memory=memory,
         in_place=in_place,
+        waits=waits,
     )
     return Publish(f"generation {draft.number} with {counted(len(seats), 'node')}: {cause}", draft, seats)
 
@@ -184,16 +187,24 @@ def re_form(
 ) -> Decision:
     """The next generation of a run that goes on, if there are enough for it; else what to do meanwhile.
 
+    Where too few are left, those that have the state save it at once, and wait with it: whatever becomes of them then,
+    no step is lost. Survivors that drain take part, and leave when it is saved.
+
     Args:
         led: what the leader's work stands on.
         kind: as `publish` has it; so has it `cause`.
         cause: in words, for people.
         restarts: the failures so far; None: no worker has failed, so it costs no restart.
     """
-    short = too_few(led.view, led.spec, led.now)
-    if short is not None:
-        return short
-    return publish(led.view, led.spec, kind, cause, restarts=restarts or led.generation.restarts, me=led.me)
+    short, restarts = too_few(led.view, led.spec, led.now), restarts or led.generation.restarts
+    if short is None:
+        return publish(led.view, led.spec, kind, cause, restarts=restarts, me=led.me)
+    asked, here = led.view.handover, [seat for seat in led.seats if led.key_of(seat) is not None]
+    saved = asked is not None and asked.record.save and all(led.said(seat, "held") for seat in here)
+    left = startable(led.view, draining=not saved)
+    if isinstance(short, Wait) and len(startable(led.view)) < led.spec.min_nodes and go_on(led.view, left):
+        return publish(led.view, led.spec, kind, cause, restarts=restarts, members=left, waits=True)
+    return short
 
 
 def how_gone(view: View, seat: Seat) -> str:
@@ -312,10 +323,14 @@ def go_on(view: View, members: list[Stored[Member]]) -> bool:
     return any(entry.record.incarnation in alive for entry in members)
 
 
-def startable(view: View) -> list[Stored[Member]]:
-    """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes)."""
+def startable(view: View, *, draining: bool = False) -> list[Stored[Member]]:
+    """Members that can start workers: warm, not draining, in reach, not leaving (reported before the key goes).
+
+    With `draining` those as well that drain and have workers that can go on in place.
+    """
     left = {entry.record.incarnation for entry in view.reports.values() if entry.record.status == "left"}
-    ready = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None]
+    members = [as_reported(view, entry) for entry in view.members.values() if entry.ready_since is not None or draining]
+    ready = [each for each in members if each.ready_since is not None or (each.record.draining and each.record.ready)]
     absent = {entry.record.incarnation for entry in unavailable(view)}
     barred = left | absent
     return [entry for entry in ready if entry.record.incarnation not in barred] if barred else ready

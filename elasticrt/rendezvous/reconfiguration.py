@@ -21,7 +21,15 @@ from typing import Literal
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous.decision import Ask, Decision, Go, Hold, Me, ReleaseHold, Wait, Withdraw
-from elasticrt.rendezvous.leader_context import LeaderContext, candidates, go_on, list_names, publish, re_form
+from elasticrt.rendezvous.leader_context import (
+    LeaderContext,
+    candidates,
+    go_on,
+    list_names,
+    publish,
+    re_form,
+    too_few,
+)
 from elasticrt.rendezvous.records import HandoverRecord, Member, Seat
 from elasticrt.rendezvous.view import Stored, View
 
@@ -60,6 +68,8 @@ def handing_over(me: Me, view: View) -> Decision | None:
 
 def planned(led: LeaderContext) -> Decision:
     """The leader's part: what to change, and how far its handover is."""
+    if led.generation.waits:
+        return _after_waiting(led)
     wish = _wish(led)
     asked = led.view.handover
     if isinstance(wish, Wait):
@@ -81,6 +91,16 @@ def planned(led: LeaderContext) -> Decision:
     if wish.save and not asked.record.save:
         return _once_more(led, wish)
     return re_form(led, wish.kind, wish.cause)
+
+
+def _after_waiting(led: LeaderContext) -> Decision:
+    """The generation waits for nodes: as soon as there are enough, the next one follows."""
+    short = too_few(led.view, led.spec, led.now)
+    if short is not None:
+        return short
+    new = [entry.record.node for entry in candidates(led.view) if _has_more(led, entry)]
+    resized = f"resized to at least {counted(led.spec.min_nodes, 'node')}"
+    return re_form(led, "join" if new else "resize", f"{list_names(new)} joined" if new else resized)
 
 
 def _after_hold(led: LeaderContext, wish: Reconfiguration, handover: int, since: float) -> Decision:
@@ -118,7 +138,8 @@ def _once_more(led: LeaderContext, wish: Reconfiguration) -> Decision:
 def _wish(led: LeaderContext) -> Reconfiguration | Wait:
     """What should change now, else why not.
 
-    Members that drain go first, newcomers come in with them. Seats beyond max-nodes are there after a resize.
+    Members that drain go first, newcomers come in with them. After a resize there are seats beyond max-nodes, or fewer
+    than min-nodes. Workers that can only be ended train on with these: the minimum then counts from the next change on.
     """
     if any(entry.record.status in ("finishing", "ok") for entry in led.reports.values()):
         return Wait("closing: a worker has ended, nobody joins any more")
@@ -129,6 +150,9 @@ def _wish(led: LeaderContext) -> Reconfiguration | Wait:
         if led.me.starting and not enough:
             return Wait("the generation is starting; then it saves", led.now + LOOK_AGAIN_S)
         return Reconfiguration("drain", f"{list_names(seat.node for seat in draining)} drained", save=not enough)
+    if len(led.seats) < led.spec.min_nodes and led.in_place and not led.me.starting:
+        cause = f"resized to at least {counted(led.spec.min_nodes, 'node')}"
+        return Reconfiguration("resize", cause, save=len(candidates(led.view)) < led.spec.min_nodes)
     if len(led.seats) > led.spec.max_nodes:
         return Reconfiguration("resize", f"resized to at most {counted(led.spec.max_nodes, 'node')}")
     return _newcomers(led)

@@ -114,11 +114,10 @@ class Member(Record):
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
     `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
-    the present one, or have set up beside it; `has_state`: whether one of them has the state. `goes_on`: written by the
-    leader, which sees all members: the generation of which workers can go on, on whichever node; 0 when it sees none.
-    `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
-    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
-    among newcomers; None: behind those that say.
+    the present one, or have set up beside it; `has_state`: whether one of them has the state. `seen`: the highest
+    generation it knows of. `port`: a bound socket for the next generation's store, should this member be rank 0 there.
+    `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit among newcomers; None:
+    behind those that say.
     """
 
     node: Name
@@ -133,7 +132,6 @@ class Member(Record):
     generation: Count = 0
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     has_state: bool = False
-    goes_on: Count = 0
     seen: Count = 0
     node_rank: Count | None = None
 
@@ -194,6 +192,9 @@ class Draft(Record):
     `in_place`: its workers run already: those of the generation before go on, and the others have set up beside it. All
     state comes from the living. Else every worker is started anew.
 
+    `waits`: there are too few nodes for a step. Its workers, which go on in place, agree on the newest state, rank 0
+    saves it, and all hold it until a generation with enough nodes follows.
+
     `resume` is where its workers start from, unless there is a `memory` copy, of a later step, in the memory of the
     node with rank 0.
     """
@@ -207,6 +208,7 @@ class Draft(Record):
     cause: Annotated[str, words(400)]
     kind: Literal["start", "failure", "lost", "join", "drain", "resize"]
     in_place: bool = False
+    waits: bool = False
     restarts: Restarts = Restarts()
     resume: Commit | None = None
     memory: Copy | None = None

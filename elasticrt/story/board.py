@@ -93,7 +93,8 @@ def _nodes(story: Story) -> list[dict[str, str]]:
         generation, pids = story.workers.get(name, (0, {}))
         trains = name in seated and name in alive
         ranks = ", ".join(map(str, pids)) if trains and chapter is not None and generation == chapter.number else ""
-        word = "training" if trains else "standing by" if name in alive else "gone"
+        seated_word = "waiting" if chapter is not None and chapter.waits else "training"
+        word = seated_word if trains else "standing by" if name in alive else "gone"
         found.append({"name": name, "state": word if story.result is None else "ended", "ranks": ranks})
     return found
 

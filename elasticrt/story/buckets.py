@@ -98,6 +98,7 @@ class Course:
         redone_until: until when its steps had been done before; minus infinity: none had.
         redone_to: the last of those steps.
         saved: whether a checkpoint was committed in it.
+        waits: whether it makes no step, because there are too few nodes.
         stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
     """
 
@@ -107,6 +108,7 @@ class Course:
     redone_until: float = -math.inf
     redone_to: int = 0
     saved: bool = False
+    waits: bool = False
     stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
 
     def stepped(self, step: int, at: float) -> None:
@@ -154,12 +156,14 @@ class LifeSpans:
         self._course = Course()  # Of the newest generation that has trained here.
         self._spans: list[Span] = []
         self._spans_max = SPANS_MAX
-        self._mode = "start"  # Later "idle" (without a seat), "seated" (before the first step), "training" or "over".
+        self._mode = "start"  # Later "idle" (without a seat), "seated" (before the first step), "training", "waiting"
+        # (in a seat, for nodes), or "over".
         self._generation = 0  # The newest generation that has trained here.
         self._newest = 0  # The newest one with a seat for this node.
         self._workers_at: float | None = None  # When the workers of the first seat ran.
         self._turn_at: float | None = None  # When the generation after the training one was known.
         self._failed_at: float | None = None
+        self._waits = False  # Whether the newest one with a seat for this node waits for nodes.
         self._marks: tuple[_Mark, ...] = ()  # Those after the cursor.
         self._base: tuple[tuple[str, float], ...] = ()  # The seconds by bucket at the cursor.
 
@@ -179,6 +183,8 @@ class LifeSpans:
                 self._newest = event.number
             case events.Generation():
                 self._seated(event, at)
+            case events.Restarted() if self._mode == "training" and self._waits:
+                self._stopped(event, at)
             case events.SetUp() | events.Recovery():
                 self._stepped(event, at, short=short)
             case events.Progress() if self._mode == "training" and event.generation == self._generation:
@@ -213,15 +219,34 @@ class LifeSpans:
     def _seated(self, event: events.Generation, at: float) -> None:
         if self._mode == "training" and event.number != self._newest + 1:
             self._left_out(at, self._course.step_at or at)
-        self._newest = event.number
+        self._newest, self._waits = event.number, event.waits
+        if self._mode == "waiting":
+            self._to(at, WAITING)
         if self._mode == "training":
             self._turn_at = at if self._turn_at is None else self._turn_at
         else:
             if self._mode == "start":
                 self._to(at, START)
             elif self._mode == "idle":
-                self._to(at, WAITING if event.kind == "start" else STANDBY)
-            self._mode = "seated"
+                self._to(at, WAITING if event.kind == "start" else self._idle(event.number))
+            elif self._mode == "seated" and event.waits:
+                self._to(at, SET_UP)
+            self._mode = "waiting" if event.waits else "seated"
+
+    def _idle(self, before: int = 0) -> str:
+        """The bucket of a node without a seat: what the others do, in the newest generation or the one `before`."""
+        course = self._courses.get(before - 1 if before else max(self._courses, default=0))
+        return WAITING if course is not None and course.waits else STANDBY
+
+    def _stopped(self, event: events.Restarted, at: float) -> None:
+        """The steps have ended, and this node waits with the others: the phases say since when."""
+        end = at - sum(event.phases.values()) / 1000
+        self._course.step_at = max(self._course.step_at, end)
+        self._train_to(end)
+        self._to(end + event.phases.get("detect", 0.0) / 1000, DETECT)
+        self._to(at, AGREE)
+        self._mode, self._turn_at, self._failed_at = "waiting", None, None
+        self._marks, self._base = (), ()
 
     def _left_out(self, at: float, last: float) -> None:
         """The others have gone on without this node, which knows it `at`, and has made its `last` step before."""
@@ -271,7 +296,9 @@ class LifeSpans:
             case "start" | "over":
                 self._to(end, START)
             case "idle":
-                self._to(end, STANDBY if self._courses else WAITING)
+                self._to(end, self._idle() if self._courses else WAITING)
+            case "waiting":
+                self._to(end, WAITING)
             case "seated":
                 self._to(end, SET_UP)
             case _:

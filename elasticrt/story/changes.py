@@ -46,6 +46,8 @@ class Changes:
         if chapter is not None and chapter.number > self._costed and chapter.reported:
             complete = not self._whole or set(chapter.reported) >= {*chapter.nodes}
             said += [self._announce(chapter)] if complete else []
+        elif chapter is not None and chapter.waits and chapter.number > self._announced:
+            said.append(self._announce(chapter))
         return said
 
     def tick(self, now: float) -> list[Told]:

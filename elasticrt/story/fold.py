@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
@@ -101,8 +102,9 @@ class Chapter:
     """One generation.
 
     Attributes:
-        number, cause, kind, world_size, nodes, in_place, restarts: as the leader has published it; the cause also names
-            nodes that join on this occasion.
+        number, cause, kind, world_size, nodes, in_place, restarts, waits: as the leader has published it; the cause
+            also names nodes that join on this occasion.
+        needed: the fewest nodes that train, when it was published.
         begin: when its first node began it.
         end: when the next one began; None for the newest.
         step_before: the last step before it that an event of any node tells of.
@@ -128,6 +130,8 @@ class Chapter:
     resume_step: int
     step_before: int
     follows: tuple[str, ...] | None
+    waits: bool = False
+    needed: int = 1
     reached: int = 0
     end: float | None = None
     reported: dict[str, float] = field(default_factory=dict)
@@ -215,6 +219,12 @@ class Story:
         """The newest generation."""
         return self.chapters[-1] if self.chapters else None
 
+    @property
+    def waits_since(self) -> float | None:
+        """Since when the newest generations have been waiting for nodes; None: the newest does not."""
+        waiting = list(takewhile(lambda chapter: chapter.waits, reversed(self.chapters)))
+        return waiting[-1].begin if waiting and self.result is None else None
+
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
         return tuple(node for node, life in self._present.items() if life.code is None and not life.gone)
@@ -245,6 +255,8 @@ class Story:
         match event:
             case events.Generation():
                 self._generation(event, node, at)
+            case events.Resized():
+                self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
             case events.WorkersStarted():
                 self.workers[node] = (event.generation, dict(zip(event.ranks, event.pids, strict=False)))
             case events.FirstStep():
@@ -326,10 +338,12 @@ class Story:
             resume_step=max(event.resume_step, step) if event.in_place else event.resume_step,
             step_before=step,
             follows=follows,
+            waits=event.waits,
+            needed=self.min_nodes,
         )
         self.chapters.append(chapter)
         self._numbers[event.number] = chapter
-        self._courses[event.number] = Course()
+        self._courses[event.number] = Course(waits=event.waits)
 
     def _first_step(self, event: events.FirstStep, node: str, at: float) -> None:
         chapter = self.chapter

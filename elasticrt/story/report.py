@@ -58,6 +58,10 @@ def state(story: Story, now: float | None = None) -> str:
     """How the run ended, or its state. `now`: as `Story.present` says."""
     if story.result is not None:
         return f"{story.result.status}: {story.result.reason}" if story.result.reason else story.result.status
+    if now is not None and story.chapter is not None and story.waits_since is not None:
+        here, needed = len(story.chapter.nodes), story.min_nodes
+        since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
+        return f"waiting for nodes {since}: {here} of at least {needed} here"
     if now is not None:
         return "running"
     if story.alive():
@@ -115,7 +119,8 @@ def worth(story: Story, now: float | None = None) -> str:
 def changes(story: Story) -> str:
     """The number of changes of membership, and their cost."""
     lost = sum(chapter.redone or 0 for chapter in story.chapters)
-    known = made(story) > 0 and all(chapter.redone is not None for chapter in story.chapters[1:] or story.chapters)
+    trained = [chapter for chapter in story.chapters if not chapter.waits]
+    known = made(story) > 0 and all(chapter.redone is not None for chapter in trained[1:] or trained)
     again = f"; {counted(lost, 'step')} done again" if lost else "; no step lost" if known else ""
     pauses = [chapter.pause_s for chapter in story.chapters if chapter.pause_s is not None]
     longest_s = f", the longest pause {max(pauses):.2f} s" if pauses else ""

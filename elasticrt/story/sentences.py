@@ -20,7 +20,15 @@ def beginning(chapter: Chapter, *, first: bool) -> str:
     if first:
         begins = chapter.resume_step > 0 and chapter.stepped_at is None  # Otherwise the cost says so.
         return name + size(chapter) + (f", from step {chapter.resume_step:,}" if begins else "")
+    if chapter.waits:
+        return f"{name}{chapter.cause}, {waiting(chapter)}"
     return f"{name}{chapter.cause}, {size(chapter)}"
+
+
+def waiting(chapter: Chapter) -> str:
+    """`1 node of at least 2: the run waits with the state after step 66`."""
+    state = f"the state after step {chapter.step:,}" if chapter.step else "its state"
+    return f"{counted(len(chapter.nodes), 'node')} of at least {chapter.needed}: the run waits with {state}"
 
 
 def cost(chapter: Chapter, since: float) -> str:

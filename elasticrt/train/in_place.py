@@ -77,6 +77,11 @@ class InPlace:
         return self.possible and self._agent.has_seat
 
     @property
+    def waits(self) -> bool:
+        """Whether this generation makes no step, because there are too few nodes."""
+        return self.worker is not None and self.worker.waits
+
+    @property
     def _agent(self) -> agent_client.AgentClient:
         assert self._link is not None, "only a worker with an agent goes on in place"
         return self._link

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from elasticrt.checkpoint.checkpointer import Checkpointer
 from elasticrt.checkpoint.commits import run_of
@@ -85,10 +86,20 @@ class Saving:
         if save or copy:
             self.take(save=save, copy=copy)
 
-    def take(self, *, save: bool, copy: bool, patient: bool = False) -> None:
+    def while_waiting(self, then: Callable[[], object]) -> None:
+        """No step comes for long: save what no checkpoint holds, if this is rank 0, and call `then` when that is done.
+
+        That is done by another thread, as a seat may come before.
+        """
+        if self._is_first and (self._owes or self._state.position.steps > self.checkpointer.committed_step):
+            self.take(save=True, copy=False, then=then)
+        else:
+            then()
+
+    def take(self, *, save: bool, copy: bool, patient: bool = False, then: Callable[[], object] | None = None) -> None:
         """Copy the state as it is now, for the disk with `save` (on rank 0), for the agent's memory with `copy`.
 
-        `patient`: see `Checkpointer.to_disk`.
+        `patient`: see `Checkpointer.to_disk`. `then` is called when all is done, perhaps by another thread.
         """
         since_ns = time.monotonic_ns()
         position, state, uses = self._state.position, self._state.collect(), []
@@ -101,7 +112,9 @@ class Saving:
             uses += self.checkpointer.to_disk(step=position.steps, epoch=position.epoch, about=about, patient=patient)
             self._saved, self._saved_at, self._owes = position, time.monotonic(), False
         if uses:
-            self.checkpointer.snapshots.take(state, uses)
+            self.checkpointer.snapshots.take(state, [*uses, *([lambda _: then()] if then is not None else [])])
+        elif then is not None:
+            then()
         self._page.save_ns += time.monotonic_ns() - since_ns
 
     def last(self) -> None:

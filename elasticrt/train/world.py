@@ -108,6 +108,9 @@ class World:
                 continue
             try:
                 self._arrive(meeting)
+                if self.in_place.waits:  # For a generation with enough nodes.
+                    self._saving.while_waiting(handover.staying(self._saving.run.total))
+                    continue
                 self._announce_change(stepped_at_ns, steps)
                 arrived = True
             except regroup.Overtaken:

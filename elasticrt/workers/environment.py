@@ -50,6 +50,7 @@ def worker_env(
         generation=generation.number,
         resume=generation.resume,
         copy=generation.memory,
+        waits=generation.waits,
     )
 
 

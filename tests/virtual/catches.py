@@ -1,7 +1,7 @@
 """Which invariant catches which mutant where. Written by `python -m tests.virtual.mutants --write`."""
 
 CATCHES: dict[str, tuple[str, int | str]] = {
-    "no compare-and-swap": ("S1", 38),
+    "no compare-and-swap": ("S1", 57),
     "lease as permission to publish": ("S6", "old news come late"),
     "identity by name": ("S3", "a node that is fenced has been started anew"),
     "no fence on commit": ("S2", "a commit meets the next generation"),
@@ -110,11 +110,18 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a worker is killed, and all others go on",
     ),
     "the silence of a life is forgotten with its key": ("L4", 310386),
-    "an old report counts, and not the key that is newer": ("S18", 300952),
+    "an old report counts, and not the key that is newer": (
+        "S18",
+        "a node comes back without the state that its last report has told of",
+    ),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
-    "followers are not told that workers go on": (
-        "L1",
-        "too few are left, all others set up, and hear of the survivor only from the leader",
+    "below min-nodes survivors wait and save nothing": (
+        "L2",
+        "too few are left, and are told to leave while they wait",
+    ),
+    "below min-nodes survivors that drain are left out": (
+        "S10",
+        "too few are left in the moment in which they are told to leave",
     ),
     "below min-nodes survivors do not wait for those that set up": (
         "L9",
@@ -155,7 +162,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "leave without _alive(keys, guard)": ("S3", "the farewell of a former life arrives late"),
     "leave without _unchanged(keys.generation, guard.generation)": ("S13", "a farewell meets the next generation"),
     "publish without _unchanged(keys.spec, guard.spec)": ("S3", "a run is resized while a generation is published"),
-    "publish without _unchanged(keys.generation, guard.generation)": ("S1", 38),
+    "publish without _unchanged(keys.generation, guard.generation)": ("S1", 57),
     "publish without _unchanged(keys.checkpoint, guard.checkpoint)": (
         "S6",
         "a commit is accepted while the next generation is published",
@@ -266,12 +273,17 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "S10",
         "a node joins, and nothing is lost",
     ),
+    "planned without: led.generation.waits": ("L1", "too few are left, and wait with their state for one that sets up"),
     "planned without: asked is not None and (not asked.record.step)": ("L6", "a newcomer goes again"),
     "planned without: not asked.record.step": ("L4", "the leader is killed"),
     "planned without: missing and led.now < told_at": ("S10", "a node joins, and nothing is lost"),
     "planned without: wish.save and (not asked.record.save)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
+    ),
+    "_after_waiting without: short is not None": (
+        "L6",
+        "too few are left, and wait with their state for one that sets up",
     ),
     "_after_hold without: report is not None and report.record.status == 'holding' and (report.record.hand": (
         "S10",
@@ -288,6 +300,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_wish without: led.me.starting and (not enough)": (
         "S10",
         "all are told to leave, the last of them when the step is agreed",
+    ),
+    "_wish without: len(led.seats) < led.spec.min_nodes and led.in_place and (not led.me.starting)": (
+        "S3",
+        "a run is resized to more nodes than it has, and to fewer again",
     ),
     "_wish without: len(led.seats) > led.spec.max_nodes": ("L4", "a run is resized"),
     "_newcomers without: room <= 0": ("L6", "the farewell of a former life arrives late"),

@@ -212,9 +212,10 @@ class Conduct:
         if asked is not None and asked.step:
             return  # Some have left after that step already: there is no way back, whatever has changed since.
         grown = sum(seat.workers for seat in old.values()) != new.world_size  # A replacement comes.
-        same = lives == {seat.incarnation for seat in old.values()} and not grown
+        waited = self.history.generations[-1].waits
+        same = lives == {seat.incarnation for seat in old.values()} and not (grown or waited or new.waits)
         require(not same, "L6", f"generation {new.number} has the same members as the one before: {new.cause}")
-        allowed = new.kind != "join" or spec.spec.join != "failure"
+        allowed = new.kind != "join" or spec.spec.join != "failure" or waited
         require(allowed, "L6", f"generation {new.number} lets nodes in without a failure: {new.cause}")
 
     def _is_well(self, seat: Seat, new: Generation) -> bool:

@@ -82,7 +82,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         (_LED, "too_few", "if ready >= spec.min_nodes:", "if ready >= 1:"),
         (_LED, "settled_at", "ready[spec.min_nodes - 1] + spec.settle_max_s", "ready[0] + spec.settle_max_s"),
     ),
-    "nobody asks whether enough are left": ((_LED, "re_form", "if short is not None:", "if False:"),),
+    "nobody asks whether enough are left": ((_LED, "re_form", "if short is None:", "if True:"),),
     "the deadline for min-nodes is at once": ((_LED, "too_few", "view.short_since + spec.join_timeout_s", "view.short_since + 1.0"),),
     "failures are not counted": ((_LED, "counting", "before.total + 1", "before.total"),),
     "the budget is never spent": ((_DECIDE, "_after_failure", "> spec.max_restarts:", "> 10**6:"),),
@@ -135,7 +135,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "copies of the last generation are kept": ((_W + "snapshot_cache", "SnapshotCache.renew", "self._copies = []", "pass"),),
     "what a fenced node holds comes back with it": ((_A + "supervisor", "Supervisor.kill", "self.seating.memory.close()", "pass"),),
     "a damaged copy is offered again": ((_W + "snapshot_cache", "SnapshotCache.forget", "self.kept, self._kept_fd = None, -1", "pass"),),
-    "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, spec.min_nodes)", "in_place = False"),),
+    "all start anew, whoever could go on": ((_LED, "publish", "in_place = len(ready) >= max(1, 0 if waits else spec.min_nodes)", "in_place = False"),),
     "all go on, and nobody has the state": ((_LED, "publish", "if go_on(view, able) else []", ""), (_LED, "survivors", "entry.record.ready and entry.record.has_state", "entry.record.ready")),
     "the last that has the state drains, and does not save": (
         (_R + "reconfiguration", "_wish", " and (not led.in_place or go_on(led.view, others))", ""),
@@ -151,9 +151,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "an old report counts, and not the key that is newer": ((_LED, "as_reported", "report.mod_revision < entry.mod_revision", "False"),),
     "a key counts, and not the report that is newer": ((_LED, "as_reported", "return replace(entry", "return entry if True else replace(entry"),),
-    "followers are not told that workers go on": (
-        (_A + "joining", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
-    ),
+    "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if isinstance(short, Wait)", "if False"),),
+    "below min-nodes survivors that drain are left out": ((_LED, "re_form", "draining=not saved", "draining=False"),),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),
     "who does not come back from the cut is waited for": (
         (_A + "supervisor", "Supervisor._go_on", "self._late_at = self._clock.monotonic() + LATE_S", "self._late_at = None"),

@@ -56,6 +56,7 @@ class Invariants:
         self.preparations: dict[str, Preparation] = {}
         self.handover: HandoverRecord | None = None
         self.spec: SpecRecord | None = None
+        self.spec_since = 0.0
         self.superseded_at: dict[int, float] = {}
         self.running = True
         self.conduct = Conduct(sim, self)
@@ -174,7 +175,8 @@ class Invariants:
     def _s3_seats(self, new: Generation, seats: list[Seat]) -> None:
         assert self.spec is not None
         spec = self.spec.spec
-        require(spec.min_nodes <= len(seats) <= spec.max_nodes, "S3", f"{len(seats)} nodes in generation {new.number}")
+        least = 1 if new.waits else spec.min_nodes
+        require(least <= len(seats) <= spec.max_nodes, "S3", f"{len(seats)} nodes in generation {new.number}")
         require(len(seats) == new.nodes, "S3", f"{len(seats)} seats for {new.nodes} nodes")
         offset = 0
         for index, seat in enumerate(seats):
@@ -349,7 +351,7 @@ class Invariants:
         if self.spec is not None and new.attempt != self.spec.attempt:
             require(new.attempt == self.spec.attempt + 1, "S12", f"attempt {new.attempt} after {self.spec.attempt}")
             require(self.spec.attempt in self.results, "S12", "a new attempt before the last had a result")
-        self.spec = new
+        self.spec, self.spec_since = new, self.sim.engine.now
 
     def _s11_roster(self) -> None:
         if not self.generations or self.generations[-1].attempt in self.results:

@@ -369,7 +369,10 @@ class Worker:
         """Between two steps in a group: end, leave, take a seat, hold, or go on."""
         if group is None or self.group is not group:
             return
-        if self.sim.last_step is not None and self.step >= self.sim.last_step:
+        if self.own.waits:
+            self.group, self.waiting = None, True
+            self._wait_for_nodes(self.own)
+        elif self.sim.last_step is not None and self.step >= self.sim.last_step:
             self._reach_the_end()
         elif self.seat is not None:
             self.take()
@@ -380,6 +383,18 @@ class Worker:
             self.later(0.05, self._between, group)
         else:
             self._stay()
+
+    def _wait_for_nodes(self, own: WorkerEnv) -> None:
+        """Rank 0 saves what no checkpoint holds. Then they say that they hold the state; a seat may come before."""
+        if self.own is not own:
+            return
+        kept = self.sim.disk[self.head] if self.head else ()
+        newer = len(kept) < self.step or disks.lacks(self.sim, self.process.name, self.head)
+        if own.rank == 0 and newer and not self._saved():
+            self.later(0.05, self._wait_for_nodes, own)
+            return
+        self.sim.say(self.process, f"  worker {own.rank} waits for nodes, with the state after step {self.step}")
+        self.say(Left(own.generation, self.step))
 
     def _stay(self) -> None:
         text = f"worker {self.own.rank} of {self.process.name} stops after step {self.step}, not {self.page.go}"

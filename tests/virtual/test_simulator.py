@@ -8,7 +8,7 @@ import pytest
 
 from tests.virtual.__main__ import report, run, run_all
 from tests.virtual.plan import draw
-from tests.virtual.simulator import simulate
+from tests.virtual.simulator import Outcome, simulate
 
 
 def test_invariants_hold_in_forty_seeds() -> None:
@@ -35,6 +35,11 @@ def test_a_seed_gives_the_same_story_again(seed: int) -> None:
     assert simulate(draw(seed)).log == simulate(draw(seed)).log
 
 
+def _told(outcome: Outcome) -> tuple[list[float], list[str]]:
+    """The times of its story, and what happened then."""
+    return [float(line[:10]) for line in outcome.story], [line[10:] for line in outcome.story]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_clock_of_another_host_matters(seed: int) -> None:
     """S17: with clocks that are years apart everything happens exactly as with clocks that agree."""
@@ -42,4 +47,7 @@ def test_no_clock_of_another_host_matters(seed: int) -> None:
     even = replace(plan, clock_rates=(1.0,) * plan.nodes)
     together = simulate(replace(even, offsets=(0.0,) * plan.nodes))
     apart = simulate(replace(even, offsets=tuple(3e9 + (-1) ** i * 3.1e8 * (i + 1) for i in range(plan.nodes))))
-    assert together.story == apart.story
+    # A clock of that size resolves half a microsecond, which may turn the last digit of a time that is printed.
+    (times, lines), (others, same) = _told(together), _told(apart)
+    assert lines == same
+    assert times == pytest.approx(others, abs=0.0011)

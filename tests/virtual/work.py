@@ -137,6 +137,11 @@ class Work:
         generation = next((one for one in self.history.generations if one.nonce == group.nonce), None)
         if generation is None:
             return
+        least = self.history.spec.spec.min_nodes if self.history.spec is not None else 1
+        # In a story nothing else keeps a resized run from standing still.
+        trains_on = self.sim.plan.generations_max and self.sim.engine.now > self.history.spec_since + 5.0
+        few = generation.waits or (generation.nodes < least and trains_on)
+        require(not few, "S3", f"{worker.process.name} makes a step with too few nodes")
         start = self._start(generation)
         if generation.in_place and worker.step == start:
             self.redone.add((worker.step, group.nonce))

@@ -34,10 +34,12 @@ def view(*members: str, short: float | None = None, **fields: object) -> SimpleN
     seated = fields.pop("seated", False)
     basic = {"handover": None, "leads": True, "complete": True, "generation": None, "number": 0, "roster_known": True}
     known = {**basic, "members": dict.fromkeys(members), "short_since": short, **fields}
+    known["order"] = lambda: [SimpleNamespace(node=name) for name in members]
     return SimpleNamespace(**known, seat_of=lambda *_: SEAT if seated else None)
 
 
-GENERATION = SimpleNamespace(record=SimpleNamespace(number=2, nodes=3, attempt=1))
+GENERATION = SimpleNamespace(record=SimpleNamespace(number=2, nodes=3, attempt=1, waits=False))
+WAITING = SimpleNamespace(record=SimpleNamespace(number=2, nodes=2, attempt=1, waits=True))
 HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained", step=120))
 
 
@@ -47,6 +49,20 @@ HANDOVER = SimpleNamespace(record=HandoverRecord(generation=1, cause="b drained"
         pytest.param(
             ME, view("a", "b", short=5.0), Wait("2 nodes; 3 needed"), "", None,
             Doing("waiting for nodes", "a, b here, 1 missing", 605.0), id="who is here, how many lack, until when",
+        ),
+        pytest.param(
+            replace(ME, running=2), view("a", "b", short=5.0, generation=WAITING, number=2, seated=True),
+            Wait("2 nodes; 3 needed"), "", None,
+            Doing("waiting for nodes", "a, b here, 1 missing", 605.0), id="survivors wait with their state",
+        ),
+        pytest.param(
+            replace(ME, running=2), view("a", "b", leads=False, generation=WAITING, number=2, seated=True),
+            Wait("b leads"), "", None,
+            Doing("waiting for nodes", "a, b here, 1 missing"), id="survivors wait, and another one leads",
+        ),
+        pytest.param(
+            replace(ME, running=2), view("a", "b", short=5.0, generation=GENERATION, number=2, seated=True),
+            Wait("training"), "", None, None, id="training, with fewer nodes than a new minimum",
         ),
         pytest.param(COLD, view("a", leads=False), Wait("b leads"), "", None, Doing("importing torch"), id="not warm"),
         pytest.param(

@@ -27,9 +27,13 @@ def warm() -> events.ParentWarm:
     return events.ParentWarm(8, "fork", "", 1.0)
 
 
-def begun(number: int, nodes: str, kind: str = "lost", cause: str = "", *, in_place: bool = True) -> events.Generation:
+def begun(
+    number: int, nodes: str, kind: str = "lost", cause: str = "", *, in_place: bool = True, waits: bool = False
+) -> events.Generation:
     """A generation of these nodes, one letter each."""
-    return events.Generation(number, len(nodes), cause or kind, kind, 0, tuple(nodes), 0, in_place=in_place)
+    return events.Generation(
+        number, len(nodes), cause or kind, kind, 0, tuple(nodes), 0, in_place=in_place, waits=waits
+    )
 
 
 def story(entries: Iterable[Entry]) -> Story:

@@ -1,0 +1,117 @@
+"""What is told of a run that waits below its minimum, while it waits and afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elasticrt import events
+from elasticrt.cli.resize import _consequence
+from elasticrt.cli.status import describe
+from elasticrt.rendezvous.records import Generation, Member, SpecRecord
+from elasticrt.spec import RunSpec
+from elasticrt.story.buckets import totals
+from elasticrt.story.changes import Changes
+from elasticrt.story.fold import Story
+from elasticrt.story.report import changes, state
+from elasticrt.story.sentences import now_at
+from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
+
+TWO_NEEDED: list[Entry] = [(at, node, replace(event, min_nodes=2)
+    if isinstance(event, events.AgentStarted) else event) for at, node, event in THREE_STEPS]  # fmt: skip
+WAITS = begun(2, "a", cause="b lost", waits=True)
+BEGINS: list[Entry] = [
+    *TWO_NEEDED,
+    (10.0, "a", events.Step(1, 60, 0)),
+    (10.5, "a", events.MemberLost("b", "b lost")),
+    (10.5, "a", WAITS),
+    (10.5, "a", events.Restarted(2, {"detect": 300.0, "agree": 200.0})),
+    (10.6, "a", events.Committed(60, 2)),
+]
+GOES_ON: list[Entry] = [
+    *BEGINS,
+    (21.0, "c", started(2)),
+    (22.0, "c", warm()),
+    (26.0, "c", events.Ready(0)),
+    (30.0, "a", begun(3, "ac", "join", "c joined")),
+    (30.0, "c", begun(3, "ac", "join", "c joined")),
+    (30.5, "a", events.FirstStep(3, 61, 60, 20.5, 0)),
+    (30.5, "a", events.Recovery(3, 20.5, {"detect": 300.0, "agree": 19700.0, "script": 100.0, "first_step": 400.0})),
+]
+
+
+def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
+    """From the moment in which it is agreed; before that are `detect` and `agree`, on the node and for the run."""
+    for told, now, waited_s in ((story(BEGINS), 25.0, 14.5), (story(GOES_ON), 31.0, 19.5)):
+        spent = totals(told.spans_by_node(now)["a"])
+        assert spent["waiting for nodes"] - 1.0 == pytest.approx(waited_s), "and a second before the first generation"
+        assert (spent["detect"], spent["agree"]) == pytest.approx((0.3, 0.2))
+        assert totals(told.spans(now))["waiting for nodes"] >= waited_s
+    joiner = totals(story(GOES_ON).spans_by_node(31.0)["c"])
+    assert "standby" not in joiner, "nobody trained without it"
+
+
+def test_the_state_of_a_run_that_waits() -> None:
+    """For how long, after which step, how many are here; the lost node is gone, and its loss is a failure."""
+    told = story(BEGINS)
+    assert state(told, 25.0) == "waiting for nodes for 14.5 s, after step 60: 1 of at least 2 here"
+    assert told.alive() == ("a",)
+    assert [trouble.what for trouble in told.troubles] == ["b lost"]
+    assert state(story(GOES_ON), 31.0) == "running"
+    stopped: Entry = (26.0, "a", events.AgentStopped(143))
+    assert state(story([*BEGINS, stopped])).startswith("stopped; step 60 is saved; to go on: ")
+    assert changes(story(GOES_ON)) == "2 changes of membership, the longest pause 20.50 s; no step lost"
+
+
+def test_the_wait_is_said_at_once() -> None:
+    """It has no first step to wait for."""
+    told = Changes(Story(), whole=False)
+    said = [text for at, node, event in BEGINS if node == "a" for _, text in told.tell(record(at, node, event))]
+    assert said[-1] == "generation 2: b lost, 1 node of at least 2: the run waits with the state after step 60"
+    assert not told.tick(20.0)
+
+
+def test_the_bounds_of_a_run_are_those_of_its_last_resize() -> None:
+    """In the last line of the terminal, and in what the state says."""
+    told = story([*BEGINS, (12.0, "a", events.Resized(3, 5))])
+    assert "1 node (3 to 5)" in now_at(told, 13.0, None)
+    assert state(told, 13.0).endswith("1 of at least 3 here")
+
+
+MEMBER = Member(node="a", incarnation="a" * 16, address="h", pid=7, workers=1, probe_port=9, port=8, warm=True)
+SPEC = SpecRecord(
+    spec=RunSpec(min_nodes=2, max_nodes=3, command=("script", "train.py"), join_timeout_s=60.0), attempt=1
+)
+
+
+def agreed(*, waits: bool) -> Generation:
+    """A generation of one node."""
+    return Generation(number=2, attempt=1, nodes=1, world_size=1, master_address="h", master_port=1, cause="b lost",
+        kind="lost", in_place=True, waits=waits, nonce="b" * 16, chunks=1)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("waits", "runs", "waited_s", "words"),
+    [
+        (True, 2, 12.0, "waits for 1 more node, no step for 12 s; gives up in 48 s"),
+        (True, 2, None, "waits for 1 more node"),
+        (False, 0, None, "waits for 1 more node"),
+        (False, 2, None, "alive"),
+    ],
+    ids=["since-when-and-until-when", "without-its-directory", "workers-have-ended", "trains-until-the-next-change"],
+)
+def test_status_says_that_the_run_waits(waits: bool, runs: int, waited_s: float | None, words: str) -> None:
+    """By etcd alone how many nodes lack; by the run's directory also since when, and until when."""
+    lines = describe("r", SPEC, [MEMBER.model_copy(update={"generation": runs})], generation=agreed(waits=waits),
+        saved=None, result=None, without_nodes="nobody is here", waited_s=waited_s)  # fmt: skip
+    assert lines[0] == f"run r: {words}"
+    assert ("  a: waiting, " in lines[-1]) is waits
+
+
+def test_what_follows_from_a_minimum_above_the_number_of_nodes() -> None:
+    """Workers that can live on stand still; others train on."""
+    lives = MEMBER.model_copy(update={"ready": 1, "has_state": True})
+    assert _consequence(0, []) == ""
+    assert _consequence(2, [(lives, None)]) == ": it saves, and waits for 2 more nodes"
+    assert "trains on" in _consequence(1, [(MEMBER, None)])
