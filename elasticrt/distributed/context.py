@@ -172,7 +172,7 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if not dist.is_initialized():
         own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
-        with regroup.SOCKETS.noted(world_size):
+        with regroup.SOCKETS.noted(world_size, store_port=_variable("MASTER_PORT", 0)):
             _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
         _timeout_s = timeout_s
         regroup.note_subgroups()

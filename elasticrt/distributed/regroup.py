@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,13 +73,17 @@ class GroupSockets:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._known: dict[int, str] = {}
+        self._peers: dict[int, str] = {}  # Those of the default group to the other ranks.
         self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
         self._free: Callable[[int], bool] = bool  # Frees a thread that waits at a listening socket of that group.
         self._freed: set[str] = set()
 
     @contextlib.contextmanager
-    def noted(self, ranks: int, backend: str = "gloo") -> Iterator[None]:
-        """Connections that are made in this block, in any thread, belong to a group of at most so many ranks."""
+    def noted(self, ranks: int, backend: str = "gloo", store_port: int = 0) -> Iterator[None]:
+        """Connections that are made in this block, in any thread, belong to a group of at most so many ranks.
+
+        `store_port`: where the default group's store listens, if this is that group.
+        """
         with self._lock:
             self._before = own_sockets.own()
             self._free = _deafen if backend in ABORTED else partial(_knock, ranks=ranks)
@@ -88,7 +92,10 @@ class GroupSockets:
             yield
         finally:
             with self._lock:
-                self._known |= self._new()
+                new = self._new()
+                self._known |= new
+                if store_port:
+                    self._peers = {fd: name for fd, name in new.items() if _leads_to_a_peer(fd, store_port)}
                 self._before = None
                 self._lock.notify_all()
 
@@ -101,6 +108,15 @@ class GroupSockets:
                 self._lock.wait(CUT_AGAIN_S)
                 count += self._shut_all()
             return count
+
+    def knows_peers(self, ranks: int) -> bool:
+        """Whether the connections of the default group, of so many ranks, are known."""
+        return len(self._peers) >= ranks - 1
+
+    def lost_a_peer(self) -> bool:
+        """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
+        now = own_sockets.own()
+        return any(now.get(fd) != name for fd, name in self._peers.items())
 
     def _shut_all(self) -> int:
         now = own_sockets.own()
@@ -124,6 +140,16 @@ def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
             return act(each)
     except OSError:
         return False
+
+
+def _leads_to_a_peer(fd: int, store_port: int) -> bool:
+    """Whether `fd` is a connection, and not to or of the store at `store_port`."""
+    return _with_socket(
+        fd,
+        lambda each: (
+            own_sockets.is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
+        ),
+    )
 
 
 def _shut(fd: int, how: int) -> bool:
@@ -363,7 +389,7 @@ def meet(
     # Gloo then asks a store for all addresses at once, not for one after the other, each twice.
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     try:
-        with SOCKETS.noted(worker.world_size, backend):
+        with SOCKETS.noted(worker.world_size, backend, worker.master_port):
             prefix = f"{worker.run_id}/{worker.generation}/{worker.nonce}"
             _store_in_use = _store(worker, timeout_s, over)  # Torch keeps no reference to a store made in Python.
             store = PrefixStore(prefix, _store_in_use)
@@ -393,8 +419,22 @@ def _store(worker: WorkerEnv, timeout_s: float, over: Callable[[], bool]) -> Gro
         time.sleep(CONNECT_AGAIN_S)
 
 
-def obstacle(layer: DistributedDataParallel) -> str:
-    """Why a DDP module cannot be given another group, "" if it can."""
+def has_subgroups() -> bool:
+    """Whether the script has made groups of its own in this generation."""
+    return bool(_subgroups)
+
+
+def exchanged(layer: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """The parameters of a DDP module that are not frozen now. If it was just made, it exchanges their gradients."""
+    ignored = layer.parameters_to_ignore
+    return [each for name, each in layer.module.named_parameters() if each.requires_grad and name not in ignored]
+
+
+def obstacle(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> str:
+    """Why a DDP module that exchanges gradients of `parameters` cannot be given another group, "" if it can."""
+    logger: Any = layer.logger
+    if logger._get_ddp_logging_data().ints_map["num_parameter_tensors"] != len(parameters):
+        return "parameters were frozen or unfrozen between DDP and the Loop"
     if layer.process_group is not dist.group.WORLD:
         return "DDP has a process group of its own"
     if layer.mixed_precision is not None:
@@ -406,13 +446,32 @@ def obstacle(layer: DistributedDataParallel) -> str:
     return ""
 
 
-def rebuild(layers: Iterable[DistributedDataParallel]) -> None:
-    """Give DDP modules the present default group, with a new reducer each.
+def rebuild(layers: Iterable[tuple[DistributedDataParallel, Sequence[torch.nn.Parameter]]]) -> None:
+    """Give DDP modules the present default group, with a new reducer each for the same parameters as before.
 
     Everything below is private to torch and tested at each version that is supported; a public way does not exist.
     """
-    for layer in layers:
-        _rebuild(layer, dist.group.WORLD)
+    for layer, parameters in layers:
+        with _unfrozen(layer, parameters):
+            _rebuild(layer, dist.group.WORLD)
+
+
+@contextlib.contextmanager
+def _unfrozen(layer: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Only `parameters` of a module are not frozen in this block.
+
+    A reducer exchanges what is not frozen when it is made, for good. A survivor may have frozen layers since, and a
+    newcomer not yet.
+    """
+    wanted = {id(each) for each in parameters}
+    differ = [each for each in layer.module.parameters() if each.requires_grad != (id(each) in wanted)]
+    for each in differ:
+        each.requires_grad_(not each.requires_grad)
+    try:
+        yield
+    finally:
+        for each in differ:
+            each.requires_grad_(not each.requires_grad)
 
 
 def _rebuild(layer: Any, world: Any) -> None:

@@ -9,6 +9,7 @@ An error that has another cause than a lost peer is never swallowed. If no seat 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  Everybody calls it DDP.
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
@@ -39,6 +41,9 @@ _log = logging.getLogger(__name__)
 STUCK_S, STUCK_AGAIN_S = 1.0, 0.2
 """A work that still waits for a peer STUCK_S after its group was cut, and again STUCK_AGAIN_S later, waits for ever."""
 
+CLOSED_S_MAX, CLOSED_AGAIN_S = 0.5, 0.01
+"""When gloo tells of a lost peer it has closed the connection, or does it within CLOSED_S_MAX on a busy machine."""
+
 SEAT_S_MAX = 1800.0
 """How long a worker without a group waits for its next seat. An agent that has none for it ends it long before; when
 the agent itself is gone the wait ends at once."""
@@ -51,6 +56,7 @@ class InPlace:
         modules: the Loop's objects; DDP modules among them get new reducers.
         give_up: called by another thread when the main thread can't come back from the group that it has lost.
         undoable: whether a step is open, and would be undone if it failed now.
+        renews: whether the script makes something of its own anew after each change.
 
     Attributes:
         worker: who this process is now; None without an agent.
@@ -58,10 +64,18 @@ class InPlace:
         spare: memory for the state of others, until it is used.
     """
 
-    def __init__(self, modules: Iterable[object], give_up: Callable[[], object], undoable: Callable[[], bool]) -> None:
-        self._layers = ddp_layers(modules)
+    def __init__(
+        self,
+        modules: Iterable[object],
+        give_up: Callable[[], object],
+        undoable: Callable[[], bool],
+        renews: Callable[[], bool],
+    ) -> None:
+        self._layers = [(each, regroup.exchanged(each)) for each in ddp_layers(modules)]
         self._give_up = give_up
         self._undoable = undoable
+        self._renews = renews
+        self._hindered = False  # Whether something in the script keeps this process from going on in place.
         self._page = agent_client.status_page()
         self._link = agent_client.agent_link()
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
@@ -92,10 +106,11 @@ class InPlace:
 
     def begin(self, loader: object) -> None:
         """The first step with a block: from now on this process goes on in place, if it can."""
-        if self._link is None or self.possible:
+        if self._link is None or self.possible or self._hindered:
             return
         obstacle = self._obstacle(loader)
         if obstacle:
+            self._hindered = True
             _log.info("workers are started anew when the membership changes: %s", obstacle)
             return
         self._follow()
@@ -114,11 +129,20 @@ class InPlace:
             return f"the process group's backend is {self._backend}"
         if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
             return "the loader has a sampler of this world size"
-        return next((text for layer in self._layers if (text := regroup.obstacle(layer))), "")
+        if regroup.has_subgroups() and not self._renews():
+            return "the script has made a process group of its own, and not in loop.on_change"
+        known = [layer for layer, _ in self._layers]
+        # Not by `isinstance`: objects of all sorts are looked at, and some of them do things when they are asked.
+        if any(issubclass(type(each), DDP) and all(each is not layer for layer in known) for each in gc.get_objects()):
+            return "there is a DDP module that was not given to the Loop"
+        return next((text for layer in self._layers if (text := regroup.obstacle(*layer))), "")
 
-    def lost(self, error: BaseException, step: int) -> bool:
-        """Whether `error` only says that this generation has lost a rank. If so, it is reported to the agent."""
-        if not self.is_of_peer(error):
+    def lost(self, error: BaseException, step: int, *, in_step: bool = False) -> bool:
+        """Whether `error` only says that this generation has lost a rank. If so, it is reported to the agent.
+
+        `in_step`: it has left the block of a step.
+        """
+        if not self.is_of_peer(error) or (in_step and self._is_of_another_group()):
             return False
         if not self._overtaken:
             assert self.worker is not None, "a worker with an agent has a place"
@@ -136,6 +160,27 @@ class InPlace:
         if self._overtaken and (self._backend == "nccl" or is_of_a_collective(name, text, callstack)):
             return True
         return is_collateral(name, text, callstack)
+
+    def _is_of_another_group(self) -> bool:
+        """Whether all connections of the default group live, so that an error that names a lost peer is not its.
+
+        It comes of a group that the script has made in a generation before, or of a DDP module that the Loop does not
+        know. Both fail again in every new world, until the script begins anew.
+        """
+        assert self.worker is not None, "only a worker with an agent goes on in place"
+        if self._backend != "gloo" or not regroup.SOCKETS.knows_peers(self.worker.world_size):
+            return False
+        until = time.monotonic() + CLOSED_S_MAX
+        while not (self._overtaken or regroup.SOCKETS.lost_a_peer()):
+            if time.monotonic() > until:
+                return True
+            time.sleep(CLOSED_AGAIN_S)
+        return False
+
+    def check_caught(self) -> None:
+        """Raise if a rank is lost, and so a collective of a step that its script has left without an error may be."""
+        if self._backend == "gloo" and self.possible and (self._overtaken or regroup.SOCKETS.lost_a_peer()):
+            raise dist.DistNetworkError("connection closed by peer: the step has caught the error, and has not stepped")
 
     def check_results(self) -> None:
         """Raise if collectives of this step may have ended without their results.

@@ -394,7 +394,7 @@ class Loop:
                 self._settle(passed=True)
                 self._ended = not self._fed
             return False
-        if self._stage != "running" or not self._world.in_place.lost(error, self._state.position.steps):
+        if self._stage != "running" or not self._world.in_place.lost(error, self._state.position.steps, in_step=True):
             if not self._fed:
                 self._interrupted()
             return False
@@ -409,8 +409,10 @@ class Loop:
         return True
 
     def _unconfirmed(self) -> BaseException | None:
-        """Why gradients that were added up without an optimizer's step cannot be trusted; None if they can."""
+        """Why a step without an optimizer's step cannot be trusted; None if it can."""
         try:
+            if self._undo.sees:
+                self._world.in_place.check_caught()
             self._world.in_place.check_results()
         except RuntimeError as error:
             return error

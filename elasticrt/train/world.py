@@ -68,7 +68,9 @@ class World:
         self._reporter = reporter
         self._page = agent_client.status_page()
         self._size_before = 0  # Of the world of the last Change.
-        self.in_place = InPlace(objects.values(), self._give_up, lambda: undo.in_step and not undo.touched)
+        self.in_place = InPlace(
+            objects.values(), self._give_up, lambda: undo.in_step and not undo.touched, lambda: bool(self.on_change)
+        )
         self.size = self.resumed_size = 1
         self.moves = 0
         self.on_change: list[Callable[[Change], None]] = []

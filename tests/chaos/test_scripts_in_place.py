@@ -32,6 +32,8 @@ FAST: tuple[Case, ...] = (
     ("subgroups", 2, 11, "forward"),
     ("gan", 1, 12, "stepped"),
     ("drawn_by_hand", 0, 10, "backward"),
+    ("frozen", 1, 12, "backward"),
+    ("caught", 2, 11, "begin"),
 )
 SLOW: tuple[Case, ...] = (
     ("plain", 0, 17, "begin"),
@@ -60,6 +62,8 @@ SLOW: tuple[Case, ...] = (
     ("drawn_in_epochs", 2, 10, "stepped"),
     ("strided", 1, 12, "backward"),
     ("without_sampler", 1, 12, "backward"),
+    ("frozen", 0, 8, "begin"),
+    ("caught", 0, 12, "backward"),
 )
 
 
@@ -138,7 +142,7 @@ def _check_samples(notes: Notes) -> None:
 
 @pytest.mark.parametrize("case", FAST, ids=_name)
 def test_survivors_live_on(tmp_path: Path, alone: dict[str, Notes], case: Case) -> None:
-    """W02, S5: in the README's script, with subgroups, two models, and data that the script draws itself."""
+    """W02, S5: in the README's script, with subgroups, two models, own data, frozen layers, errors that are caught."""
     _check(tmp_path, case, alone)
 
 
@@ -149,6 +153,21 @@ def test_in_every_way(tmp_path: Path, alone: dict[str, Notes], case: Case) -> No
     if case[0] in COMPILED and shutil.which("g++") is None:
         pytest.skip("torch.compile needs a compiler; there is no g++ here")
     _check(tmp_path, case, alone)
+
+
+@pytest.mark.parametrize("name", ["grouped", "wrapped_anew"])
+def test_what_cannot_be_renewed(tmp_path: Path, alone: dict[str, Notes], name: str) -> None:
+    """W02: a group of the script's own, or a DDP module that the Loop does not know: one kill is one restart of all."""
+    script = [str(SCRIPT), name, str(tmp_path), "1", "12", "backward"]
+    with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], script) as cluster:
+        cluster.start("node")
+        assert cluster.ended(90) == {"node": 0}, cluster.story()
+        assert [event["in_place"] for event in cluster.events("generation")] == [False, False], cluster.story()
+    ends = [each[-1] for each in _notes(tmp_path).values() if each and "end" in each[-1]]
+    ((*_, reference),) = alone[name].values()
+    assert len(ends) == 3
+    for end in ends:
+        assert end["end"] == pytest.approx(reference["end"], rel=0, abs=1e-11)
 
 
 @pytest.mark.slow

@@ -419,6 +419,85 @@ def own_rate(trial: Trial) -> None:
     trial.end(model)
 
 
+def frozen(trial: Trial) -> None:
+    """A layer is frozen in every other epoch, and so when the rank is lost."""
+    data, sampler = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH)
+    inner = net()
+    model = DDP(inner, find_unused_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
+    for epoch in loop.epochs(EPOCHS):
+        inner.get_submodule("0").requires_grad_(epoch % 2 == 0)
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                F.mse_loss(model(x), y).backward()
+                trial.at("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.done()
+    trial.end(model)
+
+
+def caught(trial: Trial) -> None:
+    """The script skips every batch that fails."""
+    data, sampler, model, optimizer = parts()
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                try:
+                    F.mse_loss(model(x), y).backward()
+                    trial.at("backward")
+                    optimizer.step()
+                except RuntimeError:
+                    optimizer.zero_grad()
+                    continue
+                optimizer.zero_grad()
+            trial.done()
+    trial.end(model)
+
+
+def grouped(trial: Trial) -> None:
+    """A process group of the script's own, made once, adds up the gradients."""
+    data, sampler = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH)
+    model, group = net(), dist.new_group()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                F.mse_loss(model(x), y).backward()
+                for each in model.parameters():
+                    dist.all_reduce(each.grad, group=group)
+                    each.grad /= dist.get_world_size()
+                trial.at("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.done()
+    trial.end(model)
+
+
+def wrapped_anew(trial: Trial) -> None:
+    """Every epoch makes a DDP module, which the Loop does not know."""
+    data, sampler, inner = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH), net()
+    optimizer = torch.optim.Adam(inner.parameters(), lr=0.01)
+    loop = trial.loop(sampler=sampler, model=inner, optimizer=optimizer)
+    for _ in loop.epochs(EPOCHS):
+        model = DDP(inner)
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                F.mse_loss(model(x), y).backward()
+                trial.at("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.done()
+    trial.end(inner)
+
+
 def simple(trial: Trial) -> None:
     """Nothing but a step."""
     _, sampler, model, optimizer = parts()
@@ -590,7 +669,8 @@ WAYS: dict[str, Callable[[Trial], None]] = {
     for way in (
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
         accumulated, no_sync, evaluated, early, own_rate, summed_late, outside, simple, compiled, compiled_inside,
-        norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided, without_sampler,
+        norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided, without_sampler, frozen, caught, grouped,
+        wrapped_anew,
     )
 }  # fmt: skip
 

@@ -114,7 +114,7 @@ def test_an_optimizer_does_not_step_with_what_an_aborted_kernel_left(
     with under(agent, monkeypatch):
         link = agent_client.agent_link()
         assert link is not None
-        here = InPlace([], lambda: None, lambda: False)
+        here = InPlace([], lambda: None, lambda: False, lambda: False)
         here._backend, here.possible = backend, True
 
         def synchronize() -> None:
@@ -143,7 +143,7 @@ def test_a_step_is_left_at_its_next_module_when_a_seat_has_come(monkeypatch: pyt
     agent, layer, raised = Agent(), torch.nn.Linear(1, 1), []
     with under(agent, monkeypatch):
         undoable = True
-        here = InPlace([], lambda: None, lambda: undoable)
+        here = InPlace([], lambda: None, lambda: undoable, lambda: False)
         here._follow()
         layer(torch.ones(1))
         seat = agent_client.worker_env()

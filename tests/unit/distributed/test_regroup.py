@@ -280,7 +280,7 @@ def test_a_new_reducer_leaves_finalizing_to_the_script(monkeypatch: pytest.Monke
         layer = DistributedDataParallel(nn.Linear(2, 1))
         layer.require_manual_backward_finalization = True
         for _ in range(2):
-            regroup.rebuild([layer])
+            regroup.rebuild([(layer, regroup.exchanged(layer))])
             layer(torch.ones(1, 2)).sum().backward()
             layer.finalize_backward()
         assert layer.module.weight.grad.tolist() == [[2, 2]]
