@@ -627,6 +627,9 @@ class Supervisor:
         return self._is_current(event) and first and not wanted
 
     def _worker_ended(self, event: WorkerEnded) -> None:
+        if event.failure is not None and self._is_current(event):
+            self.progress.remember()
+            self.progress.tell()  # What it spent, perhaps in a pause, is told before its end.
         step = self.pages.step_of(event.local_rank, event.generation)
         ended = events.WorkerEnded(event.generation, event.rank, event.pid, event.code, step=step)
         failure = self._frozen.pop(event.pid, event.failure if self._failed_by_itself(event) else None)

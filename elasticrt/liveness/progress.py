@@ -119,6 +119,7 @@ class Progress:
 
         A node without a seat in the one before is new: its wait was no pause of the training.
         """
+        self._count(self._look())
         self.tell()
         self._spent = {}
         if generation != self._generation + 1:

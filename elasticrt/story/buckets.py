@@ -55,6 +55,9 @@ _PHASES = {
 SPANS_MAX = 4000
 """A life with more spans gets coarser ones of training."""
 
+ROUNDED_S = 0.001
+"""Events and phases are rounded: times that differ by less are the same."""
+
 STANDS_KEPT = 64
 """How many times in which steps stood still are kept of a generation."""
 
@@ -242,8 +245,7 @@ class LifeSpans:
         """The steps have ended, and this node waits with the others: the phases say since when."""
         end = at - sum(event.phases.values()) / 1000
         self._course.step_at = max(self._course.step_at, end)
-        self._train_to(end)
-        self._to(end + event.phases.get("detect", 0.0) / 1000, DETECT)
+        self._stand_from(end, event.phases)
         self._to(at, AGREE)
         self._mode, self._turn_at, self._failed_at = "waiting", None, None
         self._marks, self._base = (), ()
@@ -260,7 +262,7 @@ class LifeSpans:
         end = at - sum(event.phases.values()) / 1000
         if self._mode == "training":
             self._course.step_at = max(self._course.step_at, end)
-            self._train_to(end)
+            self._stand_from(end, event.phases)
         else:
             self._to(end, SET_UP)
         self._course = self._courses.get(event.generation) or Course()
@@ -334,6 +336,25 @@ class LifeSpans:
         self._piece(last, self._base)
         self._to(min(end, course.over_at), DETECT)
         self._to(end, STANDBY)
+
+    def _stand_from(self, end: float, phases: Mapping[str, float]) -> None:
+        """Paint training up to the last step, at `end`, and then the time until something was known, by the `phases`.
+
+        A pause that is told until the next generation is agreed, and fits into that time, was in it.
+        """
+        detect_s, agree_s = phases.get("detect", 0.0) / 1000, phases.get("agree", 0.0) / 1000
+        until, known = end + detect_s, dict(self._base)
+        for mark in self._marks:
+            known = dict(mark.seconds) if mark.at <= end else known
+        told = [dict(mark.seconds) for mark in self._marks if end < mark.at <= until + agree_s + ROUNDED_S]
+        paused_s = told[-1][PAUSE] - known.get(PAUSE, 0.0) if told else 0.0
+        if 0.0 < paused_s <= detect_s + agree_s + ROUNDED_S:
+            self._marks = tuple(mark for mark in self._marks if mark.at <= end)
+        else:
+            paused_s = 0.0
+        self._train_to(end)
+        self._to(min(until, end + paused_s), PAUSE)
+        self._to(until, DETECT)
 
     def _piece(self, end: float, seconds: tuple[tuple[str, float], ...]) -> None:
         if end <= self._cursor:

@@ -115,6 +115,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a node comes back without the state that its last report has told of",
     ),
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
+    "followers are not told that workers go on": (
+        "L1",
+        "all others are started anew, and hear of the survivor only from the leader",
+    ),
     "below min-nodes survivors wait and save nothing": (
         "L2",
         "too few are left, and are told to leave while they wait",

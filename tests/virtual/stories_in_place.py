@@ -192,6 +192,18 @@ IN_PLACE: list[Plan] = [
         generations_max=3,
     ),
     _living(
+        "all others are started anew, and hear of the survivor only from the leader",
+        3,
+        Fault(5.9, "cut_etcd", "n2", 2.6),
+        Fault(6.0, "crash", "n0"),
+        Fault(6.0, "crash", "n1"),
+        Fault(6.3, "start", "n0"),
+        Fault(7.7, "start", "n1"),
+        Fault(7.5, "key_deleted", "n2"),
+        spec=spec_for(3, min_nodes=3),
+        setup_s=4.0,
+    ),
+    _living(
         "a node comes back without the state that its last report has told of",
         3,
         Fault(6.0, "worker_killed", "n2"),

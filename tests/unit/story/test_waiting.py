@@ -52,6 +52,23 @@ def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
     assert "standby" not in joiner, "nobody trained without it"
 
 
+def test_a_worker_that_dies_in_a_pause_leaves_one_truth_about_these_seconds() -> None:
+    """They are `pause` on its node, whose worker is replaced, and on the survivor, which recovers."""
+    told = story([
+        *THREE_STEPS,
+        (10.0, "a", events.Step(1, 60, 0)),
+        (14.0, "b", events.Progress(1, 60, 0.0, 0.0, 3.9)),
+        (14.0, "b", events.WorkerEnded(1, 1, 12, -9, "killed")),
+        (14.1, "a", events.Progress(1, 60, 0.0, 0.0, 4.0)),
+        (14.2, "a", begun(2, "a", "failure")),
+        (14.5, "a", events.FirstStep(2, 61, 60, 4.5, 0)),
+        (14.5, "a", events.Recovery(2, 4.5, {"detect": 4100.0, "agree": 100.0, "script": 100.0, "first_step": 200.0})),
+    ])  # fmt: skip
+    spent = {node: totals(spans) for node, spans in told.spans_by_node(15.0).items()}
+    assert (spent["a"]["pause"], spent["b"]["pause"]) == pytest.approx((4.0, 3.9))
+    assert spent["a"]["detect"] == pytest.approx(0.1)
+
+
 def test_the_state_of_a_run_that_waits() -> None:
     """For how long, after which step, how many are here; the lost node is gone, and its loss is a failure."""
     told = story(BEGINS)
