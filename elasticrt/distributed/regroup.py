@@ -115,8 +115,7 @@ class GroupSockets:
 
     def lost_a_peer(self) -> bool:
         """Whether a connection of the default group to another rank has ended: gloo closes it when it sees that."""
-        now = own_sockets.own()
-        return any(now.get(fd) != name for fd, name in self._peers.items())
+        return not all(own_sockets.is_open(fd, name) for fd, name in self._peers.items())
 
     def _shut_all(self) -> int:
         now = own_sockets.own()

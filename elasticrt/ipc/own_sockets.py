@@ -18,6 +18,14 @@ def own() -> dict[int, str]:
     return found
 
 
+def is_open(fd: int, name: str) -> bool:
+    """Whether `fd` still is the socket that `own` has called `name`."""
+    try:
+        return f"socket:[{os.fstat(fd).st_ino}]" == name
+    except OSError:
+        return False
+
+
 def is_connection(each: socket.socket) -> bool:
     """Whether `each` is a TCP socket that does not listen."""
     return _is_tcp(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
