@@ -40,7 +40,7 @@ def _unlock() -> None:
 
 
 class Script:
-    """One start of a script with a scheduler, a variable, and an averaged model in the tail of its epochs."""
+    """One start of a script. It takes no copies but those that it hands over."""
 
     def __init__(self, directory: Path) -> None:
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ class Script:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
         objects = {"model": self.model, "large": self.large, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        self.loop = Loop(directory, sampler=self.sampler, every="1000 steps", **objects)
+        self.loop = Loop(directory, sampler=self.sampler, every="1000 steps", memory=0, **objects)
 
     def run(self, head: Act, batch: Act, tail: Act) -> None:
         """Two epochs. The three are called before, in and after the batches."""
