@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,13 +18,14 @@ from elasticrt.ipc.messages import Message, Own, Reply, Save
 
 
 class Agent:
-    """Keeps every message; fences saves by the nonce of the head, unless `answer` says otherwise."""
+    """Keeps messages, and what their files hold; fences saves by the head's nonce, unless `answer` says otherwise."""
 
     def __init__(self, head: str = "", answer: Callable[[Message], Reply | None] | None = None) -> None:
         self.head = head
         self.taken = ""
         self.heads: dict[str, dict[str, Any]] = {}
         self.messages: list[Message] = []
+        self.copies: list[bytes] = []
         self._answer = answer or self.fenced
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.channel = Channel(mine)
@@ -56,6 +58,9 @@ class Agent:
             while True:
                 received = self.channel.receive(0.05)
                 if received is not None:
+                    for each in received[1]:
+                        self.copies.append(os.pread(each, os.fstat(each).st_size, 0))
+                        os.close(each)
                     self.messages.append(received[0])
                     reply = self._answer(received[0])
                     if reply is not None:

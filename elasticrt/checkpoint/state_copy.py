@@ -70,23 +70,34 @@ def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_
     Raises ConfigError, with the place of what is no plain value.
     """
     copier = _Copier(buffers, on_device=on_device)
-    try:
-        with buffers.reused() if buffers is not None else nullcontext():
-            copied = copier.copy(value)
-        for device in copier.under_way:
-            torch.cuda.current_stream(device).synchronize()
-    except _UnfitError as unfit:
-        kind = type(unfit.value)
-        raise ConfigError(
-            explain(
-                "state that can't be saved",
-                where + unfit.place,
-                got=f"{kind.__module__}.{kind.__qualname__}",
-                expected="whole tensors, numbers, texts, and lists, tuples or dicts of them",
-                remedy="Return only these from state_dict(). For sharded ones (FSDP) use torch.distributed.checkpoint",
-            )
-        ) from None
+    with buffers.reused() if buffers is not None else nullcontext():
+        copied = copier.plain(value, where)
+    for device in copier.under_way:
+        torch.cuda.current_stream(device).synchronize()
     return copied
+
+
+class Note:
+    """A state as it is now, at next to no cost: small tensors are copied, large ones are watched for changes.
+
+    Torch counts the changes of a tensor, but for those by way of `.data`.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors and plain values.
+        where: what it is called in errors.
+
+    Raises ConfigError, with the place of what is no plain value.
+    """
+
+    def __init__(self, state: object, where: str) -> None:
+        noter = _Noter()
+        self._state = noter.plain(state, where)
+        self._versions = noter.versions
+
+    @property
+    def state(self) -> Any | None:
+        """The state as it was; None when one of its large tensors has changed since."""
+        return self._state if all(each._version == version for each, version in self._versions) else None
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -118,6 +129,23 @@ class _Copier:
         self._on_device = on_device
         self.under_way: set[torch.device] = set()  # GPUs that are still writing to buffers.
         self._copies: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], ...]] = {}  # By the address of the original.
+
+    def plain(self, value: object, where: str) -> Any:
+        """A copy of `value`. Raises ConfigError, with the place in `where` of what is no plain value."""
+        try:
+            return self.copy(value)
+        except _UnfitError as unfit:
+            kind = type(unfit.value)
+            raise ConfigError(
+                explain(
+                    "state that can't be saved",
+                    where + unfit.place,
+                    got=f"{kind.__module__}.{kind.__qualname__}",
+                    expected="whole tensors, numbers, texts, and lists, tuples or dicts of them",
+                    remedy="Return only these from state_dict(). For sharded ones (FSDP) use"
+                    " torch.distributed.checkpoint",
+                )
+            ) from None
 
     def copy(self, value: object) -> Any:
         kind = type(value)
@@ -197,6 +225,20 @@ class _Copier:
         # (12 MB: 12 ms instead of 2; 300 MB: 400 instead of 150).
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), size)
         return buffer
+
+
+class _Noter(_Copier):
+    """Copies what is small. `versions`: the large tensors, each with the count of its changes so far."""
+
+    def __init__(self) -> None:
+        super().__init__(None, on_device=True)
+        self.versions: list[tuple[torch.Tensor, int]] = []
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.nbytes < POOLED_BYTES_MIN or tensor.is_inference():
+            return tensor.clone()
+        self.versions.append((tensor, tensor._version))
+        return tensor
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

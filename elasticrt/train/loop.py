@@ -161,6 +161,7 @@ class Loop:
                 if self._state.sampler is not None:
                     self._state.sampler.set_epoch(self._state.position.epoch)
                 entered = self._state.position.epoch
+                self._leave_batches(known=True)
                 try:
                     yield entered
                 except GeneratorExit:
@@ -176,6 +177,7 @@ class Loop:
                 if not cut_short:
                     self._state.ledger.closed(self._state.position)
                 self._state.position = self._state.position.closed(cut_short=cut_short)
+                self._undo.outside = None
                 self._boundary()
             self._saving.last()
             self._saving.checkpointer.finish()
@@ -239,7 +241,7 @@ class Loop:
         self._loader = loader
         return self._batches(loader, self._pass)
 
-    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:  # noqa: PLR0912  One loop.
+    def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
         state, world = self._state, self._world
         if state.position.drained or (state.sampler is not None and state.sampler.remaining == 0):
             return
@@ -276,10 +278,7 @@ class Loop:
             except GeneratorExit:
                 self._fed = False
                 self._page.stepping = 0
-                if generator_exit.on_purpose(sys._getframe(1)):
-                    self._settle()
-                else:
-                    self._interrupted()
+                self._batch_left(on_purpose=generator_exit.on_purpose(sys._getframe(1)))
                 raise
             if self._pass != number:
                 raise ConfigError(explain("left behind", "batches", got="a later batches() in the same epoch"))
@@ -291,6 +290,27 @@ class Loop:
             if share.last and moves == world.moves:
                 self._boundary()
         self._page.stepping = 0
+        if self._undo.outside is None:
+            self._leave_batches(known=True)
+
+    def _batch_left(self, *, on_purpose: bool) -> None:
+        """The script has left `batches`, by `break` or the like if `on_purpose`."""
+        if on_purpose:
+            self._settle()
+        else:
+            self._interrupted()
+        self._leave_batches(known=on_purpose and self._has_no_more())
+
+    def _leave_batches(self, *, known: bool) -> None:
+        """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
+        if self._world.in_place.possible:  # Else this process hands over at boundaries only.
+            self._undo.leave_batches(known=known)
+
+    def _has_no_more(self) -> bool:
+        """Whether `batches` would give no other batch in this epoch."""
+        if self._state.position.limit_reached(self._steps_max):
+            return True
+        return self._state.sampler is not None and self._state.sampler.remaining == 0
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
@@ -454,6 +474,7 @@ class Loop:
     def _begin(self, share: BatchSlice) -> None:
         self._share = share
         self._undo.stepped = False
+        self._undo.outside = None
         self._weighting.begin(share)
         self._page.stepping = 1
         if self._state.ledger.writes:
@@ -503,7 +524,7 @@ class Loop:
             self._world.go_on()
             return
         if in_place.worker is not None and in_place.worker.local_rank == 0:
-            self._saving.hand_over()
+            self._saving.hand_over(self._state.collect())
         raise handover.leave(total)
 
     def _interrupted(self) -> None:

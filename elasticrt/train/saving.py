@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from elasticrt.checkpoint.checkpointer import Checkpointer
 from elasticrt.checkpoint.commits import run_of
@@ -131,6 +132,6 @@ class Saving:
         self.checkpointer.wait()
         self._page.save_ns += time.monotonic_ns() - since_ns
 
-    def hand_over(self) -> None:
-        """Give the state to the agent, because this process ends."""
-        self.memory_tier.hand_over(self._state.collect(), self.run.total, self._state.position.epoch)
+    def hand_over(self, state: Mapping[str, Any]) -> None:
+        """Give the agent `state`, which is that of the position, because this process ends."""
+        self.memory_tier.hand_over(state, self.run.total, self._state.position.epoch)

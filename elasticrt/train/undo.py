@@ -11,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import rng_state, stateful
+from elasticrt.checkpoint.state_copy import Note
 from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
@@ -35,6 +36,8 @@ class Undo:
         accumulates: whether gradients of earlier steps count, because no optimizer has stepped since.
         stepped: whether an optimizer has stepped in the present batch.
         touched: whether one has begun to step in the present step, so that the state may be that of no step.
+        outside: the state of the position while the script runs code before or after the batches of an epoch, which is
+            run again at that position; None among the batches.
     """
 
     def __init__(self, state: TrainingState, *, seeded: bool) -> None:
@@ -61,6 +64,7 @@ class Undo:
         self.accumulates = False
         self.stepped = False
         self.touched = False
+        self.outside: Note | None = None
 
     @property
     def sees(self) -> bool:
@@ -139,6 +143,14 @@ class Undo:
             return False
         stateful.put_back(self._training.objects, state, "the beginning of the step")
         return True
+
+    def leave_batches(self, *, known: bool) -> None:
+        """Code outside of the batches follows. `known`: whether a restart at this position begins with it."""
+        self.outside = Note(self._training.collect() if known else None, "state")
+
+    def state_of_position(self) -> dict[str, Any] | None:
+        """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known."""
+        return self._training.collect() if self.outside is None else self.outside.state
 
     def note_between(self) -> None:
         """The step is undone: note what the script may change between this and the next try."""

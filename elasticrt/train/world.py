@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from elasticrt.train.reporting import Reporter
 from elasticrt.train.saving import Saving
 from elasticrt.train.training_state import TrainingState
 from elasticrt.train.undo import Undo
+
+_log = logging.getLogger(__name__)
 
 GRADIENTS = "gradients"
 """The name under which a state that travels has the gradients added up since the last optimizer step."""
@@ -172,13 +175,19 @@ class World:
         """Leave the newest finished step to the agent, while the main thread hangs for good."""
         if self._undo.in_step:
             self.undo_step()
-        if self._state.whole:
-            self._saving.hand_over()
+        self._hand_over()
 
     def leave_state(self, error: Exception) -> None:
         """Leave the state to the agent if `error`, which ends this process between steps, says that a peer is gone."""
-        if self._state.whole and not self._undo.in_step and self.in_place.is_of_peer(error):
-            self._saving.hand_over()
+        if not self._undo.in_step and self.in_place.is_of_peer(error):
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        state = self._undo.state_of_position() if self._state.whole else None
+        if state is not None:
+            self._saving.hand_over(state)
+        elif self._state.whole:
+            _log.warning("the newest step is not left to the agent: the script has changed the state since, or left")
 
     def _announce_change(self, stepped_at_ns: int = 0, steps: int = 0) -> None:
         """Call all of `on_change`. This process made its last step, `steps`, at `stepped_at_ns`; 0 if it made none."""

@@ -172,7 +172,10 @@ def test_what_cannot_be_renewed(tmp_path: Path, alone: dict[str, Notes], name: s
 
 @pytest.mark.slow
 def test_a_peer_that_is_lost_outside_of_a_step(tmp_path: Path, alone: dict[str, Notes]) -> None:
-    """W02: a collective in `pause` fails where no block can be left: all restart, and the result is the same."""
+    """W02: a collective in `pause` fails where no block can be left: all restart, and the result is the same.
+
+    No step is done again, and the tail of the epoch counts once: the scheduler and the variables are checked there.
+    """
     script = [str(SCRIPT), "evaluated", str(tmp_path), "1", "20", "evaluate"]
     with Cluster(tmp_path, f"way-{secrets.token_hex(4)}", ["--nproc-per-node", "3"], script) as cluster:
         cluster.start("node")

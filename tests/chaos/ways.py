@@ -307,10 +307,11 @@ def no_sync(trial: Trial) -> None:
 
 
 def evaluated(trial: Trial) -> None:
-    """Between epochs everybody evaluates a part."""
+    """Between epochs everybody evaluates a part, after what else belongs to the end of an epoch."""
     ctx = elasticrt.init()
     data, sampler, model, optimizer = parts()
-    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer, scheduler=scheduler)
     for epoch in loop.epochs(EPOCHS):
         model.train()
         for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
@@ -322,6 +323,8 @@ def evaluated(trial: Trial) -> None:
                 trial.at("stepped")
                 optimizer.zero_grad()
             trial.done()
+        scheduler.step()
+        loop.vars["tails"] = loop.vars.get("tails", 0) + 1
         with loop.pause("evaluate"), torch.no_grad():
             model.eval()
             trial.at("evaluate")
@@ -330,7 +333,7 @@ def evaluated(trial: Trial) -> None:
             assert count == SAMPLES
         loop.vars.setdefault("errors", []).append(total / count)
         trial.note(epoch_end=epoch, error=total / count)
-    assert len(loop.vars["errors"]) == EPOCHS
+    assert len(loop.vars["errors"]) == loop.vars["tails"] == scheduler.last_epoch == EPOCHS
     trial.end(model)
 
 
