@@ -311,7 +311,7 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
 
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
-    """Workers failed and all nodes live: restart them, as long as the budget lasts."""
+    """Workers failed and all nodes live: restart them, as long as the budget lasts. A node that does not fit leaves."""
     first = cause_of(led.reports.values())
     if first.collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
@@ -323,6 +323,8 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
+    if first.misfit:
+        return re_form(led, "failure", first.summary)
     spec = led.spec
     if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
