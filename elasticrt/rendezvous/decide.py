@@ -323,13 +323,11 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         until = min(entry.since for entry in failed) + STACKS_GRACE_S
         if led.now < until:
             return Wait("no progress; waiting for what the other nodes' workers were doing", until)
-    if first.misfit:
-        return re_form(led, "failure", first.summary)
     spec = led.spec
     if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
-    restarts = counting(led, first, failed)
+    restarts = led.generation.restarts if first.misfit else counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = (
             f"without {'getting further' if restarts.beats else 'new committed steps'} " if spec.restarts_reset else ""
