@@ -61,6 +61,10 @@ class CheckpointError(ElasticError):
     exit_code = EXIT_CHECKPOINT
 
 
+class MisfitError(CheckpointError):
+    """The script of this worker differs from the one that the run trains: its node alone leaves the run."""
+
+
 class PreparationError(ElasticError):
     """The user's build function failed. It travels in the error file and is final."""
 

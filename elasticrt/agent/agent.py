@@ -28,7 +28,16 @@ from elasticrt.agent.membership import Membership
 from elasticrt.agent.network_interfaces import check_loopback
 from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
-from elasticrt.errors import EXIT_BUG, EXIT_OK, EXIT_TERMINATED, DuplicateError, ElasticError, StoreError, explain
+from elasticrt.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    CheckpointError,
+    DuplicateError,
+    ElasticError,
+    StoreError,
+    explain,
+)
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Request, Step, Warm
 from elasticrt.ipc.std_streams import tell
@@ -274,6 +283,8 @@ class Agent(Side):
                 self.node.fold(event)
                 if isinstance(event, WorkerSaid) and isinstance(event.message, Step):
                     self.voice.heard(event.generation, event.rank, event.message)
+                if self.node.misfit is not None and not self._leaves:
+                    self._begin_to_leave("the script of this node is not the run's")
             case Stacks():
                 self.node.stalled(event)
             case Positions(generation, nodes, by_node):
@@ -429,8 +440,10 @@ class Agent(Side):
                 # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
-                if self.voice.narrates:
+                if self.voice.narrates and (self.node.misfit is None or decision.saving):
                     self.voice.left(decision, self._newest() if told else None)
+                if self.node.misfit is not None:
+                    raise CheckpointError(self.node.misfit.summary)
                 return EXIT_TERMINATED
             case Halt():
                 self.node.kill()
@@ -440,10 +453,18 @@ class Agent(Side):
     def _signalled(self, number: signal.Signals) -> None:
         """Begin to leave: by a handover if the workers can, within a time limit. A second signal ends the wait."""
         self.last_signal = number
-        reason = f"{number.name} received"
-        member, leaves = self.member, self.member.me.record.draining or bool(self.member.me.leaving)
-        self.hurry = self.hurry or leaves
-        if leaves or member.outage.since is not None:
+        self.hurry = self.hurry or self._leaves
+        self._begin_to_leave(f"{number.name} received")
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether this node is on its way out."""
+        return self.member.me.record.draining or bool(self.member.me.leaving)
+
+    def _begin_to_leave(self, reason: str) -> None:
+        """Leave by a handover, or at once if that is under way already, or not possible without etcd."""
+        member = self.member
+        if self._leaves or member.outage.since is not None:
             member.me = replace(member.me, leaving=member.me.leaving or reason)
         else:
             self.drain(reason)

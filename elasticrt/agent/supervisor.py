@@ -65,6 +65,7 @@ class Supervisor:
         pages: what their status pages say.
         progress: how far they are.
         hangs: whether they hang.
+        misfit: the failure of a worker whose script is not the run's. None is started beside the training after it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Supervisor:
         self._frozen: dict[int, Failure] = {}  # By pid: workers that are ended because a signal had stopped them.
         self._late_at: float | None = None  # When to look for workers that have not taken their new seat.
         self._joining = JoiningWorkers()
+        self.misfit: Failure | None = None
         self._check = NodeCheck(settings.options.node_check, say, edges.clock)
         self.group = edges.worker_group(put, logs=settings.logs)
         self.seating = Seating(settings, self.group, edges)
@@ -170,7 +172,8 @@ class Supervisor:
         return [] if self._wanted is not None else self.pages.able(self._state)
 
     def _can_start_beside(self) -> bool:
-        return self._wanted is None and bool(self._method) and self._check.is_fit and not self._state.well
+        able = self._wanted is None and bool(self._method) and self._check.is_fit
+        return able and not self._state.well and self.misfit is None
 
     # Deadlines.
 
@@ -638,6 +641,8 @@ class Supervisor:
         self._events.write(ended)
         if event.failure is not None and suspects_gpu(event.failure.summary):
             self._check.doubt(event.failure.summary)
+        if event.failure is not None and event.failure.misfit:
+            self.misfit = event.failure
         if event.generation == 0:
             self._joining_ended(event)
             return

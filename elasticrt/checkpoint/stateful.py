@@ -64,7 +64,6 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
                 where,
                 got=f"in the checkpoint {sorted(saved)}",
                 expected=f"as given to Loop {sorted(present)}",
-                remedy="Give Loop the same objects, or start over in a new directory",
             )
         )
     for name, each in objects.items():
@@ -76,14 +75,9 @@ def put_back(objects: Mapping[str, Any], data: Mapping[str, Any], where: str, *,
             if shared and isinstance(each, torch.optim.Optimizer):
                 _keep_nothing(each)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(
-                explain(
-                    f"the checkpoint does not fit {name!r}",
-                    where,
-                    got=type(each).__name__,
-                    remedy=f"Its words: {type(error).__name__}: {' '.join(str(error).split())[:600]}",
-                )
-            ) from error
+            said = str(error).partition(":\n\t")[2] or str(error)  # Torch names the module's class in a line before.
+            remedy = f"Its words: {type(error).__name__}: {' '.join(said.split())[:600]}"
+            raise CheckpointError(explain(f"the checkpoint does not fit {name!r}", where, remedy=remedy)) from error
 
 
 def _keep_nothing(optimizer: torch.optim.Optimizer) -> None:

@@ -101,7 +101,6 @@ class _Position:
                         self._where,
                         got=f"{name}={state[name]} in the checkpoint",
                         expected=f"{name}={now} as now",
-                        remedy="Use the dataset and the settings of the checkpoint, or start over in a new directory",
                     )
                 )
         epoch, consumed = state["epoch"], state["consumed"]

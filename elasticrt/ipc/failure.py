@@ -34,6 +34,7 @@ class Failure:
         summary: where and how, in one line.
         text: the same in full: the end of the worker's output, or the stacks of its threads.
         final_code: the exit code of the run, if no restart can cure this; else 0.
+        misfit: the script of the worker is not the run's, so its node leaves; that costs no restart.
         stalled: no process ended, but no step was made for too long.
         unmet: the worker could not reach another one. In a node's report: not for several generations in a row.
         early: a digest of the error before the first step, and its place. If it comes twice, it will come again.
@@ -47,6 +48,7 @@ class Failure:
     summary: str
     text: str = ""
     final_code: FinalCode = 0
+    misfit: bool = False
     stalled: bool = False
     unmet: bool = False
     early: str = ""

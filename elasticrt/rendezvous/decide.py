@@ -311,7 +311,7 @@ def _after_loss(led: LeaderContext, lost: list[Seat]) -> Decision:
 
 
 def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision:
-    """Workers failed and all nodes live: restart them, as long as the budget lasts."""
+    """Workers failed and all nodes live: restart them, as long as the budget lasts. A node that does not fit leaves."""
     first = cause_of(led.reports.values())
     if first.collateral:
         until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
@@ -327,7 +327,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
     if first.early and first.early == led.generation.restarts.early:
         reason = f"{first.summary} (the same as the last time, before the first step)"
         return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
-    restarts = counting(led, first, failed)
+    restarts = led.generation.restarts if first.misfit else counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = (
             f"without {'getting further' if restarts.beats else 'new committed steps'} " if spec.restarts_reset else ""

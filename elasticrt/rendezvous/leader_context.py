@@ -211,7 +211,8 @@ def how_gone(view: View, seat: Seat) -> str:
     """How the node of a lost seat has gone, in words that follow its name: "left", or "lost" with the evidence."""
     report, verdict = view.reports.get(seat.node), view.verdicts.get(seat.incarnation)
     if report is not None and report.record.incarnation == seat.incarnation and report.record.status == "left":
-        return "left"
+        failure = report.record.failure
+        return "left: its script is not the run's" if failure is not None and failure.misfit else "left"
     evidence = {"dead": " (its agent has ended)", "silent": " (no answer; power or network)"}
     return "lost" + (evidence.get(verdict.kind, "") if verdict is not None else "")
 

@@ -9,7 +9,7 @@ from elasticrt.checkpoint import rng_state, stateful
 from elasticrt.checkpoint.state_copy import plain_copy
 from elasticrt.data.ledger_writer import Ledger
 from elasticrt.data.position import Position
-from elasticrt.errors import CheckpointError, explain
+from elasticrt.errors import CheckpointError, MisfitError, explain
 from elasticrt.train.batches import AnySampler
 
 
@@ -76,22 +76,32 @@ class TrainingState:
             raise CheckpointError(
                 explain("not saved by a Loop", self._shown, got=sorted(map(str, data)), remedy="Use another directory")
             )
-        if (ours["sampler"] is None) != (self.sampler is None):
-            had = "without" if ours["sampler"] is None else "with"
-            raise CheckpointError(explain("the sampler changed", self._shown, got=f"a checkpoint {had} a sampler"))
-        self._put_back(data, self._shown, shared=True)
+        try:
+            self._put_back(data, self._shown, shared=True)
+        except CheckpointError as error:
+            remedy = "Use the script and the data that it was saved with, or start over in a new directory"
+            raise CheckpointError(f"{error}. {remedy}") from error
         self.numbers.restore(ours["rng"], self.position.steps)
 
     def take_over(self, data: dict[str, Any]) -> None:
-        """Go on from `data`, another rank's result of `collect`. Raises CheckpointError when it does not fit."""
+        """Go on from `data`, another rank's result of `collect`. Raises MisfitError when it does not fit."""
         ours = data[stateful.OURS]
-        self._put_back(data, "the state of another rank", shared=False)
-        self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)
+        try:
+            self._put_back(data, "another rank's state", shared=False)
+            self.numbers.take_over(ours["rng"], ours["alike"], self.position.steps)
+        except CheckpointError as error:
+            remedy = "Start this node again with the run's script and arguments"
+            raise MisfitError(
+                explain("this node's script differs from the run's", "Loop", got=error, remedy=remedy)
+            ) from error
 
     def _put_back(self, data: dict[str, Any], where: str, *, shared: bool) -> None:
         ours = plain_copy(data[stateful.OURS], where) if shared else data[stateful.OURS]
+        if (ours["sampler"] is None) != (self.sampler is None):
+            had = "without" if ours["sampler"] is None else "with"
+            raise CheckpointError(explain("the sampler changed", where, got=f"a state {had} a sampler"))
         stateful.put_back(self.objects, data, where, shared=shared)
-        if self.sampler is not None and ours["sampler"] is not None:
+        if self.sampler is not None:
             self.sampler.load_state_dict(ours["sampler"])
         self.position = Position.from_dict(ours["position"])
         self.ledger.restored(ours.get("ledger", []))

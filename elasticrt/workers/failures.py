@@ -43,6 +43,9 @@ WHO_KILLED = (
 _FINAL: dict[str, FinalCode] = {"CheckpointError": 5, "PreparationError": 6, "DuplicateError": 7}
 """Errors that no restart can cure, by name, with the exit code of the run."""
 
+_MISFIT = "MisfitError"
+"""It ends in the same way again, but only on this node."""
+
 _CERTAIN = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
 """Before the first step these mean that the script, or what is installed, has to be changed."""
 
@@ -144,6 +147,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
         ),
         text="\n".join(_report(worker, left, how, advice, final)),
         final_code=final,
+        misfit=_is_misfit(found),
         unmet=unmet,
         early=_digest(found) if left.stepped is False and not collateral and left.code > 0 else "",
         beats=left.beats,
@@ -189,12 +193,16 @@ def _final_code(found: Raised, left: Remains) -> FinalCode:
     """The exit code of the run if no restart can cure this; 0 if one might."""
     if left.start_error:
         return 1 if _NOT_HERE.search(left.start_error) else 0
-    if left.code < 0:
+    if left.code < 0 or _is_misfit(found):
         return 0
     if not left.stepped and (found.certain or found.exception in _CERTAIN):
         return 1
     hinted: FinalCode = next((code for code in _FINAL.values() if code == found.hint), 0)
     return _FINAL.get(found.exception.rpartition(".")[2], hinted)
+
+
+def _is_misfit(found: Raised) -> bool:
+    return found.exception.rpartition(".")[2] == _MISFIT
 
 
 def _of_gpu(found: Raised, left: Remains) -> str:
@@ -275,8 +283,8 @@ def _how_it_ended(left: Remains, exception: str, message: str) -> str:
     if left.oom and left.code == -signals.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
-    if left.code > 0 and exception.rpartition(".")[2] in _FINAL:
-        how = ""  # The run ends with the error's own exit code, and not with the worker's.
+    if left.code > 0 and exception.rpartition(".")[2] in (*_FINAL, _MISFIT):
+        how = ""  # The agent ends with the error's own exit code, and not with the worker's.
     said = (cut(exception, _NAME_MAX_BYTES), cut(_innermost(message), _MESSAGE_MAX_BYTES))
     return ": ".join(filter(None, (how, *said)))
 

@@ -182,6 +182,33 @@ def test_ahead(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None
     assert skipped in ends.values(), ends
 
 
+def test_a_newcomer_that_does_not_fit(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A node with another data set joins: it ends alone, with code 5 and the difference; the others lose no step."""
+    script, go, epochs = tmp_path / "train.py", tmp_path / "go", 10
+    text = SCRIPT.read_text().replace("FAULTS.pace()", f"time.sleep(0 if Path({str(go)!r}).exists() else 0.3)")
+    script.write_text(text)
+    options = ["--nnodes", "2:3", "--max-restarts", "0", "--join", "now"]
+    with Cluster(
+        tmp_path, f"misfit-{secrets.token_hex(4)}", options, [str(script), str(tmp_path), str(epochs)]
+    ) as cluster:
+        cluster.start("n0")
+        cluster.start("n1")
+        cluster.wait_for_step_after(1)
+        script.write_text(text.replace('"480"', '"456"'))
+        newcomer = cluster.start("n2")
+        assert newcomer.process.wait(50) == 5, cluster.story()
+        go.touch()
+        assert cluster.ended() == {"n0": 0, "n1": 0, "n2": 5}, cluster.story()
+        said = newcomer.text().rpartition("elasticrt: error: ")[2]
+        assert "samples=480 in the checkpoint; expected samples=456" in said
+        assert said.endswith("Start this node again with the run's script and arguments\n")
+        causes = {each["number"]: each["cause"] for each in cluster.events("generation")}
+        assert causes[3] == "n2 left: its script is not the run's"
+        found = Run(tmp_path, cluster, [], epochs)
+    found.check_all()
+    check_weights(found, tmp_path_factory)
+
+
 def test_an_error_of_the_script(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """W01: a rank raises an error of its own: it is shown once, with its traceback; the others go on in place."""
     found = run(tmp_path, [fault("after forward", 1, "raise", step=4)], workers=3, epochs=1)

@@ -178,6 +178,16 @@ def test_the_same_failure_before_the_first_step_twice_is_certain(second: str, en
     assert [each.ended.result.code for each in world.members.values() if isinstance(each.ended, End)] == ended
 
 
+def test_a_worker_that_does_not_fit_costs_no_restart() -> None:
+    """However often it comes, the run goes on, and a generation says why."""
+    world = running(2)
+    for _ in range(5):
+        world.members["n1"].report("failed", Failure(rank=1, code=1, collateral=False, summary="no fit", misfit=True))
+        world.settle()
+    generation = world.members["n0"].ran[-1][0]
+    assert (generation.number, generation.cause, generation.restarts.spent) == (6, "no fit", 0)
+
+
 @pytest.mark.parametrize("status", ["finishing", "ok"])
 @pytest.mark.parametrize(("well", "who"), [(None, "a worker"), (1, "rank 1")])
 def test_who_ended_early_is_the_cause_of_collateral_failures(status: str, well: int | None, who: str) -> None:

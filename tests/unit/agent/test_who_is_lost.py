@@ -13,7 +13,7 @@ from elasticrt.event_log import EventLog
 from elasticrt.ipc.wording import ANEW
 
 
-def entry(incarnation: str, **fields: str) -> SimpleNamespace:
+def entry(incarnation: str, **fields: str | None) -> SimpleNamespace:
     """A record of a node's life in etcd."""
     return SimpleNamespace(record=SimpleNamespace(incarnation=incarnation, **fields))
 
@@ -22,7 +22,7 @@ SEATS = [SimpleNamespace(node=name, incarnation=name * 16) for name in "abcdef"]
 BEFORE = SimpleNamespace(
     order=lambda: SEATS,
     members={"a": entry("a" * 16), "d": entry("0" * 16), "f": entry("f" * 16)},  # d has begun another life.
-    reports={"b": entry("b" * 16, status="left"), "d": entry("0" * 16, status="left")},
+    reports={"b": entry("b" * 16, status="left", failure=None), "d": entry("0" * 16, status="left")},
     verdicts={each * 16: SimpleNamespace(kind=kind) for each, kind in (("c", "dead"), ("e", "silent"))},
 )
 

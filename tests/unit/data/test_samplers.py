@@ -107,8 +107,8 @@ def test_another_dataset_is_refused_with_both_values(change, word):
     """A position that would mean other samples is refused, naming what was and what is (D07)."""
     sampler = ElasticBatchSampler(data(10), 4)
     sampler.advance()
-    ((_, other),) = change.items()
-    with pytest.raises(CheckpointError, match="dataset") as caught:
+    ((name, other),) = change.items()
+    with pytest.raises(CheckpointError, match=f"the checkpoint's {name} is not this sampler's") as caught:
         ElasticBatchSampler(data(10), 4).load_state_dict(sampler.state_dict() | change)
     assert str(other) in str(caught.value)
     assert word in str(caught.value)

@@ -109,6 +109,7 @@ def test_log_noise_is_not_evidence():
         ({"code": 1, "error_file": '{"message": "plain"}'}, "exit code 1: plain"),
         ({"code": 1, "error_file": "not json"}, "exit code 1"),
         ({"code": 1, "error_file": error_file("CheckpointError: a (b)")}, "CheckpointError: a (b)"),
+        ({"code": 1, "error_file": error_file("MisfitError: a (b)")}, "MisfitError: a (b)"),
         ({"code": 1, "error_file": "[1]"}, "exit code 1"),
         (
             {"error_file": error_file(f"KeyError: {IN_LOADER}KeyError: 'foo'")},
@@ -161,6 +162,13 @@ def test_nccl_aborts_when_a_peer_is_gone():
 def test_final_codes(given, final):
     """Errors that no restart can cure carry the run's exit code, from the error file or the traceback."""
     assert failure(**given).final_code == final
+
+
+def test_a_script_that_is_not_the_runs_is_final_for_its_node_alone():
+    """It is no reason to end the run, and no sign of what a restart of the others would end in."""
+    found = failure(error_file=error_file("MisfitError: x", exit_code_hint=5), stepped=False)
+    assert (found.misfit, found.final_code, found.collateral) == (True, 0, False)
+    assert not failure(error_file=error_file("CheckpointError: x", exit_code_hint=5)).misfit
 
 
 AT_TEN = 'Traceback (most recent call last):\n  File "/x/train.py", line 10, in <module>\nValueError: x'
