@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from elasticrt.errors import StoreError
 from elasticrt.ipc.directory_owner import NAME, Holding, Owner
 from elasticrt.ipc.env import Commit
-from elasticrt.ipc.messages import TAKEN, UNSURE, UNWRITABLE, Built, Claim, Own, Reply, Request, Save
+from elasticrt.ipc.messages import ERRNO, TAKEN, UNSURE, Built, Claim, Own, Reply, Request, Save
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Keys, Preparation, decode, version_of
 from elasticrt.store.protocol import KeyValue, Store, StoreUnavailable
@@ -174,7 +174,7 @@ class StoreRequests:
             try:
                 other = holding.take()
             except OSError as error:
-                return Reply(request.request, False, f"{UNWRITABLE}its record {NAME}: {error.strerror}")
+                return Reply(request.request, False, f"its record {NAME}: {error.strerror}", {ERRNO: error.errno})
             if other is not None:
                 return Reply(request.request, False, f"{TAKEN}{other}")
             if request.directory in self._holdings:

@@ -76,9 +76,9 @@ class ForkServer:
     def serve(self, warm: Warm) -> Job | None:
         """Work until the agent is gone (None), or until this process is a forked worker: then its job."""
         self._executes = warm.method == "exec"
+        job = None
         try:
             self._channel.send(warm)
-            job = None
             while job is None:
                 job = self._turn()
         except ChannelClosed:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import io
 import logging
 import os
@@ -36,6 +37,9 @@ from elasticrt.ipc.env import Commit
 
 _log = logging.getLogger(__name__)
 
+_OF_DISK = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE))
+"""Full, over quota, read-only, failing, its server has restarted: that may be over by the next save."""
+
 _locks: dict[str, Holding] = {}
 """Directories this process saves to without an agent; held until it ends."""
 
@@ -65,19 +69,6 @@ def duplicate(directory: Path, other: str) -> DuplicateError:
     )
 
 
-def unusable(where: str, got: object) -> CheckpointError:
-    """The error when the directory `where` cannot be used; `got`: why."""
-    return CheckpointError(
-        explain(
-            "the checkpoint directory can't be used",
-            where,
-            got=got,
-            expected="a directory that this user can write to",
-            remedy="Mend it, or use another directory",
-        )
-    )
-
-
 class CheckpointDirectory:
     """The checkpoint directory as one process uses it: all ranks may read theirs, rank 0 saves.
 
@@ -100,7 +91,7 @@ class CheckpointDirectory:
     def open(self, *, create: bool) -> bool:
         """Open the directory if it is not open; False when it does not exist and is not to be created.
 
-        Raises CheckpointError when it can't be used.
+        Raises CheckpointError when it can't be used, OSError when its disk is full, read-only or fails.
         """
         if self._directory is not None:
             return True
@@ -109,7 +100,9 @@ class CheckpointDirectory:
         try:
             self._directory = Directory(self.path, create=create)
         except (OSError, Unfit) as error:
-            raise self._unusable(error) from error
+            if isinstance(error, OSError) and error.errno in _OF_DISK:
+                raise
+            raise self.unusable(error) from error
         return True
 
     def claim(self, take: Callable[[], Owner | None]) -> None:
@@ -118,7 +111,7 @@ class CheckpointDirectory:
         Args:
             take: takes it for this process, and returns the other owner if there is one.
 
-        Raises DuplicateError, CheckpointError.
+        Raises DuplicateError; CheckpointError when it can't be used; OSError when its disk is full, read-only or fails.
         """
         if self._directory is not None and self._directory.is_removed:
             _log.warning("the checkpoint directory %s was deleted; it is made again", self.path)
@@ -134,7 +127,21 @@ class CheckpointDirectory:
             self.history()  # For the serial number: another rank 0 may have saved here.
             self._before = frozenset(name.nonce for name in self._names())
         except OSError as error:
-            raise self._unusable(error) from error
+            if error.errno in _OF_DISK:
+                raise
+            raise self.unusable(error) from error
+
+    def unusable(self, error: Exception) -> CheckpointError:
+        """The error when it can't be used because of `error`."""
+        return CheckpointError(
+            explain(
+                "the checkpoint directory can't be used",
+                str(self.path),
+                got=error,
+                expected="a directory that this user can write to",
+                remedy="Mend it, or use another directory",
+            )
+        )
 
     def disclaim(self) -> None:
         """This process has another place in the run: the directory is claimed anew before the next save."""
@@ -210,9 +217,6 @@ class CheckpointDirectory:
     def _opened(self) -> Directory:
         assert self._directory is not None, "open() comes first"
         return self._directory
-
-    def _unusable(self, error: Exception) -> CheckpointError:
-        return unusable(str(self.path), error)
 
 
 def parse(payload: Payload | bytes | bytearray) -> dict[str, Any]:

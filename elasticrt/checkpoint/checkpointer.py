@@ -139,9 +139,10 @@ class Checkpointer:
             return []
         try:
             self._directory.claim(partial(self._head.take, patient=patient))
-        except NoAnswer as error:
-            _log.warning("step %d is not saved: %s", step, error)
-            self._missed(NoAnswer, step, self._generation, str(error))
+        except (NoAnswer, OSError) as error:
+            _log.warning("the checkpoint of step %d was not saved in %s: %s", step, self._shown, error)
+            kind = NoAnswer if isinstance(error, NoAnswer) else CheckpointError
+            self._missed(kind, step, self._generation, error)
             return []
         self._saves = True
         return [partial(self._write_guarded, self._draft(step, epoch, dict(about or {})))]

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone, unusable
+from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
 from elasticrt.distributed import agent_client
 from elasticrt.errors import explain
 from elasticrt.ipc.directory_owner import Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
-from elasticrt.ipc.messages import TAKEN, UNSURE, UNWRITABLE, Own, Reply, Request, Save
+from elasticrt.ipc.messages import ERRNO, TAKEN, UNSURE, Own, Reply, Request, Save
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class DirectoryHead:
         Args:
             patient: wait while etcd is away.
 
-        Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say.
+        Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say, OSError.
         """
         if self.worker is None:
             return take_alone(self._path)
@@ -171,8 +171,8 @@ class DirectoryHead:
             return reply
         if reply.reason.startswith(TAKEN):
             raise duplicate(self._path, reply.reason.removeprefix(TAKEN))
-        if reply.reason.startswith(UNWRITABLE):
-            raise unusable(self._shown, reply.reason.removeprefix(UNWRITABLE))
+        if ERRNO in reply.data:
+            raise OSError(reply.data[ERRNO], reply.reason)
         raise NoAnswer(explain(what, self._shown, got=reply.reason))
 
     def _answer(self, what: str, make: Callable[[int], Request], *, patient: bool = True) -> Reply:

@@ -122,7 +122,12 @@ class Restoring:
         An ElasticError that is raised here is raised on every rank.
         """
         if claim:
-            self._directory.claim(self._head.take)
+            try:
+                self._directory.claim(self._head.take)
+            except OSError as error:
+                if self._worker is None or self._worker.resume_step == 0:  # No step is lost by ending.
+                    raise self._directory.unusable(error) from error
+                _log.warning("nothing can be saved in %s now, each save tries again: %s", self._shown, error)
         resume = self._head.resume_point()
         copy = self._copy(resume)
         verdict = {

@@ -18,7 +18,7 @@ from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.records import Generation, Member, Result
+from elasticrt.rendezvous.records import Member, Result
 from elasticrt.store.protocol import Txn
 
 ASKED_AT_ONCE = 64
@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     with live_run(arguments, options) as run:
         members = run.members()
         if not members:
-            raise without_nodes(run)
+            raise run.without_nodes()
         if name not in members:
             expected = f"one of {', '.join(members)}"
             raise ConfigError(explain("no such node", f"run {run.keys.run_id}", got=name, expected=expected))
@@ -51,7 +51,7 @@ def stop(arguments: argparse.Namespace) -> int:
     with live_run(arguments, options) as run:
         run_id, attempt, members = run.keys.run_id, run.spec()[0].attempt, run.members()
         if not members:
-            raise without_nodes(run)
+            raise run.without_nodes()
         write(sys.stdout, f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n")
         _leave(run, lambda _: True, options.timeout_s)
         result, saved = run.record(run.keys.result(attempt), Result), run.record(run.keys.checkpoint, Commit)
@@ -59,15 +59,6 @@ def stop(arguments: argparse.Namespace) -> int:
         step = f"; step {saved.reached:,} is saved" if saved is not None else ""
         write(sys.stdout, f"run {run_id} {ended}{step}\n")
     return EXIT_OK
-
-
-def without_nodes(run: LiveRun) -> ConfigError:
-    """The error about a run without any node: one that is starting, or one that is over."""
-    where, expected = f"run {run.keys.run_id}", "a node that takes part"
-    if run.record(run.keys.generation, Generation) is not None:
-        return ConfigError(explain("the run is not alive", where, expected=expected))
-    remedy = f"Wait until `elasticrt status {run.keys.run_id}` shows it"
-    return ConfigError(explain("no node of this run has registered yet", where, expected=expected, remedy=remedy))
 
 
 def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> None:

@@ -15,13 +15,14 @@ from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError, explain
 from elasticrt.option_values import check_name
-from elasticrt.rendezvous.records import Keys, Member, SpecRecord, decode
+from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
 from elasticrt.store.protocol import Address, KeyValue, Store
 from elasticrt.story import run_dir
+from elasticrt.story.report import state
 
 E = TypeVar("E", bound=EtcdOptions)
 
@@ -101,6 +102,24 @@ class LiveRun:
         found = self.store.read(key).get(key)
         return decode(kind, key, found.value) if found is not None else None
 
+    def without_nodes(self) -> ConfigError:
+        """The error about a run without any node: one that is starting, or one that is over."""
+        where, expected = f"run {self.keys.run_id}", "a node that takes part"
+        spec = self.record(self.keys.spec, SpecRecord)
+        result = None if spec is None else self.record(self.keys.result(spec.attempt), Result)
+        if result is not None:
+            return has_ended(self.keys.run_id, f"{result.status}: {result.reason}")
+        if self.record(self.keys.generation, Generation) is not None:
+            return ConfigError(explain("the run is not alive", where, expected=expected))
+        remedy = f"Wait until `elasticrt status {self.keys.run_id}` shows it"
+        return ConfigError(explain("no node of this run has registered yet", where, expected=expected, remedy=remedy))
+
+
+def has_ended(run_id: str, how: str) -> ConfigError:
+    """The error about a run that has a result."""
+    remedy = f"`elasticrt report {run_id}` tells more"
+    return ConfigError(explain("the run has ended", f"run {run_id}", got=how, expected="a live run", remedy=remedy))
+
 
 @contextmanager
 def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveRun]:
@@ -120,9 +139,12 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
     served = find(run_id)
     if served is not None:
         return (served.address,)
-    noted = run_dir.read(directory).etcd if run_dir.has_events(directory) else ""
-    if noted.startswith("http"):  # Its agents have accepted it. A socket has ended with the agents of its machine.
-        return parse_endpoints(noted)
+    story = run_dir.read(directory) if run_dir.has_events(directory) else None
+    if story is not None and story.etcd.startswith("http"):
+        # Its agents have accepted it. A socket has ended with the agents of its machine.
+        return parse_endpoints(story.etcd)
+    if story is not None and story.result is not None:
+        raise has_ended(run_id, state(story))
     raise ConfigError(
         explain(
             "no agent of this run is on this machine",

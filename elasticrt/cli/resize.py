@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from elasticrt.cli.live_run import live_run, options_given
-from elasticrt.errors import EXIT_OK, ConfigError, StoreError, explain
+from elasticrt.errors import EXIT_OK, StoreError, explain
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous import transactions
@@ -27,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
         for _ in range(TRIES):
             (record, seen), members, where = run.spec(), run.members(), f"run {run.keys.run_id}"
             if not members:
-                raise ConfigError(explain("the run is not alive", where, remedy="Start it with new options"))
+                raise run.without_nodes()
             changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
             new = record.model_copy(update={"spec": changed, "resized": True})
             if changed == record.spec or run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:

@@ -9,6 +9,7 @@ grant it twice.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -114,18 +115,25 @@ class Holding:
     def take(self) -> Owner | None:
         """Become the owner. Returns the record of another live owner, if there is one. Raises OSError.
 
-        If that owner is on another machine, this takes up to STALE_S.
+        If that owner is on another machine, this takes up to STALE_S. One on this machine is found on a full disk, too.
         """
         before: tuple[Owner | None, int] | None = None
         while True:
-            now_ns = self._write_draft()
+            full: OSError | None = None
+            now_ns = 0  # Without the directory's clock every record is new.
+            try:
+                now_ns = self._write_draft()
+            except OSError as error:
+                full = error
             found, touched_ns = self._read()
             runs = found is not None and start_of(found.pid) == found.started > 0
             verdict = judge(found, self._owner, runs=runs, age_s=(now_ns - touched_ns) / 1e9)
+            if full is not None and verdict != "taken":
+                raise full
             if verdict in ("free", "ours"):
                 self._publish()
                 return None
-            self._draft.unlink()
+            self._draft.unlink(missing_ok=True)
             record = (found, touched_ns)
             if verdict == "taken" or before not in (None, record):  # It was touched meanwhile.
                 return found
@@ -156,7 +164,9 @@ class Holding:
         """Write the record to a file of its own. Returns the time by the directory's clock, in nanoseconds."""
         fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
-            os.write(fd, json.dumps(asdict(self._owner)).encode())
+            text = json.dumps(asdict(self._owner)).encode()
+            if os.write(fd, text) < len(text):  # A part of a record would keep nobody out.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301  As the next write would.
             os.utime(fd)
             return os.fstat(fd).st_mtime_ns
         except OSError:  # The disk is full: leave no empty file.

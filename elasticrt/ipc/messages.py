@@ -27,8 +27,11 @@ FRAME_MAX_BYTES = 40 * 1024 * 1024
 bytes of a control character."""
 
 
-TAKEN, UNWRITABLE = "taken: ", "unwritable: "
-"""How an agent's refusal begins where another live run saves to the directory, and where it can't be written to."""
+TAKEN = "taken: "
+"""How an agent's refusal begins where another live run saves to the directory."""
+
+ERRNO = "errno"
+"""The number of the error with which the directory can't be taken, in the data of an agent's refusal."""
 
 UNSURE = "unsure: "
 """How a Reply's reason begins when etcd did not answer. The request may have taken effect, and may be repeated."""

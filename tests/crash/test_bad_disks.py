@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 
+from elasticrt.agent.store_proxy import StoreRequest, StoreRequests
 from elasticrt.data import durable_files as files
 from elasticrt.errors import CheckpointError
+from elasticrt.ipc.directory_owner import NAME
+from elasticrt.ipc.messages import ERRNO, Own
+from elasticrt.rendezvous.records import Keys
 from tests.crash.places import close, commit_of, release, restored, save, save_one, state
+from tests.memory_store import MemoryServer, MemoryStore
 
 ERRORS = ("EIO", "EROFS", "EDQUOT", "ESTALE", "EACCES", "EMFILE")
 CHANGING = ("open", "write", "fsync", "rename", "unlink", "close", "fstat", "listdir")
@@ -216,6 +221,32 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     assert [each[1:] for each in found] == [[5, 5, 0]] * 12
     assert [each[0] for each in found] == sorted(each[0] for each in found)
     assert {each[0] for each in found} == {3, 4}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_an_agent_on_a_full_or_read_only_file_system(tmp_path: Path) -> None:
+    """F01, F02: it says which error keeps it from taking the directory; with room again it takes it, once asked."""
+
+    def act() -> list[list[Any]]:
+        _mount(tmp_path, "size=64k")
+        agent = StoreRequests(MemoryStore(MemoryServer(lambda: 0.0)), Keys("run"), lambda _: None)
+
+        def ask() -> list[Any]:
+            own = Own(1, str(tmp_path), "0" * 16, take=True)
+            reply = agent.carry_out(StoreRequest(own, 1, 0, 1, "n0", "b" * 16, 0, lambda _: None))
+            return [reply.ok, reply.data.get(ERRNO), sorted(each.name for each in tmp_path.iterdir())]
+
+        status = os.statvfs(tmp_path)
+        (tmp_path / "filler").write_bytes(bytes(status.f_bavail * status.f_frsize))
+        found = [ask()]
+        (tmp_path / "filler").unlink()
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        found.append(ask())
+        subprocess.run(["mount", "-o", "remount,rw", str(tmp_path)], check=True)
+        return [*found, ask()]
+
+    full, read_only = [False, errno.ENOSPC, ["filler"]], [False, errno.EROFS, []]
+    assert _in_own_mounts(act) == [full, read_only, [True, None, [NAME]]]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

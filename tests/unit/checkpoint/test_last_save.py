@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import shutil
 import signal
@@ -16,16 +18,17 @@ import torch
 
 from elasticrt import Checkpointer, CheckpointError, Loop
 from elasticrt.checkpoint import commits
-from elasticrt.ipc.messages import UNSURE, Message, Own, Reply, Save
+from elasticrt.ipc.env import Commit
+from elasticrt.ipc.messages import ERRNO, UNSURE, Message, Own, Reply, Save
 from tests.fake_worker import Agent, under
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file can become longer than 100 bytes in here."""
+def full_disk(size: int = 1000) -> Iterator[None]:
+    """No file can become longer than `size` bytes in here."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
@@ -33,11 +36,11 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def train(directory: Path, every: str = "1000 steps") -> None:
-    """Three steps."""
+def train(directory: Path, every: str = "1000 steps", epochs: int = 1) -> None:
+    """Epochs of three steps."""
     loop = Loop(directory, every=every)
     loop.vars["w"] = torch.zeros(500)
-    for _ in loop.epochs(1):
+    for _ in loop.epochs(epochs):
         for _ in loop.batches([1, 2, 3]):
             pass
 
@@ -69,8 +72,7 @@ def test_a_directory_that_is_deleted_meanwhile(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F01: an agent that can't write its record is a directory that can't be used, not a failure to be tried again."""
-    agent = Agent()
-    agent.taken = "unwritable: its record .owner: No space left on device"
+    agent = WithoutRoom(times=1)
     found = r"can't be used .*No space left on device; expected a directory .*\. Mend it, or use another"
     with under(agent, monkeypatch), pytest.raises(CheckpointError, match=found):
         train(tmp_path / "ckpt")
@@ -80,6 +82,39 @@ def test_a_commit_that_is_refused_at_the_end(tmp_path: Path, monkeypatch: pytest
     """F08: that is a failure like any other: the next generation trains what is missing."""
     with under(Agent(head="0123456789abcdef"), monkeypatch), pytest.raises(RuntimeError, match="the head is 0123"):
         train(tmp_path / "ckpt")
+
+
+class WithoutRoom(Agent):
+    """An agent that `times` times cannot write its record."""
+
+    def __init__(self, times: int, head: str = "", error: int = errno.ENOSPC) -> None:
+        self.left, self.error = times, error
+        super().__init__(head, self.say)
+
+    def say(self, message: Message) -> Reply | None:
+        """What an agent says to `message`."""
+        if isinstance(message, Own) and message.take and self.left:
+            self.left -= 1
+            return Reply(message.request, False, f"its record .owner: {os.strerror(self.error)}", {ERRNO: self.error})
+        return self.fenced(message)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_is_full_at_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    """F01: a run that has trained goes on without saving, with a warning each time; the first save that can commits."""
+    first = Agent()
+    with under(first, monkeypatch):
+        train(tmp_path, "1 steps")
+    head = Commit.from_fields(first.of(Save)[-1].commit)
+    agent = WithoutRoom(3, head.nonce, error)
+    with under(agent, monkeypatch, resume=head, generation=2):
+        train(tmp_path, "1 steps", epochs=2)
+    kinds = [type(message) for message in agent.messages if isinstance(message, Save) or getattr(message, "take", 0)]
+    assert kinds == [Own, Own, Own, Own, Save, Save]  # The last step, and the end of its epoch.
+    assert caplog.text.count(os.strerror(error)) == 3
+    assert agent.of(Save)[-1].commit["step"] == 6
 
 
 class WithoutEtcd(Agent):
@@ -130,7 +165,7 @@ def save(step): saver.save({"w": torch.zeros(500)}, step=step)
 if how.startswith("loop"):
     loop = elasticrt.Loop(directory)
     loop.vars["w"] = torch.zeros(500)
-    limit(100)
+    limit(1000)
     for epoch in loop.epochs(2):
         for x in loop.batches([1, 2]):
             with loop.step():

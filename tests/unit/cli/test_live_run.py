@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.drain import without_nodes
 from elasticrt.cli.live_run import LiveRun, live_here, live_run, named_run
 from elasticrt.cli.main import main
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import start_of
-from elasticrt.rendezvous.records import Generation, Keys
+from elasticrt.rendezvous.records import Generation, Keys, Result, SpecRecord
 from elasticrt.run_options import EtcdOptions
+from elasticrt.spec import RunSpec
 from elasticrt.store.embedded import Served, find, locked, record_of, write_record
 from elasticrt.store.protocol import Address, Put, Txn
 from tests.memory_store import MemoryServer, MemoryStore
@@ -100,13 +100,27 @@ def test_looking_at_a_run_does_not_keep_its_etcd() -> None:
     assert record.stat().st_mtime == 1
 
 
+@pytest.mark.parametrize("command", [["stop"], ["drain", "node-0"], ["resize", "1:2"]], ids=lambda words: words[0])
+def test_a_run_that_has_ended(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that changes it says so, and how: exit code 2."""
+    _run("calm-fox", events.Result("succeeded", 0, "all ended well"), lives=False)
+    assert main([*command, "--run-id", "calm-fox", "--log-dir", "runs"]) == 2
+    assert "the run has ended (run calm-fox): got succeeded: all ended well" in capsys.readouterr().err
+
+
 def test_a_run_without_nodes() -> None:
-    """One whose first node is starting is not one that is over."""
+    """One whose first node is starting is not one that is over; of one with a result it is said how it has ended."""
     run = LiveRun(MemoryStore(MemoryServer(lambda: 0.0)), Keys("calm-fox"))
-    assert "no node of this run has registered yet (run calm-fox)" in str(without_nodes(run))
+    assert "no node of this run has registered yet (run calm-fox)" in str(run.without_nodes())
     generation = Generation(
         number=1, attempt=1, nonce="c" * 16, nodes=1, world_size=1, master_address="::1", master_port=5001,
         cause="start", kind="start", chunks=1,
     )  # fmt: skip
     run.store.commit(Txn((), (Put(run.keys.generation, generation.encode()),), why="a test"))
-    assert "the run is not alive (run calm-fox)" in str(without_nodes(run))
+    assert "the run is not alive (run calm-fox)" in str(run.without_nodes())
+    spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=2)
+    for attempt, status in ((1, "succeeded"), (2, "failed")):
+        result = Result(attempt=attempt, status=status, code=attempt - 1, reason="rank 0 raises", generation=1)
+        run.store.commit(Txn((), (Put(run.keys.result(attempt), result.encode()),), why="a test"))
+    run.store.commit(Txn((), (Put(run.keys.spec, spec.encode()),), why="a test"))
+    assert "the run has ended (run calm-fox): got failed: rank 0 raises" in str(run.without_nodes())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -24,3 +26,17 @@ def test_what_is_said_of_the_parent(caplog, method, reason):
         (record,) = [json.loads(line) for line in file]
     assert caplog.messages == [f"worker parent is warm after 2.50 s ({method}{': ' * bool(reason)}{reason})"]
     assert (record["event"], record["method"], record["reason"]) == ("parent_warm", method, reason)
+
+
+def test_an_agent_that_ends_while_its_parent_warms_up():
+    """The parent cannot say that it is warm: it ends, without a word."""
+    script = (
+        "from elasticrt.bootstrap.fork_server_main import ForkServer\n"
+        "from elasticrt.ipc.channel import Channel\n"
+        "from elasticrt.ipc.messages import Warm\n"
+        "channel, agent = Channel.pair()\n"
+        "agent.close()\n"
+        "print(ForkServer(channel, program=True).serve(Warm(1, 'fork', '', 1.0)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("None\n", "")
