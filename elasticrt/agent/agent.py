@@ -210,7 +210,12 @@ class Agent(Side):
             self.node.attend(generation, generation.nodes if seat is None else seat.index)
 
     def describe(self, me: Me, now: float) -> Me:
-        """See `Side`."""
+        """See `Side`. The leader's key says that workers go on in place, until a generation says so."""
+        view = self.member.view
+        tells = view.leads and view.generation is not None and not view.generation.record.in_place
+        goes_on = view.number if tells and others_go_on(view, me.record.node) else 0
+        if goes_on != me.record.goes_on:
+            me = replace(me, record=me.record.model_copy(update={"goes_on": goes_on}))
         return self.node.describe(me, now)
 
     def decided(self, decision: Decision) -> None:

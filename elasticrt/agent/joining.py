@@ -72,4 +72,5 @@ def others_go_on(view: View, node: str) -> bool:
     if view.generation is None or any(each.record.status in ("finishing", "ok") for each in view.reports.values()):
         return False
     known = [entry.record for entry in view.members.values() if entry.record.node != node]
-    return view.generation.record.in_place or any(each.ready and each.generation == view.number for each in known)
+    told = any(view.number in (each.goes_on, each.generation if each.ready else 0) for each in known)
+    return view.generation.record.in_place or told

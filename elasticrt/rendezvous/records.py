@@ -114,10 +114,11 @@ class Member(Record):
 
     `warm`: can start workers at once. `draining`: wants to leave. `generation`: whose workers it runs, 0 for none.
     `ready`: how many of its workers can go on in the next generation without being started for it: they take part in
-    the present one, or have set up beside it; `has_state`: whether one of them has the state. `seen`: the highest
-    generation it knows of. `port`: a bound socket for the next generation's store, should this member be rank 0 there.
-    `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit among newcomers; None:
-    behind those that say.
+    the present one, or have set up beside it; `has_state`: whether one of them has the state. `goes_on`: written by the
+    leader, which sees all members: the generation of which workers can go on, on whichever node; 0 when it sees none.
+    `seen`: the highest generation it knows of. `port`: a bound socket for the next generation's store, should this
+    member be rank 0 there. `probe_port`: answers whether this life still lives. `node_rank`: where it would like to sit
+    among newcomers; None: behind those that say.
     """
 
     node: Name
@@ -132,6 +133,7 @@ class Member(Record):
     generation: Count = 0
     ready: Annotated[int, Field(ge=0, le=4096)] = 0
     has_state: bool = False
+    goes_on: Count = 0
     seen: Count = 0
     node_rank: Count | None = None
 
