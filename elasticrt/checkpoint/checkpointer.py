@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from elasticrt.checkpoint import newest_offer
 from elasticrt.checkpoint.checkpoint_dir import CheckpointDirectory, duplicate
 from elasticrt.checkpoint.commits import COMMIT_TIMEOUT_S, DirectoryHead, NoAnswer
 from elasticrt.checkpoint.manifest import PAYLOAD, Manifest, stem_of
@@ -93,6 +94,10 @@ class Checkpointer:
     def committed_step(self) -> int:
         """The step of the newest commit that the state descends from; 0 without one."""
         return self._head.known.step if self._head.known is not None else 0
+
+    def adds(self, step: int) -> bool:
+        """Whether a save of a state that waits after `step` would add to what is saved. Only for rank 0."""
+        return newest_offer.adds(step, self._head.known, lacks_head=self.lacks_head)
 
     def save(self, state: Mapping[str, Any], *, step: int, epoch: int = 0) -> None:
         """Copy `state` to the host now, and write and commit it in the background. Other ranks than 0 do nothing.

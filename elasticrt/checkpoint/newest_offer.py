@@ -1,5 +1,6 @@
-"""Which rank sends the checkpoint that all resume from. Every rank decides alike, from what each has on disk. Pure.
+"""Which rank sends the checkpoint that all resume from, and which state adds to what is saved. Pure.
 
+Every rank decides alike, from what each has on disk.
 Directories may be shared, or local to their nodes. So one rank of each node offers the best checkpoint that it has, and
 all take the best offer; of equal ones the lowest rank's, which is rank 0 where the directory is shared.
 """
@@ -75,6 +76,15 @@ def choose(offers: Sequence[Offer], *, resuming: bool) -> int | None:
     if resuming or any(offer.marked for offer in offers):
         raise LookupError("there are commits, and none of them can be used")
     return None
+
+
+def adds(step: int, head: Commit | None, *, lacks_head: bool) -> bool:
+    """Whether a state that waits after `step` adds to what is saved: it is newer than the head, or that is not here.
+
+    A head of a later step stays: only a rank that is lost had finished that step, and the others will do it again.
+    """
+    committed = 0 if head is None else head.step
+    return step > committed or (lacks_head and step == committed)
 
 
 def distinct_troubles(offers: Sequence[Offer]) -> list[str]:

@@ -88,11 +88,11 @@ class Saving:
             self.take(save=save, copy=copy)
 
     def while_waiting(self, then: Callable[[], object]) -> None:
-        """No step comes for long: save what no checkpoint holds, if this is rank 0, and call `then` when that is done.
+        """No step comes for long: save what no checkpoint here holds, if this is rank 0, and call `then` after that.
 
         That is done by another thread, as a seat may come before.
         """
-        if self._is_first and (self._owes or self._state.position.steps > self.checkpointer.committed_step):
+        if self._is_first and self.checkpointer.adds(self._state.position.steps):
             self.take(save=True, copy=False, then=then)
         else:
             then()

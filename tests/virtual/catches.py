@@ -117,7 +117,15 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "a key counts, and not the report that is newer": ("L6", "a rank is ahead when another dies"),
     "followers are not told that workers go on": (
         "L1",
-        "all others are started anew, and hear of the survivor only from the leader",
+        "too few are ready, and a newcomer hears of the survivor only from the leader",
+    ),
+    "who waits leaves the head on the disk of a node that is lost": (
+        "L1",
+        "too few are left, save the step of a head that is lost with its node, and leave",
+    ),
+    "who waits puts an earlier step in place of the head": (
+        "S2",
+        "too few are left, and are behind a head that is lost with its node",
     ),
     "below min-nodes survivors wait and save nothing": (
         "L2",

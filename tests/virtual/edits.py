@@ -154,6 +154,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "followers are not told that workers go on": (
         (_A + "joining", "others_go_on", "in (each.goes_on, each.generation if each.ready else 0)", "== (each.generation if each.ready else 0)"),
     ),
+    "who waits leaves the head on the disk of a node that is lost": (
+        (_OFFER, "adds", " or (lacks_head and step == committed)", ""),
+    ),
+    "who waits puts an earlier step in place of the head": (
+        (_OFFER, "adds", "lacks_head and step == committed", "lacks_head"),
+    ),
     "below min-nodes survivors wait and save nothing": ((_LED, "re_form", "if isinstance(short, Wait)", "if False"),),
     "below min-nodes survivors that drain are left out": ((_LED, "re_form", "draining=not saved", "draining=False"),),
     "below min-nodes survivors do not wait for those that set up": ((_LED, "too_few", "if ready >= spec.min_nodes:", "if len(startable(view)) >= spec.min_nodes:"),),

@@ -231,16 +231,22 @@ class Invariants:
         require(
             new.parent == (old.nonce if old else ""), "S2", f"step {new.step} does not follow the head {step_of(old)}"
         )
-        least = step_of(old) + ((new.step, self.generations[-1].nonce) not in self.work.redone)
-        # A run that waits saves the head's step once more, if that is on the disk of another node alone.
-        again = self.generations[-1].waits and self.sim.plan.own_disks and new.step == step_of(old)
-        require(new.step >= least or again, "S2", f"step {new.step} after {step_of(old)}")
+        same = (new.step, self.generations[-1].nonce) in self.work.redone or self._rescued(old, new)
+        require(new.step >= step_of(old) + (not same), "S2", f"step {new.step} after {step_of(old)}")
         trained = tuple(step for step, _ in self.sim.disk[new.nonce])
         require(trained == tuple(range(1, new.step + 1)), "S5", f"step {new.step} was trained on {trained}")
         self.heads.append(new)
         self.sim.committed.add(new.nonce)
-        self.head_at = self.sim.engine.now
+        if not self.generations[-1].waits:  # What is saved while a run stands still is no sign that it goes on.
+            self.head_at = self.sim.engine.now
         self.sim.engine.say("etcd", f"= head: step {new.step} by generation {new.generation}")
+
+    def _rescued(self, old: Commit | None, new: Commit) -> bool:
+        """Whether a run that waits saves the very state of a head on another node's disk: no step counts twice."""
+        if old is None or not self.generations[-1].waits or not disks.lacks(self.sim, new.node, old.nonce):
+            return False
+        state = self.sim.disk[new.nonce]
+        return state == self.sim.disk[old.nonce] or (bool(state) and state[-1] in self.work.redone)
 
     def _handover(self, new: HandoverRecord | None) -> None:
         """S1: a leader asks for it, of the current generation. S5: once a step is agreed, all leave after that step."""

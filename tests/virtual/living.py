@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from elasticrt.checkpoint import newest_offer
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import (
     HANDED_OVER_CODE,
@@ -304,6 +305,7 @@ class Worker:
         env, self.own, self.seat = self.seat, self.seat, None
         self.waiting, self.group, self.seated, self.first = False, None, True, True
         self.head = self.parent = env.resume.nonce if env.resume else ""
+        self.saved_for = -1
         self.page.init_at_ns = nanoseconds(self.process.clock())
         self.page.step_at_ns = self.page.stepping = 0
         self.later(self.sim.living.uniform(0.005, 0.05), self.meet)
@@ -385,12 +387,12 @@ class Worker:
             self._stay()
 
     def _wait_for_nodes(self, own: WorkerEnv) -> None:
-        """Rank 0 saves what no checkpoint holds. Then they say that they hold the state; a seat may come before."""
+        """Rank 0 saves what adds to the head. Then they say that they hold the state; a seat may come before."""
         if self.own is not own:
             return
-        kept = self.sim.disk[self.head] if self.head else ()
-        newer = len(kept) < self.step or disks.lacks(self.sim, self.process.name, self.head)
-        if own.rank == 0 and newer and not self._saved():
+        lacks = disks.lacks(self.sim, self.process.name, self.head)
+        add = newest_offer.adds(self.step, self.sim.written.get(self.head), lacks_head=lacks)
+        if own.rank == 0 and add and not self._saved():
             self.later(0.05, self._wait_for_nodes, own)
             return
         self.sim.say(self.process, f"  worker {own.rank} waits for nodes, with the state after step {self.step}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, choose, distinct_troubles
+from elasticrt.checkpoint.newest_offer import BEYOND, OLDER, RESUME, Offer, adds, choose, distinct_troubles
 from elasticrt.ipc.env import Commit
 
 
@@ -94,3 +94,20 @@ def test_offers_travel() -> None:
     offer = replace(_offer(BEYOND, 2**53, 3), run="r", world_size=2, marked=True, highest=2**53, troubles=["x"])
     for each in (offer, Offer(who="node a", troubles=[])):
         assert Offer.from_json(each.to_json()) == each
+
+
+@pytest.mark.parametrize(
+    ("step", "head", "elsewhere", "expected"),
+    [
+        pytest.param(0, None, False, False, id="nothing is trained"),
+        pytest.param(1, None, False, True, id="no checkpoint yet"),
+        pytest.param(11, 10, False, True, id="a later step"),
+        pytest.param(10, 10, False, False, id="it is saved"),
+        pytest.param(10, 10, True, True, id="it is saved on a node that may be lost"),
+        pytest.param(9, 10, True, False, id="only a lost rank had finished the head's step"),
+    ],
+)
+def test_which_state_adds_to_what_is_saved(step: int, head: int | None, elsewhere: bool, expected: bool) -> None:
+    """Who waits saves a later step, or the head's own where its file is missing; never an earlier one in its place."""
+    commit = None if head is None else _older(1, head).commit
+    assert adds(step, commit, lacks_head=elsewhere) == expected
