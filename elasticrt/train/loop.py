@@ -172,7 +172,9 @@ class Loop:
                 self._check_running("epochs")
                 self._settle()
                 if self._state.position.epoch != entered:
-                    continue  # The others were further: they had finished this epoch.
+                    # The others were further: they had finished this epoch, and their state has what came after it.
+                    self._undo.forget_between()
+                    continue
                 cut_short = self._cut_short()
                 if not cut_short:
                     self._state.ledger.closed(self._state.position)

@@ -55,6 +55,7 @@ class Undo:
         self._numbers: dict[str, Any] | None = None
         self._vars: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None
+        self._rates: list[dict[str, Any]] = []
         self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
         # What has happened since.
         self._handles: list[RemovableHandle] = []
@@ -156,6 +157,8 @@ class Undo:
         """The step is undone: note what the script may change between this and the next try."""
         plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
         self._between = copy.deepcopy((stateful.collect(plain), dict(self._training.vars)))
+        # A scheduler that steps after the block writes the learning rate to its optimizer.
+        self._rates = [copy.deepcopy(_without_parameters(group)) for group in self._groups()]
 
     def forget_between(self) -> None:
         """The next try begins: undo what the script has changed since `note_between`."""
@@ -165,6 +168,11 @@ class Undo:
         objects = {name: self._training.objects[name] for name in states}
         stateful.put_back(objects, states, "the beginning of the step")
         self._set_vars(kept)
+        for group, values in zip(self._groups(), self._rates, strict=False):
+            group.update(values)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._optimizers for group in each.param_groups]
 
     def _set_vars(self, values: dict[str, Any]) -> None:
         self._training.vars.clear()
@@ -188,3 +196,7 @@ class Undo:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [each for module in self._modules for each in module.parameters()]
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

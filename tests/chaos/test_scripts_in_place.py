@@ -34,6 +34,7 @@ FAST: tuple[Case, ...] = (
     ("drawn_by_hand", 0, 10, "backward"),
     ("frozen", 1, 12, "backward"),
     ("caught", 2, 11, "begin"),
+    ("scheduled_after", 0, 11, "backward"),
 )
 SLOW: tuple[Case, ...] = (
     ("plain", 0, 17, "begin"),

@@ -422,6 +422,24 @@ def own_rate(trial: Trial) -> None:
     trial.end(model)
 
 
+def scheduled_after(trial: Trial) -> None:
+    """The learning rate falls by a factor after each block, also after one that will be done again."""
+    data, sampler, model, optimizer = parts()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer, scheduler=scheduler)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                trial.at("begin")
+                F.mse_loss(model(x), y).backward()
+                trial.at("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            trial.done()
+    trial.end(model)
+
+
 def frozen(trial: Trial) -> None:
     """A layer is frozen in every other epoch, and so when the rank is lost."""
     data, sampler = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH)
@@ -673,6 +691,7 @@ WAYS: dict[str, Callable[[Trial], None]] = {
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
         accumulated, no_sync, evaluated, early, own_rate, summed_late, outside, simple, compiled, compiled_inside,
         norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided, without_sampler, frozen, caught, grouped,
+        scheduled_after,
         wrapped_anew,
     )
 }  # fmt: skip
