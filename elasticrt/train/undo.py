@@ -55,8 +55,7 @@ class Undo:
         self._numbers: dict[str, Any] | None = None
         self._vars: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None
-        self._rates: list[dict[str, Any]] = []
-        self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._between: tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]] | None = None
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step.
@@ -156,19 +155,19 @@ class Undo:
     def note_between(self) -> None:
         """The step is undone: note what the script may change between this and the next try."""
         plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
-        self._between = copy.deepcopy((stateful.collect(plain), dict(self._training.vars)))
         # A scheduler that steps after the block writes the learning rate to its optimizer.
-        self._rates = [copy.deepcopy(_without_parameters(group)) for group in self._groups()]
+        rates = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+        self._between = copy.deepcopy((stateful.collect(plain), dict(self._training.vars), rates))
 
     def forget_between(self) -> None:
         """The next try begins: undo what the script has changed since `note_between`."""
         if self._between is None:
             return
-        (states, kept), self._between = self._between, None
+        (states, kept, rates), self._between = self._between, None
         objects = {name: self._training.objects[name] for name in states}
         stateful.put_back(objects, states, "the beginning of the step")
         self._set_vars(kept)
-        for group, values in zip(self._groups(), self._rates, strict=False):
+        for group, values in zip(self._groups(), rates, strict=False):  # The script may have added a group.
             group.update(values)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -196,7 +195,3 @@ class Undo:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [each for module in self._modules for each in module.parameters()]
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

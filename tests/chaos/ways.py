@@ -424,40 +424,22 @@ def own_rate(trial: Trial) -> None:
 
 def scheduled_after(trial: Trial) -> None:
     """The learning rate falls by a factor after each block, also after one that will be done again."""
-    data, sampler, model, optimizer = parts()
+    _, sampler, model, optimizer = parts()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer, scheduler=scheduler)
-    for _ in loop.epochs(EPOCHS):
-        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-            with loop.step():
-                trial.at("begin")
-                F.mse_loss(model(x), y).backward()
-                trial.at("backward")
-                optimizer.step()
-                optimizer.zero_grad()
-            scheduler.step()
-            trial.done()
-    trial.end(model)
+    _train(trial, sampler, model, model, optimizer, after=scheduler.step, scheduler=scheduler)
 
 
 def frozen(trial: Trial) -> None:
     """A layer is frozen in every other epoch, and so when the rank is lost."""
-    data, sampler = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH)
     inner = net()
     model = DDP(inner, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
-    for epoch in loop.epochs(EPOCHS):
+
+    def head(epoch: int) -> nn.Module:
         inner.get_submodule("0").requires_grad_(epoch % 2 == 0)
-        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-            with loop.step():
-                trial.at("begin")
-                F.mse_loss(model(x), y).backward()
-                trial.at("backward")
-                optimizer.step()
-                optimizer.zero_grad()
-            trial.done()
-    trial.end(model)
+        return model
+
+    _train(trial, elasticrt.ElasticBatchSampler(Numbers(), BATCH), model, model, optimizer, head=head)
 
 
 def caught(trial: Trial) -> None:
@@ -482,41 +464,23 @@ def caught(trial: Trial) -> None:
 
 def grouped(trial: Trial) -> None:
     """A process group of the script's own, made once, adds up the gradients."""
-    data, sampler = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH)
     model, group = net(), dist.new_group()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
-    for _ in loop.epochs(EPOCHS):
-        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-            with loop.step():
-                trial.at("begin")
-                F.mse_loss(model(x), y).backward()
-                for each in model.parameters():
-                    dist.all_reduce(each.grad, group=group)
-                    each.grad /= dist.get_world_size()
-                trial.at("backward")
-                optimizer.step()
-                optimizer.zero_grad()
-            trial.done()
-    trial.end(model)
+
+    def exchange() -> None:
+        for each in model.parameters():
+            dist.all_reduce(each.grad, group=group)
+            each.grad /= dist.get_world_size()
+
+    _train(trial, elasticrt.ElasticBatchSampler(Numbers(), BATCH), model, model, optimizer, exchange=exchange)
 
 
 def wrapped_anew(trial: Trial) -> None:
     """Every epoch makes a DDP module, which the Loop does not know."""
-    data, sampler, inner = Numbers(), elasticrt.ElasticBatchSampler(Numbers(), BATCH), net()
+    inner = net()
     optimizer = torch.optim.Adam(inner.parameters(), lr=0.01)
-    loop = trial.loop(sampler=sampler, model=inner, optimizer=optimizer)
-    for _ in loop.epochs(EPOCHS):
-        model = DDP(inner)
-        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
-            with loop.step():
-                trial.at("begin")
-                F.mse_loss(model(x), y).backward()
-                trial.at("backward")
-                optimizer.step()
-                optimizer.zero_grad()
-            trial.done()
-    trial.end(inner)
+    sampler = elasticrt.ElasticBatchSampler(Numbers(), BATCH)
+    _train(trial, sampler, inner, inner, optimizer, head=lambda _: DDP(inner))
 
 
 def simple(trial: Trial) -> None:
@@ -531,18 +495,33 @@ def compiled(trial: Trial) -> None:
     _train(trial, sampler, torch.compile(model), model, optimizer)
 
 
-def _train(trial: Trial, sampler: Any, called: Any, model: DDP, optimizer: Any) -> None:
+def _train(
+    trial: Trial,
+    sampler: Any,
+    called: Any,
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    head: Callable[[int], Any] | None = None,
+    exchange: Callable[[], object] = bool,
+    after: Callable[[], object] = bool,
+    **objects: Any,
+) -> None:
+    """`head` begins an epoch, and gives what is called in it; `exchange` follows a backward, `after` a block."""
     data = Numbers()
-    loop = trial.loop(sampler=sampler, model=called, optimizer=optimizer)
-    for _ in loop.epochs(EPOCHS):
+    loop = trial.loop(sampler=sampler, model=called, optimizer=optimizer, **objects)
+    for epoch in loop.epochs(EPOCHS):
+        called = called if head is None else head(epoch)
         for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
             with loop.step():
                 trial.at("begin")
                 F.mse_loss(called(x), y).backward()
+                exchange()
                 trial.at("backward")
                 optimizer.step()
                 trial.at("stepped")
                 optimizer.zero_grad()
+            after()
             trial.done()
     trial.end(model)
 
