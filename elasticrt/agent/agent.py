@@ -200,8 +200,7 @@ class Agent(Side):
         if generation:
             seats = self.member.view.order()
             nodes = {seat.node: seat.address for seat in seats}
-            own = self.member.me.record.node
-            first = any(seat.index == 0 and seat.node == own for seat in seats)
+            own, first = self.member.me.record.node, self.node.is_first
             others = [seat for seat in seats if (seat.node != own if first else seat.index == 0)]
             self.loop.prober.ask_for_workers(
                 others, lambda found: self.queue.put(Positions(generation, nodes, found)), self.member.view.witnesses

@@ -193,7 +193,7 @@ class Supervisor:
         if self._state.failed_at is None and self._state.running:
             if not held:
                 self.hangs.look_closer(
-                    now, self.pages.of(self._state), self.group, self._state.number, first=self._is_first
+                    now, self.pages.of(self._state), self.group, self._state.number, first=self.is_first
                 )
             self.hangs.ask_if_stalled(now, self.group, self._state.number)
         self.look_for_laggards(now, elsewhere)
@@ -264,12 +264,12 @@ class Supervisor:
 
         The node of rank 0 asks all others; they ask it what it has found.
         """
-        state, due = self._state, self.hangs.is_to_ask(now, first=self._is_first)
+        state, due = self._state, self.hangs.is_to_ask(now, first=self.is_first)
         self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
         return state.number if due and state.running else 0
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether rank 0 is on this node."""
         return self._state.seat is not None and self._state.seat.index == 0
 
@@ -282,7 +282,7 @@ class Supervisor:
         if self._state.running and generation == self._state.number:
             found = {node: each for node, each in others.items() if isinstance(each, dict)}
             said = {node: each for node, each in found.items() if each.get("generation") == generation}
-            if not self._is_first:
+            if not self.is_first:
                 for answer in said.values():
                     self.hangs.hear(generation, answer)
                 return

@@ -190,10 +190,8 @@ class HangMonitor:
         bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
-        before, self._stand = (
-            self._stand,
-            self._stand.looked(step, max(at), now, bound_s, PLACES_S if first else PLACES_S + FOUND_S),
-        )
+        before, ask_s = self._stand, PLACES_S if first else PLACES_S + FOUND_S
+        self._stand = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
             self.positions, self._found = (), {}
         if self._stand.times > before.times:
