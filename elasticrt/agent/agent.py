@@ -186,7 +186,8 @@ class Agent(Side):
             self.alone_at = None
             if view.leads and len(view.members) == 1:
                 self.voice.warn(self.settings.alone)
-        self.voice.generation(view, member.me, self.node.progress)
+        if self.voice.generation(view, member.me) and view.generation is not None:
+            self.node.stands_by(view.generation.record, tuple(seat.node for seat in view.order()))
         if self.voice.narrates:
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
             self.voice.tick(now, at, self.node.progress.step(), view.head)

@@ -20,7 +20,6 @@ from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.std_streams import Unwritable, write
 from elasticrt.ipc.wording import ANEW, counted
-from elasticrt.liveness.progress import Progress
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Result
@@ -259,32 +258,25 @@ class Console:
                 anew = decision.draft.cause == ANEW
                 self.events.write(events.MemberLost(lost=seat.node, how=ANEW if anew else f"{seat.node} {how}"))
 
-    def generation(self, view: View, me: Me, progress: Progress) -> None:
+    def generation(self, view: View, me: Me) -> bool:
         """Say once that the generation of `view` runs without this node, `me`. Others are in the story.
 
-        `progress`: of its workers, if it has had a seat before.
+        Returns whether that was said now, of a node that has had a seat before.
         """
         if view.generation is None or view.number <= self._stood_by or not view.roster_known:
-            return
+            return False
         new, seat = view.generation.record, view.seat_of(me.record.node, me.record.incarnation)
         if new.attempt != me.attempt or seat is not None:  # No node stands by for an earlier attempt.
-            return
+            return False
         known, leader = {each.record.incarnation for each in view.members.values()}, view.members.get(view.oldest or "")
         runs = leader is not None and leader.record.generation == view.number
         if not runs and known.isdisjoint(each.incarnation for each in view.seats.values()):
-            return  # That generation ended before this node joined, and the next one follows.
+            return False  # That generation ended before this node joined, and the next one follows.
         self._stood_by = view.number
         size = f"{counted(new.nodes, 'node')}, world size {new.world_size}"
         until = _STANDS_BY_UNTIL[me.spec.join]
         self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
-        if self.story.chapters:
-            names, step = tuple(seat.node for seat in view.order()), new.resume.step if new.resume else 0
-            self.events.write(
-                events.StandsBy(
-                    new.number, new.world_size, new.cause, new.kind, new.restarts.spent, names, step, -1, new.in_place,
-                    new.waits, age_s=round(progress.age_s(), 3),
-                )
-            )  # fmt: skip
+        return bool(self.story.chapters)
 
     def left(self, decision: Leave, head: Commit | None) -> None:
         """Say what is saved (`head`) when this node leaves by `decision`, and how to go on."""

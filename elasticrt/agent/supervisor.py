@@ -487,20 +487,13 @@ class Supervisor:
         failure = lost_peer(rank=seat.rank_offset, node=seat.node, message=message)
         self._state = self._state.failed(failure, self._clock.monotonic())
 
+    def stands_by(self, generation: Generation, names: tuple[str, ...]) -> None:
+        """Tell that `generation`, of the nodes `names`, runs without this node, which has had a seat before."""
+        begun = _begun(generation, names, -1, generation.resume.step if generation.resume else 0)
+        self._events.write(events.StandsBy(**vars(begun), age_s=round(self.progress.age_s(), 3)))
+
     def _tell_generation(self, generation: Generation, seat: Seat, resume_step: int) -> None:
-        begun = events.Generation(
-            number=generation.number,
-            world_size=generation.world_size,
-            cause=generation.cause,
-            kind=generation.kind,
-            restarts=generation.restarts.spent,
-            nodes=self._names,
-            resume_step=resume_step,
-            index=seat.index,
-            in_place=generation.in_place,
-            waits=generation.waits,
-        )
-        self._events.write(begun)
+        self._events.write(_begun(generation, self._names, seat.index, resume_step))
 
     def _tell_started(self) -> None:
         pids = self._state.pids
@@ -685,3 +678,18 @@ class Supervisor:
             self._end_workers()  # The others of this node can only fail too, or hang.
         elif self._state.generation is not None and self._state.seat is not None:
             self.attend(self._state.generation, self._state.seat.index)
+
+
+def _begun(generation: Generation, names: tuple[str, ...], index: int, resume_step: int) -> events.Generation:
+    return events.Generation(
+        number=generation.number,
+        world_size=generation.world_size,
+        cause=generation.cause,
+        kind=generation.kind,
+        restarts=generation.restarts.spent,
+        nodes=names,
+        resume_step=resume_step,
+        index=index,
+        in_place=generation.in_place,
+        waits=generation.waits,
+    )
