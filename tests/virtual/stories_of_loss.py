@@ -142,6 +142,23 @@ LOSSES: list[Plan] = [
         *(Snag(node, "registers again", "slow", 0.1, on="! leases_dropped") for node in ("n1", "n2", "n3")),
     ),
     story(
+        "a leader hears nobody, and then one again that has lost its key meanwhile",
+        3,
+        Fault(15.0, "cut_peers", "n0", 1.7),
+        Fault(15.3, "collateral_first", "n0"),
+        Fault(16.0, "key_deleted", "n1"),
+    ),
+    story(
+        "a leader that hears nobody loses its key, and newcomers have answered it",
+        5,
+        Fault(5.0, "cut_peers", "n0", 3.0),
+        Fault(5.3, "collateral_first", "n0"),
+        Fault(9.5, "key_deleted", "n0"),
+        Snag("n1", "generation 2", "slow", 2.0),
+        arrivals=(0.0, 0.1, 0.2, 8.5, 8.6),
+        spec=spec_for(3),
+    ),
+    story(
         "a node comes back together with a newcomer, and both complete a generation",
         6,
         Fault(5.0, "cut_all", "n3", 8.0),
