@@ -198,7 +198,7 @@ LOSSES: list[Plan] = [
         Fault(5.0, "cut_pair", "n1", 30.0, "n0"),
         Fault(5.1, "collateral_first", "n1"),
         Fault(6.0, "cut_peers", "n2", 20.0),
-        Snag("n0", "n1 is fenced", "slow", 1.0),
+        Snag("n0", "n1 is fenced", "slow", 3.0),
         arrivals=(0.0, 0.2, 0.1, 0.3),
         seats_per_chunk=1,
     ),
