@@ -190,7 +190,10 @@ def _drained(me: Me, view: View) -> Leave:
 
 
 def _follow(me: Me, view: View) -> Decision:
-    """A member that does not lead waits for the leader. After a failure it makes sure that there still is one."""
+    """A member that does not lead waits for the leader. After a failure it makes sure that there still is one.
+
+    What it heard before it registered last does not count: it may have led, and been cut off.
+    """
     leader = view.members.get(view.oldest or "")
     if leader is None:
         return Wait("looking for the leader")
@@ -198,14 +201,15 @@ def _follow(me: Me, view: View) -> Decision:
     trouble = [at for at in (me.failed_at, standing) if at is not None]
     if not trouble or me.started != view.number:
         return Wait(f"{leader.record.node} leads")
+    since = max(*trouble, view.members[me.record.node].since)
     what = "steps stand still" if me.failed_at is None else "workers failed"
     verdict = view.verdicts.get(leader.record.incarnation)
     if verdict is not None and verdict.kind == "dead":
         return Fence(f"the leader {leader.record.node} does not exist any more", leader)
-    if verdict is None or verdict.asked_at < max(trouble) or (verdict.kind == "silent" and returned(leader, verdict)):
+    if verdict is None or verdict.asked_at < since or (verdict.kind == "silent" and returned(leader, verdict)):
         return Probe(f"{what}: does the leader {leader.record.node} live?", seats_for([leader]))
     if verdict.kind == "silent":
-        return _without_leader(view, me, leader, max(trouble))
+        return _without_leader(view, me, leader, since)
     return Wait(f"{what}; {leader.record.node} leads")
 
 
@@ -352,7 +356,8 @@ def _suspected(led: LeaderContext, seat: Seat) -> bool:
 
     A failure report, or steps that stand still, are evidence against all nodes. A missing member key is evidence
     against its own node. A silence in the generation before, or long before the key went, does not answer it. An
-    isolated leader also asks a node that has registered again since it was silent: the isolation may be over.
+    isolated leader also asks a node that has registered again since it was silent: the isolation may be over. And a
+    silence counts beside what is heard at the same time: who was silent before another answered is asked again.
     """
     if led.has_left(seat):
         return False
@@ -363,6 +368,8 @@ def _suspected(led: LeaderContext, seat: Seat) -> bool:
         evidence.append(vanished if heard else max(led.since, vanished - SILENCE_TERMS * led.spec.lease_ttl_s))
     if key is not None and led.isolated:
         evidence.append(key.since)
+    if evidence and verdict is not None and verdict.kind == "silent":
+        evidence.append(led.heard_at)
     if not evidence:
         return False
     return verdict is None or (verdict.kind != "dead" and verdict.asked_at < max(evidence))

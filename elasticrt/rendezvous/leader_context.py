@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,8 +100,17 @@ class LeaderContext:
     @cached_property
     def unheard(self) -> int:
         """How many of the seats' nodes are silent, with or without a key, in whichever life they are now."""
-        said = map(self.view.newest_verdict, self.seats)
-        return sum(verdict is not None and verdict.kind == "silent" for verdict in said)
+        return sum(verdict.kind == "silent" for verdict in self._newest)
+
+    @cached_property
+    def heard_at(self) -> float:
+        """When the newest question was put that one of the seats' nodes has answered; before all time if none has."""
+        return max((verdict.asked_at for verdict in self._newest if verdict.kind == "alive"), default=-math.inf)
+
+    @cached_property
+    def _newest(self) -> list[Verdict]:
+        """The newest verdicts on the seats' nodes."""
+        return [verdict for verdict in map(self.view.newest_verdict, self.seats) if verdict is not None]
 
     @property
     def isolated(self) -> bool:

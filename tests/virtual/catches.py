@@ -15,6 +15,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "L4",
         "a member does not hear the leader, and then not the next one either",
     ),
+    "a member believes what it heard before it registered last": (
+        "L4",
+        "a leader that hears nobody loses its key, and newcomers have answered it",
+    ),
     "an isolated leader takes silence for death": (
         "L4",
         "the leader is out of its peers' reach when etcd loses all leases",
@@ -237,7 +241,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
         "a member knows that it is in the past, and not its seat",
     ),
     "_follow without: verdict is not None and verdict.kind == 'dead'": ("L1", "the leader is killed"),
-    "_follow without: verdict is None or verdict.asked_at < max(trouble) or (verdict.kind == 'silent' ": (
+    "_follow without: verdict is None or verdict.asked_at < since or (verdict.kind == 'silent' and ret": (
         "L1",
         "the leader is killed by a former leader",
     ),
@@ -265,6 +269,10 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     "_suspected without: key is not None and led.isolated": (
         "L4",
         "a leader hears nobody, and they come back after etcd has lost all leases",
+    ),
+    "_suspected without: evidence and verdict is not None and (verdict.kind == 'silent')": (
+        "L7",
+        "a leader hears nobody, and then one again that has lost its key meanwhile",
     ),
     "_fence_or_wait without: key is not None and verdict is not None and (verdict.kind == 'dead')": (
         "L1",

@@ -39,6 +39,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "a member forgets that it did not hear the leader of before": (
         (_DECIDE, "_without_leader", "life not in lives and said.asked_at >= since", "life == leader.record.incarnation"),
     ),
+    "a member believes what it heard before it registered last": (
+        (_DECIDE, "_follow", "max(*trouble, view.members[me.record.node].since)", "max(trouble)"),
+    ),
     "an isolated leader takes silence for death": ((_DECIDE, "_lost_at", "or not led.isolated", "or True"),),
     "an isolated leader passes over who has come back": (
         (_DECIDE, "_suspected", "if key is not None and led.isolated:", "if False:"),
