@@ -32,11 +32,9 @@ from elasticrt.ipc.time_bounds import (
     CLOSER_S,
     COMPARE_S,
     FIRST_STEP_S,
-    FOUND_S,
     LOOK_IDLE_S,
     LOOK_IN_PLACE_S,
     LOOK_S,
-    PLACES_S,
     STANDING_IN_PLACE_S,
 )
 from elasticrt.ipc.typed import typed
@@ -176,11 +174,11 @@ class HangMonitor:
         return events.Stalled(generation, self._pace.step, age_s, True, {})
 
     def look_closer(
-        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, first: bool
+        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: float
     ) -> None:
         """If there has been no step for long at `now`, take the workers' stacks for `placed`.
 
-        `first`: this is the node of rank 0, which finds out who is waited for. The others ask it a little later.
+        `ask_s`: so many seconds later it is time to ask other nodes.
         """
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
@@ -190,7 +188,7 @@ class HangMonitor:
         bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
-        before, ask_s = self._stand, PLACES_S if first else PLACES_S + FOUND_S
+        before = self._stand
         self._stand = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
             self.positions, self._found = (), {}
@@ -295,7 +293,10 @@ class HangMonitor:
             self._tell(generation, culprit, age_s)
 
     def hear(self, generation: int, answer: Mapping[str, object]) -> None:
-        """Report what the node of rank 0 has found, by its `answer`, if steps stand still here as well."""
+        """Report what the node of rank 0 has found, by the `answer` of it or of the leader, if steps stand still here.
+
+        Those that cannot ask that node hear it from here.
+        """
         found = answer.get("culprit")
         if not self.positions or not isinstance(found, dict):
             return
@@ -303,6 +304,8 @@ class HangMonitor:
             self._tell(generation, typed(Culprit, found), self._age_s())
         except TypeError as error:
             log.warning("the finding of the node of rank 0 cannot be read: %s", error)
+        else:
+            self._found, self._waits_at = {"culprit": found}, 0.0
 
     def _age_s(self) -> float:
         """Seconds without a step, until now."""

@@ -120,9 +120,12 @@ def test_a_hang_is_shown_and_ended(tmp_path: Path, way: str, shows: str) -> None
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        pytest.param("sleeps", r"is in the script's own code .* in stuck_here; rank 0 waits for it", id="L5-sleeps"),
+        pytest.param("sleeps", r"is in the script's own code: .* in stuck_here; rank 0 waits for it", id="L5-sleeps"),
         pytest.param(
-            "waits-for-more-than-others", r"waits in a collective .*stuck\.py", id="W09-barrier", marks=pytest.mark.slow
+            "waits-for-more-than-others",
+            r"waits in a collective: stuck\.py",
+            id="W09-barrier",
+            marks=pytest.mark.slow,
         ),
     ],
 )
