@@ -390,6 +390,8 @@ class HangMonitor:
     def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
         """Say which ranks run on after others have ended. Returns the failure's message."""
         age, bound = f"{stacks.age_s:.0f} s", ""
+        if stacks.final:
+            self._write(events.Stalled, stacks, lines, self._pace.step)
         if self._hang_s:
             bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
         what = "has done nothing since" if stacks.final else f"is waited for{bound}"
@@ -402,8 +404,7 @@ class HangMonitor:
         age_s, directory = stacks.age_s, self._settings.run_dir
         keep(stacks, lines, self._settings.node, directory)
         kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
-        by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
-        self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, by_rank))
+        self._write(kind, stacks, lines, stacks.step)
         if stacks.why == "stalled" and not stacks.final:
             logs = f"{directory}/logs/generation-{stacks.generation}"
             self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
@@ -413,6 +414,10 @@ class HangMonitor:
         blamed_step, reason = self._blamed_step
         culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
         return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"
+
+    def _write(self, kind: type[events.Stalled], stacks: Stacks, lines: Mapping[int, Sequence[str]], step: int) -> None:
+        by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
+        self._events.write(kind(stacks.generation, step, round(stacks.age_s, 3), stacks.final, by_rank))
 
 
 def last_ns(page: StatusPage) -> int:

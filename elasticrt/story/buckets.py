@@ -103,6 +103,8 @@ class Course:
         saved: whether a checkpoint was committed in it.
         waits: whether it makes no step, because there are too few nodes.
         stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
+        blamed: the newest finding about whom the others wait for.
+        hung: whether it has ended because its steps stood still.
     """
 
     step: int = 0
@@ -113,6 +115,8 @@ class Course:
     saved: bool = False
     waits: bool = False
     stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+    blamed: events.Culprit | None = None
+    hung: bool = False
 
     def stepped(self, step: int, at: float) -> None:
         """A `step` is done at `at`."""

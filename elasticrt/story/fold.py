@@ -277,8 +277,7 @@ class Story:
                 self.checkpoints += 1
                 self.saves.add((at, event))
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
-                if event.generation in self._courses:
-                    self._courses[event.generation].stood(event.step, at - event.age_s, at)
+                self._stood(event, node, at)
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.Failure():
@@ -418,6 +417,22 @@ class Story:
         course = self._courses.get(generation)
         if course is not None:
             course.stepped(step, at)
+
+    def _stood(self, event: events.Culprit | events.Stalled, node: str, at: float) -> None:
+        """Steps stand still. If that is a failure, it is one of the nodes that are waited for, else of the first `node`
+        that says so: all of them do."""
+        course = self._courses.get(event.generation)
+        if course is None:
+            return
+        course.stood(event.step, at - event.age_s, at)
+        if isinstance(event, events.Culprit):
+            course.blamed = event
+        elif event.final and event.stacks and not course.hung:  # Without stacks the end of its worker tells of it.
+            course.hung, culprit = True, course.blamed
+            what, nodes = f"no progress for {event.age_s:.0f} s after step {event.step:,}", (node,)
+            if culprit is not None and culprit.step == event.step:
+                what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
+            self.troubles += [Trouble(at, each, what, event.generation) for each in nodes]
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)

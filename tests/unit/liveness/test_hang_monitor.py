@@ -94,6 +94,21 @@ def test_processor_time_is_of_whole_sessions():
     assert cpu_s([]) == 0.0
 
 
+def test_a_worker_that_does_not_end_is_told_as_a_hang(tmp_path: Path) -> None:
+    """Its stacks are in the event. Before it has failed of it, a line says so to people only."""
+    kept: list[events.Event] = []
+    event_log = EventLog("n0", None)
+    event_log.follow(lambda record: kept.append(record.event))
+    monitor = HangMonitor(
+        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, take=lambda *_: None, state_of=lambda _: "S"
+    )
+    stacks = Stacks("waited_for", 2, 0, 12.0, False, {0: ("  File a.py",)}, ended="rank 1")
+    assert monitor.report(stacks, {0: 3}) is None
+    assert kept == []
+    assert monitor.report(replace(stacks, final=True), {0: 3}) is not None
+    assert kept == [events.Stalled(2, 0, 12.0, True, {"3": ("  File a.py",)})]
+
+
 def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     """The age is that of the moment when it is written, and a second round of answers adds no event.
 
