@@ -209,10 +209,12 @@ class LifeSpans:
                 self._finish(at)
                 self._mode = "over"
 
-    def until(self, end: float) -> tuple[Span, ...]:
-        """All spans of the life up to `end`."""
+    def until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
+        """All spans of the life up to `end`. With `lost` its node was lost then, and has trained as long as others."""
         known = copy(self)
         known._spans = list(self._spans)
+        if lost:
+            known._left_out(end, self._course.step_at or end)
         known._finish(end)
         return tuple(known._spans)
 

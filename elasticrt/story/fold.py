@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
+from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import ANEW
 from elasticrt.story.buckets import TRAIN, Course, LifeSpans, Span, together, totals
 
@@ -28,6 +29,9 @@ WORK_MAX = 400
 
 SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
+
+SILENT = "(no answer"
+"""These words are in the evidence against a node that was taken out because it was silent."""
 
 Value = TypeVar("Value")
 
@@ -82,7 +86,9 @@ class Life:
         begin: when it started; `started_at`: the same by its machine's monotonic clock.
         last: the time of its last event.
         code: its exit code; None while it runs, and after it was killed.
-        gone: the leader has taken its node out, and it has written nothing since.
+        gone_at: when the leader has taken its node out, if it has written nothing since; its last event, where no node
+            was left to notice.
+        loss: that it was taken out, as a failure.
         spans: how its time was spent.
     """
 
@@ -94,7 +100,8 @@ class Life:
     last: float
     spans: LifeSpans
     code: int | None = None
-    gone: bool = False
+    gone_at: float | None = None
+    loss: Trouble | None = None
 
 
 @dataclass
@@ -227,7 +234,7 @@ class Story:
 
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
-        return tuple(node for node, life in self._present.items() if life.code is None and not life.gone)
+        return tuple(node for node, life in self._present.items() if life.code is None and life.gone_at is None)
 
     def pid(self, node: str) -> int:
         """The process id of a node's newest agent."""
@@ -285,11 +292,11 @@ class Story:
             case events.Result():
                 self.result, self.ended_at = event, at
             case events.AgentStopped() if life is not None:
-                life.code = event.code
+                self._stopped(life, event)
         if life is not None:
             short = isinstance(event, events.Recovery) and self._was_short(event.generation)
             life.spans.tell(event, at, short=short)
-            life.last, life.gone = max(life.last, at), False
+            life.last, life.gone_at = max(life.last, at), None
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
@@ -429,19 +436,27 @@ class Story:
             course.blamed = event
         elif event.final and event.stacks and not course.hung:  # Without stacks the end of its worker tells of it.
             course.hung, culprit = True, course.blamed
-            what, nodes = f"no progress for {event.age_s:.0f} s after step {event.step:,}", (node,)
+            nodes: tuple[str, ...] = (node,)
+            what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
             if culprit is not None and culprit.step == event.step:
                 what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
             self.troubles += [Trouble(at, each, what, event.generation) for each in nodes]
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)
-        if life is not None:
-            life.gone = life.code is None
         if (life is None and event.how == ANEW) or (life is not None and life.code is not None):
             return  # It has left in order, or it is not known whether it has.
         how = f"{event.lost} lost (killed)" if event.how == ANEW else event.how
-        self.troubles.append(Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0))
+        loss = Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0)
+        self.troubles.append(loss)
+        if life is not None:
+            life.gone_at, life.loss = life.last if event.how == ANEW else max(at, life.last), loss
+
+    def _stopped(self, life: Life, event: events.AgentStopped) -> None:
+        """An agent has ended. If it was about to leave when its node was taken out, nothing has failed."""
+        life.code = event.code
+        if life.loss in self.troubles and event.code == EXIT_TERMINATED and SILENT not in life.loss.what:
+            self.troubles.remove(life.loss)
 
     def _seated(self, node: str) -> Life | None:
         """The life of `node` that the newest generation may have a seat for: not one that has begun after it."""
@@ -471,8 +486,13 @@ class Story:
     # Sums.
 
     def spans_of(self, life: Life, now: float | None = None) -> tuple[Span, ...]:
-        """How the time of `life` was spent: up to `now` while it runs, else and without `now` up to its last event."""
-        runs = life.code is None and not life.gone and self._present[life.node] is life
+        """How the time of `life` was spent: up to `now` while it runs, else and without `now` up to its last event.
+
+        Where its node was lost it is up to the moment in which the others had noticed.
+        """
+        if life.gone_at is not None:
+            return life.spans.until(life.gone_at, lost=life.gone_at > life.last)
+        runs = life.code is None and self._present[life.node] is life
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
     def spans(self, now: float | None = None) -> list[Span]:

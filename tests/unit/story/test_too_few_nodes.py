@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.resize import _consequence
 from elasticrt.cli.status import describe
+from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Generation, Member, SpecRecord
 from elasticrt.spec import RunSpec
 from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
-from elasticrt.story.fold import Story
+from elasticrt.story.fold import SILENT, Story
 from elasticrt.story.report import changes, state
 from elasticrt.story.sentences import now_at
 from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
@@ -79,6 +81,36 @@ def test_the_state_of_a_run_that_waits() -> None:
     stopped: Entry = (26.0, "a", events.AgentStopped(143))
     assert state(story([*BEGINS, stopped])).startswith("stopped; step 60 is saved; to go on: ")
     assert changes(story(GOES_ON)) == "2 changes of membership, the longest pause 20.50 s; no step lost"
+
+
+@pytest.mark.parametrize(
+    ("how", "then", "failures"),
+    [
+        pytest.param("b lost (its agent has ended)", [events.AgentStopped(143)], 0, id="it was about to leave"),
+        pytest.param(
+            "b lost",
+            [events.WorkerEnded(1, 1, 12, -9), events.AgentStopped(143)],
+            0,
+            id="its workers took long to end",
+        ),
+        pytest.param("b lost (no answer; power or network)", [events.AgentStopped(143)], 1, id="it was cut off before"),
+        pytest.param("b lost (its agent has ended)", [events.AgentStopped(70)], 1, id="its agent has failed"),
+        pytest.param("b lost (its agent has ended)", [], 1, id="it was killed"),
+    ],
+)
+def test_who_drains_below_the_minimum_has_not_failed(how: str, then: list[events.Event], failures: int) -> None:
+    """Its last event may come after that of the leader, which knows only that the node is away."""
+    lost: Entry = (10.5, "a", events.MemberLost("b", how))
+    told = story([*BEGINS[:-4], lost, *BEGINS[-3:], *((11.0, "b", event) for event in then)])
+    assert [trouble.what for trouble in told.troubles] == [how] * failures
+    assert told.alive() == ("a",)
+
+
+def test_the_silence_of_a_node_is_in_its_evidence() -> None:
+    """The story knows it by the leader's words."""
+    seat = SimpleNamespace(node="b", incarnation="b" * 16)
+    view = SimpleNamespace(reports={}, verdicts={"b" * 16: SimpleNamespace(kind="silent")})
+    assert SILENT in how_gone(view, seat)
 
 
 def test_the_wait_is_said_at_once() -> None:
