@@ -316,7 +316,11 @@ class Story:
         later = before is not None and life is not None and life.begin > before.begin
         anew = known and later and not isinstance(event, events.StandsBy)
         if known and not anew:
-            return  # Every member reports it. The first report is enough, and a suspended member's comes late.
+            # Every member reports it. Of a large one most know only some of its nodes, and the leader knows all.
+            chapter = self._numbers.get(event.number)
+            if chapter is not None and len(event.nodes) > len(chapter.nodes):
+                chapter.nodes = event.nodes
+            return
         cause, kind = event.cause, event.kind
         step, follows = 0, None
         if before is not None:

@@ -247,6 +247,14 @@ def test_a_node_that_comes_back_was_not_gone():
     assert totals(spans)["train"] == pytest.approx(0.5 + 8.0)
 
 
+def test_a_generation_has_the_nodes_that_its_leader_tells():
+    """In a large run a member knows the seats of its chunk only, and may be the first to tell of a generation."""
+    told = story(
+        [(1.0, "b", started()), (2.0, "b", begun(1, "b")), (2.1, "a", begun(1, "abc")), (2.2, "c", begun(1, "c"))]
+    )
+    assert [chapter.nodes for chapter in told.chapters] == [("a", "b", "c")]
+
+
 def test_a_long_life_is_kept_in_few_spans():
     """However long a node trains, what is kept of it is bounded, and no second is lost."""
     ticks = [(10.0 + 5 * n, "a", events.Progress(1, 50 * (n + 1), 1.0 * n, 0.5 * n, 0.25 * n)) for n in range(1500)]

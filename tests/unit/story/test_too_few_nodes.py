@@ -54,6 +54,29 @@ def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
     assert "standby" not in joiner, "nobody trained without it"
 
 
+ENDS: list[Entry] = [
+    *TWO_NEEDED,
+    (10.0, "b", events.Progress(1, 60, 0.0, 0.0, 0.0)),
+    (10.5, "a", events.WorkerEnded(1, 0, 11, 1, "rank 0 on a: a peer is gone", collateral=True, step=60)),
+]
+BEGINS_ANEW: list[Entry] = [
+    *ENDS,
+    (25.0, "c", started(2)),
+    (26.0, "c", warm()),
+    (30.0, "a", events.MemberLost("b", "b lost (its agent has ended)")),
+    (30.0, "a", begun(2, "ac", "lost", "b lost (its agent has ended)", in_place=False)),
+    (33.0, "a", events.Recovery(2, 23.0, {"detect": 500.0, "agree": 19500.0, "start": 1000.0, "first_step": 2000.0})),
+]
+
+
+def test_a_wait_without_a_worker_is_known_as_one_when_it_is_over() -> None:
+    """No event tells before the next generation that a node was lost, so until then this is `agree`."""
+    during, afterwards = (totals(story(each).spans_by_node(29.0)["a"]) for each in (ENDS, BEGINS_ANEW))
+    assert (during["agree"], during["waiting for nodes"]) == pytest.approx((18.5, 1.0))
+    assert "agree" not in afterwards
+    assert (afterwards["detect"], afterwards["waiting for nodes"]) == pytest.approx((0.5, 1.0 + 19.5))
+
+
 def test_a_worker_that_dies_in_a_pause_leaves_one_truth_about_these_seconds() -> None:
     """They are `pause` on its node, whose worker is replaced, and on the survivor, which recovers."""
     told = story([
