@@ -213,13 +213,13 @@ class LifeSpans:
         """All spans of the life up to `end`. With `lost` its node was lost then, and has trained as long as others."""
         known = copy(self)
         known._spans = list(self._spans)
-        if lost:
+        if lost and self._turn_at is None:
             known._left_out(end, self._course.step_at or end)
         known._finish(end)
         return tuple(known._spans)
 
     def painted(self) -> dict[str, float]:
-        """Seconds by bucket that will not change any more, and forget them. Their sums over all calls only grow."""
+        """Take out the seconds by bucket that are final. Summed over all calls they only grow."""
         found, self._spans = totals(self._spans), []
         return found
 

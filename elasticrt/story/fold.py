@@ -82,7 +82,7 @@ class Life:
 
     Attributes:
         node: its node.
-        pid: its process id; `workers`: the number of its workers.
+        pid: its process id.
         begin: when it started; `started_at`: the same by its machine's monotonic clock.
         last: the time of its last event.
         code: its exit code; None while it runs, and after it was killed.
@@ -94,7 +94,6 @@ class Life:
 
     node: str
     pid: int
-    workers: int
     begin: float
     started_at: float
     last: float
@@ -152,6 +151,11 @@ class Chapter:
     def step(self) -> int:
         """The step at which the run stood when it began, by its nodes' reports; before these, the newest step seen."""
         return self.resume_step + self.redone if self.redone is not None else self.step_before
+
+    def stepped(self, node: str, at: float) -> None:
+        """`node` reports `at` that it has made its first step."""
+        self.reported.setdefault(node, at)
+        self.stepped_at = at if self.stepped_at is None else self.stepped_at
 
 
 @dataclass(frozen=True)
@@ -303,8 +307,7 @@ class Story:
         if not self.lives:
             self.run_id, self.etcd, self.run_dir = event.run_id, event.etcd, event.run_dir
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
-        spans = LifeSpans(at, self._courses)
-        life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
+        life = Life(record.node, event.pid, at, record.at, at, LifeSpans(at, self._courses))
         self.lives.append(life)
         self._present[record.node] = life
         self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
@@ -359,8 +362,7 @@ class Story:
         chapter = self.chapter
         if chapter is None or event.generation != chapter.number:
             return  # A late report: its generation is over.
-        chapter.reported[node] = at
-        chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
+        chapter.stepped(node, at)
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
         pauses = [pause_s for pause_s in (chapter.pause_s, event.pause_s) if pause_s is not None]
         chapter.pause_s = max(pauses, default=None)
@@ -396,8 +398,7 @@ class Story:
         if chapter is None:
             return
         if chapter is self.chapter:  # A script without a Loop reports no first step.
-            chapter.reported.setdefault(node, at)
-            chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
+            chapter.stepped(node, at)
         seconds = {name: took_ms / 1000 for name, took_ms in event.phases.items()}
         if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
             chapter.pause_s, chapter.phases = event.pause_s, seconds

@@ -170,6 +170,8 @@ def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
         assert "stuck_here" in failure["text"], failure["text"]
         assert {"rank 0 on n", "rank 1 on n"} <= set(re.findall(r"rank [01] on n", failure["text"])), failure["text"]
         assert run.events("result")[-1]["reason"].count("no progress") == 1
+        (trouble,) = story_of(*map(records, run.run_dir.glob("events-*.jsonl"))).troubles
+        assert "no progress" in trouble.what, "one hang is one failure of the report"
 
 
 def test_workers_known_to_hang_are_not_asked_to_go_on(tmp_path: Path) -> None:

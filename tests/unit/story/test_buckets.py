@@ -232,6 +232,15 @@ def test_a_killed_node_ends_when_the_others_have_noticed():
         assert all(left.end == right.begin for left, right in pairwise(spans))
 
 
+def test_a_node_that_is_killed_in_a_change_was_setting_up():
+    """It had a seat in the next generation, and did not stand by."""
+    lost = [(16.0, "a", events.MemberLost("b", "b lost")), (16.0, "a", begun(3, "a"))]
+    told = story([*KILLED[:-4], (13.0, "a", begun(2, "ab")), (13.0, "b", begun(2, "ab")), *lost])
+    spent = totals(told.spans_of(told.lives[1]))
+    assert (spent["set-up"], "standby" in spent) == (pytest.approx(1.0 + 3.0), False)
+    assert sum(spent.values()) == pytest.approx(15.5)
+
+
 def test_where_no_node_was_left_to_notice_a_life_ends_with_its_last_event():
     """All were killed, and others begin anew an hour later: that hour is nobody's time."""
     others = [(3600.0, "c", started()), (3601.0, "c", events.MemberLost("b", ANEW)), (3601.0, "c", begun(2, "c"))]
