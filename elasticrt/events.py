@@ -359,7 +359,7 @@ class MemberLost:
 
 @dataclass(frozen=True)
 class Stalled:
-    """There is no step for too long. Without `final` it is a warning.
+    """There is no step for too long, or a worker does not end after others have. Without `final` it is a warning.
 
     Attributes:
         generation: the generation.

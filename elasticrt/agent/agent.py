@@ -195,16 +195,16 @@ class Agent(Side):
     def _ask_for_positions(self, now: float) -> None:
         """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`.
 
-        The node of rank 0 asks all others, and each of them asks only that one.
+        The node of rank 0 asks all others, and each of them asks only one: see `whom_to_ask`.
         """
         generation = self.node.asks_for_positions(now)
         if generation:
-            seats = self.member.view.order()
-            nodes = {seat.node: seat.address for seat in seats}
-            own, first = self.member.me.record.node, self.node.is_first
-            others = [seat for seat in seats if (seat.node != own if first else seat.index == 0)]
+            view = self.member.view
+            nodes = {seat.node: seat.address for seat in view.order()}
             self.loop.prober.ask_for_workers(
-                others, lambda found: self.queue.put(Positions(generation, nodes, found)), self.member.view.witnesses
+                whom_to_ask(view, first=self.node.is_first),
+                lambda found: self.queue.put(Positions(generation, nodes, found)),
+                view.witnesses,
             )
 
     def _attend(self) -> None:
@@ -493,6 +493,20 @@ class Agent(Side):
             if isinstance(event, WorkerEnded | GroupEnded):
                 self.node.fold(event)
         return self.hurry
+
+
+def whom_to_ask(view: View, *, first: bool) -> list[Seat]:
+    """The agents to ask where workers are: all others by that of rank 0, the `first`, and that one by all others.
+
+    A member of a large run knows only some seats. Without that of rank 0 it asks the leader, which knows all of them
+    and passes on what it has heard.
+    """
+    others = [seat for seat in view.order() if seat.node != view.node]
+    if first:
+        return others
+    leader = view.members.get(view.oldest or "")
+    known = [seat for seat in others if seat.index == 0]
+    return known or list(seats_for([leader] if leader is not None else []))
 
 
 def halted(decision: Halt, run_id: str) -> ElasticError:

@@ -92,7 +92,7 @@ class Metrics:
         yield _recoveries(story)
         redone, failed = sum(chapter.redone or 0 for chapter in story.chapters), len(story.troubles)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
-        yield _counter("failures", "Workers of this node that failed, and nodes it has taken out.", "", {"": failed})
+        yield _counter("failures", "This node's failed workers, hangs, and nodes it has taken out.", "", {"": failed})
         if story.samples:
             yield _gauge("samples", "Samples that the run has trained on, over all epochs.", story.samples)
         yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})

@@ -27,7 +27,16 @@ from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
-from elasticrt.ipc.time_bounds import AGREE_S, EXIT_HOOKS_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, SEATED_S_MAX
+from elasticrt.ipc.time_bounds import (
+    AGREE_S,
+    EXIT_HOOKS_S,
+    FOUND_S,
+    HOLD_SEEN_S,
+    LATE_S,
+    PARENT_END_S,
+    PLACES_S,
+    SEATED_S_MAX,
+)
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
@@ -192,9 +201,8 @@ class Supervisor:
         self._end_stopped(now)
         if self._state.failed_at is None and self._state.running:
             if not held:
-                self.hangs.look_closer(
-                    now, self.pages.of(self._state), self.group, self._state.number, first=self.is_first
-                )
+                pages, number = self.pages.of(self._state), self._state.number
+                self.hangs.look_closer(now, pages, self.group, number, ask_s=self._ask_s)
             self.hangs.ask_if_stalled(now, self.group, self._state.number)
         self.look_for_laggards(now, elsewhere)
 
@@ -262,7 +270,7 @@ class Supervisor:
     def asks_for_positions(self, now: float) -> int:
         """The generation whose other nodes are to be asked at `now` where their workers are; 0: none.
 
-        The node of rank 0 asks all others; they ask it what it has found.
+        The node of rank 0 asks all others; they ask it, or the leader, what it has found.
         """
         state, due = self._state, self.hangs.is_to_ask(now, first=self.is_first)
         self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
@@ -272,6 +280,15 @@ class Supervisor:
     def is_first(self) -> bool:
         """Whether rank 0 is on this node."""
         return self._state.seat is not None and self._state.seat.index == 0
+
+    @property
+    def _ask_s(self) -> float:
+        """Seconds from a closer look to the question to other nodes: it is no use before those know the answer."""
+        if self.is_first:
+            return PLACES_S
+        generation = self._state.generation
+        asks_leader = generation is not None and len(self._names) < generation.nodes
+        return PLACES_S + (2 * FOUND_S if asks_leader else FOUND_S)
 
     def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, object]) -> None:
         """Find out who holds the training up, from what the `others` say in `generation`: the node of rank 0 looks at

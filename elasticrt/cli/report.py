@@ -30,8 +30,6 @@ examples:
 
 Nodes without a shared directory each have the events of their own: copy them into one to see them together.
 """
-
-
 RUNS = """\
 examples:
   elasticrt runs

@@ -43,7 +43,8 @@ PLACES_S = 2.5
 """After this time all agents have their stacks, which take STACKS_S_MAX, and the agent of rank 0 asks the others."""
 
 FOUND_S = 2.0
-"""So much later the node of rank 0 knows who is waited for, and the other nodes ask it."""
+"""So much later the node of rank 0 knows who is waited for, and the other nodes ask it. Of many nodes some do not know
+which it is: as much later again the leader knows, and they ask that."""
 
 COMPARE_S = 10.0
 """Between two comparisons of the nodes' own work. DDP measures one step in a hundred."""

@@ -24,7 +24,7 @@ LINKS_MAX = 4
 RANKS_MAX = 4
 """More ranks than this at once, and more than half of them, are no culprit."""
 
-_AT_A_TIME = re.compile(r" for \d+ s|(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
+_WAITING = re.compile(r"(; |, and )(rank \d+ waits|\d+ ranks wait) .*")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _LIBRARY = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python3|^<|/torchinductor_|/elasticrt/(train|distributed|data|checkpoint)/"
@@ -118,8 +118,8 @@ class Culprit:
 
     @property
     def key(self) -> str:
-        """The reason without times, and without who waits: equal for the same finding at another time."""
-        return _AT_A_TIME.sub("", self.reason)
+        """The reason without who waits: equal for the same finding at another time."""
+        return _WAITING.sub("", self.reason)
 
 
 def doing(stack: Sequence[str]) -> tuple[str, str]:
@@ -285,14 +285,13 @@ def _waiting(waiting: list[Position], what: str) -> str:
 
 
 def _what(position: Position) -> str:
-    """What a rank does, in words that follow its name."""
+    """What a rank does, in words that follow its name. Not since when: a sentence says once how long the wait is."""
     # D alone says little: the stack, if there is one, tells which file or lock it is.
     if position.state in STATES and (position.state != "D" or not position.place):
         return STATES[position.state]
     at = f": {position.place}" if position.place else ""
-    age = f"for {position.age_s:.0f} s"
     if _rests(position):
-        return f"is in no step {age} (loop.pause, or between epochs){at}"
+        return f"is in no step (loop.pause, or between epochs){at}"
     words = {
         "collective": "waits in a collective",
         "gradients": "computes gradients",
@@ -302,4 +301,4 @@ def _what(position: Position) -> str:
         "code": "is in the script's own code",
         "": "does not say what it does",
     }
-    return f"{words.get(position.doing, position.doing)} {age}{at}"
+    return f"{words.get(position.doing, position.doing)}{at}"

@@ -32,11 +32,9 @@ from elasticrt.ipc.time_bounds import (
     CLOSER_S,
     COMPARE_S,
     FIRST_STEP_S,
-    FOUND_S,
     LOOK_IDLE_S,
     LOOK_IN_PLACE_S,
     LOOK_S,
-    PLACES_S,
     STANDING_IN_PLACE_S,
 )
 from elasticrt.ipc.typed import typed
@@ -176,11 +174,11 @@ class HangMonitor:
         return events.Stalled(generation, self._pace.step, age_s, True, {})
 
     def look_closer(
-        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, first: bool
+        self, now: float, pages: Sequence[StatusPage], group: WorkerGroup, generation: int, *, ask_s: float
     ) -> None:
         """If there has been no step for long at `now`, take the workers' stacks for `placed`.
 
-        `first`: this is the node of rank 0, which finds out who is waited for. The others ask it a little later.
+        `ask_s`: so many seconds later it is time to ask other nodes.
         """
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
@@ -190,7 +188,7 @@ class HangMonitor:
         bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._hang_s:
             bound_s = min(bound_s, WARN_PART * self._hang_s)
-        before, ask_s = self._stand, PLACES_S if first else PLACES_S + FOUND_S
+        before = self._stand
         self._stand = before.looked(step, max(at), now, bound_s, ask_s)
         if before.step != step:
             self.positions, self._found = (), {}
@@ -295,7 +293,10 @@ class HangMonitor:
             self._tell(generation, culprit, age_s)
 
     def hear(self, generation: int, answer: Mapping[str, object]) -> None:
-        """Report what the node of rank 0 has found, by its `answer`, if steps stand still here as well."""
+        """Report what the node of rank 0 has found, by the `answer` of it or of the leader, if steps stand still here.
+
+        Those that cannot ask that node hear it from here.
+        """
         found = answer.get("culprit")
         if not self.positions or not isinstance(found, dict):
             return
@@ -303,6 +304,8 @@ class HangMonitor:
             self._tell(generation, typed(Culprit, found), self._age_s())
         except TypeError as error:
             log.warning("the finding of the node of rank 0 cannot be read: %s", error)
+        else:
+            self._found, self._waits_at = {"culprit": found}, 0.0
 
     def _age_s(self) -> float:
         """Seconds without a step, until now."""
@@ -387,6 +390,8 @@ class HangMonitor:
     def _report_waited_for(self, stacks: Stacks, lines: Mapping[int, Sequence[str]]) -> str:
         """Say which ranks run on after others have ended. Returns the failure's message."""
         age, bound = f"{stacks.age_s:.0f} s", ""
+        if stacks.final:
+            self._write(events.Stalled, stacks, lines, self._pace.step)
         if self._hang_s:
             bound = f", until it has done nothing for {self._hang_s:g} s (--hang-timeout)"
         what = "has done nothing since" if stacks.final else f"is waited for{bound}"
@@ -399,8 +404,7 @@ class HangMonitor:
         age_s, directory = stacks.age_s, self._settings.run_dir
         keep(stacks, lines, self._settings.node, directory)
         kind = {"stalled": events.Stalled, "late": events.Late, "paused": events.Paused}[stacks.why]
-        by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
-        self._events.write(kind(stacks.generation, stacks.step, round(age_s, 3), stacks.final, by_rank))
+        self._write(kind, stacks, lines, stacks.step)
         if stacks.why == "stalled" and not stacks.final:
             logs = f"{directory}/logs/generation-{stacks.generation}"
             self._say(f"no step for {age_s:.0f} s after step {stacks.step:,}; stacks are in {logs}")
@@ -410,6 +414,10 @@ class HangMonitor:
         blamed_step, reason = self._blamed_step
         culprit = f": {reason}" if reason and blamed_step == stacks.step else ""
         return f"no progress for {age_s:.0f} s after step {stacks.step:,}{culprit}"
+
+    def _write(self, kind: type[events.Stalled], stacks: Stacks, lines: Mapping[int, Sequence[str]], step: int) -> None:
+        by_rank = {str(rank): tuple(each) for rank, each in lines.items()}
+        self._events.write(kind(stacks.generation, step, round(stacks.age_s, 3), stacks.final, by_rank))
 
 
 def last_ns(page: StatusPage) -> int:

@@ -103,6 +103,8 @@ class Course:
         saved: whether a checkpoint was committed in it.
         waits: whether it makes no step, because there are too few nodes.
         stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
+        blamed: the newest finding about whom the others wait for.
+        hung: whether it has ended because its steps stood still.
     """
 
     step: int = 0
@@ -113,6 +115,8 @@ class Course:
     saved: bool = False
     waits: bool = False
     stands: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=STANDS_KEPT))
+    blamed: events.Culprit | None = None
+    hung: bool = False
 
     def stepped(self, step: int, at: float) -> None:
         """A `step` is done at `at`."""
@@ -205,15 +209,17 @@ class LifeSpans:
                 self._finish(at)
                 self._mode = "over"
 
-    def until(self, end: float) -> tuple[Span, ...]:
-        """All spans of the life up to `end`."""
+    def until(self, end: float, *, lost: bool = False) -> tuple[Span, ...]:
+        """All spans of the life up to `end`. With `lost` its node was lost then, and has trained as long as others."""
         known = copy(self)
         known._spans = list(self._spans)
+        if lost and self._turn_at is None:
+            known._left_out(end, self._course.step_at or end)
         known._finish(end)
         return tuple(known._spans)
 
     def painted(self) -> dict[str, float]:
-        """Seconds by bucket that will not change any more, and forget them. Their sums over all calls only grow."""
+        """Take out the seconds by bucket that are final. Summed over all calls they only grow."""
         found, self._spans = totals(self._spans), []
         return found
 

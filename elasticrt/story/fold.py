@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from elasticrt import events
+from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import ANEW
 from elasticrt.story.buckets import TRAIN, Course, LifeSpans, Span, together, totals
 
@@ -28,6 +29,9 @@ WORK_MAX = 400
 
 SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
+
+SILENT = "(no answer"
+"""These words are in the evidence against a node that was taken out because it was silent."""
 
 Value = TypeVar("Value")
 
@@ -78,23 +82,25 @@ class Life:
 
     Attributes:
         node: its node.
-        pid: its process id; `workers`: the number of its workers.
+        pid: its process id.
         begin: when it started; `started_at`: the same by its machine's monotonic clock.
         last: the time of its last event.
         code: its exit code; None while it runs, and after it was killed.
-        gone: the leader has taken its node out, and it has written nothing since.
+        gone_at: when the leader has taken its node out, if it has written nothing since; its last event, where no node
+            was left to notice.
+        loss: that it was taken out, as a failure.
         spans: how its time was spent.
     """
 
     node: str
     pid: int
-    workers: int
     begin: float
     started_at: float
     last: float
     spans: LifeSpans
     code: int | None = None
-    gone: bool = False
+    gone_at: float | None = None
+    loss: Trouble | None = None
 
 
 @dataclass
@@ -145,6 +151,11 @@ class Chapter:
     def step(self) -> int:
         """The step at which the run stood when it began, by its nodes' reports; before these, the newest step seen."""
         return self.resume_step + self.redone if self.redone is not None else self.step_before
+
+    def stepped(self, node: str, at: float) -> None:
+        """`node` reports `at` that it has made its first step."""
+        self.reported.setdefault(node, at)
+        self.stepped_at = at if self.stepped_at is None else self.stepped_at
 
 
 @dataclass(frozen=True)
@@ -227,7 +238,7 @@ class Story:
 
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
-        return tuple(node for node, life in self._present.items() if life.code is None and not life.gone)
+        return tuple(node for node, life in self._present.items() if life.code is None and life.gone_at is None)
 
     def pid(self, node: str) -> int:
         """The process id of a node's newest agent."""
@@ -277,8 +288,7 @@ class Story:
                 self.checkpoints += 1
                 self.saves.add((at, event))
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
-                if event.generation in self._courses:
-                    self._courses[event.generation].stood(event.step, at - event.age_s, at)
+                self._stood(event, node, at)
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.Failure():
@@ -286,19 +296,18 @@ class Story:
             case events.Result():
                 self.result, self.ended_at = event, at
             case events.AgentStopped() if life is not None:
-                life.code = event.code
+                self._stopped(life, event)
         if life is not None:
             short = isinstance(event, events.Recovery) and self._was_short(event.generation)
             life.spans.tell(event, at, short=short)
-            life.last, life.gone = max(life.last, at), False
+            life.last, life.gone_at = max(life.last, at), None
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
         if not self.lives:
             self.run_id, self.etcd, self.run_dir = event.run_id, event.etcd, event.run_dir
         self.min_nodes, self.max_nodes = event.min_nodes, event.max_nodes
-        spans = LifeSpans(at, self._courses)
-        life = Life(record.node, event.pid, event.workers, at, record.at, at, spans)
+        life = Life(record.node, event.pid, at, record.at, at, LifeSpans(at, self._courses))
         self.lives.append(life)
         self._present[record.node] = life
         self.result, self.ended_at = None, math.inf  # Those are an earlier attempt's.
@@ -310,7 +319,11 @@ class Story:
         later = before is not None and life is not None and life.begin > before.begin
         anew = known and later and not isinstance(event, events.StandsBy)
         if known and not anew:
-            return  # Every member reports it. The first report is enough, and a suspended member's comes late.
+            # Every member reports it. Of a large one most know only some of its nodes, and the leader knows all.
+            chapter = self._numbers.get(event.number)
+            if chapter is not None and len(event.nodes) > len(chapter.nodes):
+                chapter.nodes = event.nodes
+            return
         cause, kind = event.cause, event.kind
         step, follows = 0, None
         if before is not None:
@@ -349,8 +362,7 @@ class Story:
         chapter = self.chapter
         if chapter is None or event.generation != chapter.number:
             return  # A late report: its generation is over.
-        chapter.reported[node] = at
-        chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
+        chapter.stepped(node, at)
         chapter.first_step, chapter.resume_step = event.step, event.resumed_from
         pauses = [pause_s for pause_s in (chapter.pause_s, event.pause_s) if pause_s is not None]
         chapter.pause_s = max(pauses, default=None)
@@ -386,8 +398,7 @@ class Story:
         if chapter is None:
             return
         if chapter is self.chapter:  # A script without a Loop reports no first step.
-            chapter.reported.setdefault(node, at)
-            chapter.stepped_at = at if chapter.stepped_at is None else chapter.stepped_at
+            chapter.stepped(node, at)
         seconds = {name: took_ms / 1000 for name, took_ms in event.phases.items()}
         if isinstance(event, events.Recovery) and event.pause_s >= (chapter.pause_s or 0.0):
             chapter.pause_s, chapter.phases = event.pause_s, seconds
@@ -419,14 +430,38 @@ class Story:
         if course is not None:
             course.stepped(step, at)
 
+    def _stood(self, event: events.Culprit | events.Stalled, node: str, at: float) -> None:
+        """Steps stand still. If that is a failure, it is one of the nodes that are waited for, else of the first `node`
+        that says so: all of them do."""
+        course = self._courses.get(event.generation)
+        if course is None:
+            return
+        course.stood(event.step, at - event.age_s, at)
+        if isinstance(event, events.Culprit):
+            course.blamed = event
+        elif event.final and event.stacks and not course.hung:  # Without stacks the end of its worker tells of it.
+            course.hung, culprit = True, course.blamed
+            nodes: tuple[str, ...] = (node,)
+            what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
+            if culprit is not None and culprit.step == event.step:
+                what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
+            self.troubles += [Trouble(at, each, what, event.generation) for each in nodes]
+
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)
-        if life is not None:
-            life.gone = life.code is None
         if (life is None and event.how == ANEW) or (life is not None and life.code is not None):
             return  # It has left in order, or it is not known whether it has.
         how = f"{event.lost} lost (killed)" if event.how == ANEW else event.how
-        self.troubles.append(Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0))
+        loss = Trouble(at, event.lost, how, self.chapter.number if self.chapter is not None else 0)
+        self.troubles.append(loss)
+        if life is not None:
+            life.gone_at, life.loss = life.last if event.how == ANEW else max(at, life.last), loss
+
+    def _stopped(self, life: Life, event: events.AgentStopped) -> None:
+        """An agent has ended. If it was about to leave when its node was taken out, nothing has failed."""
+        life.code = event.code
+        if life.loss in self.troubles and event.code == EXIT_TERMINATED and SILENT not in life.loss.what:
+            self.troubles.remove(life.loss)
 
     def _seated(self, node: str) -> Life | None:
         """The life of `node` that the newest generation may have a seat for: not one that has begun after it."""
@@ -456,8 +491,13 @@ class Story:
     # Sums.
 
     def spans_of(self, life: Life, now: float | None = None) -> tuple[Span, ...]:
-        """How the time of `life` was spent: up to `now` while it runs, else and without `now` up to its last event."""
-        runs = life.code is None and not life.gone and self._present[life.node] is life
+        """How the time of `life` was spent: up to `now` while it runs, else and without `now` up to its last event.
+
+        Where its node was lost it is up to the moment in which the others had noticed.
+        """
+        if life.gone_at is not None:
+            return life.spans.until(life.gone_at, lost=life.gone_at > life.last)
+        runs = life.code is None and self._present[life.node] is life
         return life.spans.until(max(now, life.last) if runs and now is not None else life.last)
 
     def spans(self, now: float | None = None) -> list[Span]:

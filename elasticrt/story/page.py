@@ -46,12 +46,8 @@ def page(story: Story, now: float | None = None) -> str:
     parts += ["<h2>Where the time went</h2>", buckets(story, now), "<h2>Generations</h2>", generations(story)]
     failures = report.failure_lines(story)[1:]
     if failures:
-        parts += [
-            "<h2>Failures by node</h2>",
-            "<ul>",
-            *(f"<li>{escape(line.strip())}</li>" for line in failures),
-            "</ul>",
-        ]
+        items = "".join(f"<li>{escape(line.strip())}</li>" for line in failures)
+        parts.append(f"<h2>Failures by node</h2><ul>{items}</ul>")
     title = escape(f"elasticrt: run {story.run_id}")
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     top = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{view}<title>{title}</title>'

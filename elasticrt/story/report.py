@@ -68,7 +68,7 @@ def state(story: Story, now: float | None = None) -> str:
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
     newest = {life.node: life for life in story.lives}.values()
-    if {life.code for life in newest if not life.gone} == {EXIT_TERMINATED}:
+    if {life.code for life in newest if life.gone_at is None} == {EXIT_TERMINATED}:
         saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
         return f"stopped; {saved}to go on: the same command, with --run-id {story.run_id}"
     codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))

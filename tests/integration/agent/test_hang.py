@@ -120,9 +120,12 @@ def test_a_hang_is_shown_and_ended(tmp_path: Path, way: str, shows: str) -> None
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        pytest.param("sleeps", r"is in the script's own code .* in stuck_here; rank 0 waits for it", id="L5-sleeps"),
+        pytest.param("sleeps", r"is in the script's own code: .* in stuck_here; rank 0 waits for it", id="L5-sleeps"),
         pytest.param(
-            "waits-for-more-than-others", r"waits in a collective .*stuck\.py", id="W09-barrier", marks=pytest.mark.slow
+            "waits-for-more-than-others",
+            r"waits in a collective: stuck\.py",
+            id="W09-barrier",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -167,6 +170,8 @@ def test_the_last_report_of_a_hang_shows_all_nodes(tmp_path: Path) -> None:
         assert "stuck_here" in failure["text"], failure["text"]
         assert {"rank 0 on n", "rank 1 on n"} <= set(re.findall(r"rank [01] on n", failure["text"])), failure["text"]
         assert run.events("result")[-1]["reason"].count("no progress") == 1
+        (trouble,) = story_of(*map(records, run.run_dir.glob("events-*.jsonl"))).troubles
+        assert "no progress" in trouble.what, "one hang is one failure of the report"
 
 
 def test_workers_known_to_hang_are_not_asked_to_go_on(tmp_path: Path) -> None:

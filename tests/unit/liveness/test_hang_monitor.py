@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import time
@@ -93,10 +94,26 @@ def test_processor_time_is_of_whole_sessions():
     assert cpu_s([]) == 0.0
 
 
+def test_a_worker_that_does_not_end_is_told_as_a_hang(tmp_path: Path) -> None:
+    """Its stacks are in the event. Before it has failed of it, a line says so to people only."""
+    kept: list[events.Event] = []
+    event_log = EventLog("n0", None)
+    event_log.follow(lambda record: kept.append(record.event))
+    monitor = HangMonitor(
+        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, take=lambda *_: None, state_of=lambda _: "S"
+    )
+    stacks = Stacks("waited_for", 2, 0, 12.0, False, {0: ("  File a.py",)}, ended="rank 1")
+    assert monitor.report(stacks, {0: 3}) is None
+    assert kept == []
+    assert monitor.report(replace(stacks, final=True), {0: 3}) is not None
+    assert kept == [events.Stalled(2, 0, 12.0, True, {"3": ("  File a.py",)})]
+
+
 def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     """The age is that of the moment when it is written, and a second round of answers adds no event.
 
-    A node without rank 0 hears it from that of rank 0, and writes the same.
+    A node without rank 0 hears it from that of rank 0, writes the same, and passes it on. No age but that one is in
+    the line: those of single ranks were taken at other times.
     """
     settings = settings_of(tmp_path)
     stacks: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
@@ -116,7 +133,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     waits = [1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]
     others = {"n1": {"workers": [waits]}}
 
-    monitor.look_closer(time.monotonic(), [page], group, 2, first=True)
+    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=2.5)
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     page.step_at_ns -= 10**9  # As if a second had passed since.
     monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
@@ -132,8 +149,11 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
         monitor.hear(2, said)
     assert kept == [], "this node has said so itself"
     monitor.began()
-    monitor.look_closer(time.monotonic(), [page], group, 2, first=False)
+    monitor.look_closer(time.monotonic(), [page], group, 2, ask_s=4.5)
     monitor.placed(stacks.get(timeout=10), {0: 0}, {0: page}, {0: os.getpid()})
     monitor.hear(2, answer)
+    monitor.look_at_waits(time.monotonic(), {0: 0}, [page])
     page.close()
+    assert monitor.said["culprit"] == answer["culprit"]
+    assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]

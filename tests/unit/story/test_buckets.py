@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from elasticrt import events
+from elasticrt.ipc.wording import ANEW
 from elasticrt.story.buckets import SPANS_MAX, Span, together, totals
 from elasticrt.story.fold import Series
 from elasticrt.story.report import worth
@@ -203,10 +204,64 @@ def test_sums_reach_the_present_while_the_run_goes_on():
 
 
 def test_the_present_counts_while_a_node_lives():
-    """With `now`, a life that has not ended reaches to it; one that has been taken out does not."""
+    """With `now`, a life that has not ended reaches to it; one that has been taken out ends then."""
     told = story([*THREE_STEPS, (5.0, "a", events.MemberLost("b", "b lost"))])
     a, b = told.lives
-    assert (told.spans_of(a, 10.0)[-1].end, told.spans_of(b, 10.0)[-1].end) == (10.0, 4.0)
+    assert (told.spans_of(a, 10.0)[-1].end, told.spans_of(b, 10.0)[-1].end) == (10.0, 5.0)
+
+
+KILLED = [
+    *THREE_STEPS,
+    (6.0, "b", events.Progress(1, 20, 0.0, 0.0, 0.0)),
+    (12.0, "a", events.Step(1, 80, 0)),
+    (13.5, "a", events.MemberLost("b", "b lost (no answer; power or network)")),
+    (13.6, "a", begun(2, "a")),
+    (14.0, "a", events.FirstStep(2, 81, 80, 2.0, 0)),
+    (14.0, "a", events.Recovery(2, 2.0, {"detect": 900, "agree": 700, "script": 200, "first_step": 200})),
+]
+
+
+def test_a_killed_node_ends_when_the_others_have_noticed():
+    """Its last event is up to 5 s older. It trained until the last step of all; in between nobody knew."""
+    for told in (story(KILLED), story([*KILLED, (20.0, "a", events.AgentStopped(0))])):
+        spans = told.spans_of(told.lives[1])
+        spent = totals(spans)
+        assert (spans[0].begin, spans[-1].end) == (0.5, 13.5)
+        assert (spent["train"], spent["detect"]) == (pytest.approx(0.5 + 8.0), pytest.approx(1.5))
+        assert sum(spent.values()) == pytest.approx(13.0)
+        assert all(left.end == right.begin for left, right in pairwise(spans))
+
+
+def test_a_node_that_is_killed_in_a_change_was_setting_up():
+    """It had a seat in the next generation, and did not stand by."""
+    lost = [(16.0, "a", events.MemberLost("b", "b lost")), (16.0, "a", begun(3, "a"))]
+    told = story([*KILLED[:-4], (13.0, "a", begun(2, "ab")), (13.0, "b", begun(2, "ab")), *lost])
+    spent = totals(told.spans_of(told.lives[1]))
+    assert (spent["set-up"], "standby" in spent) == (pytest.approx(1.0 + 3.0), False)
+    assert sum(spent.values()) == pytest.approx(15.5)
+
+
+def test_where_no_node_was_left_to_notice_a_life_ends_with_its_last_event():
+    """All were killed, and others begin anew an hour later: that hour is nobody's time."""
+    others = [(3600.0, "c", started()), (3601.0, "c", events.MemberLost("b", ANEW)), (3601.0, "c", begun(2, "c"))]
+    told = story([*KILLED[:-4], *others])
+    assert [told.spans_of(life)[-1].end for life in told.lives[:2]] == [12.0, 6.0]
+
+
+def test_a_node_that_comes_back_was_not_gone():
+    """One that was frozen goes on with its own events, and its time reaches to its last one."""
+    told = story([*KILLED, (30.0, "b", events.Progress(1, 80, 0.0, 0.0, 0.0))])
+    spans = told.spans_of(told.lives[1])
+    assert spans[-1].end == 30.0
+    assert totals(spans)["train"] == pytest.approx(0.5 + 8.0)
+
+
+def test_a_generation_has_the_nodes_that_its_leader_tells():
+    """In a large run a member knows the seats of its chunk only, and may be the first to tell of a generation."""
+    told = story(
+        [(1.0, "b", started()), (2.0, "b", begun(1, "b")), (2.1, "a", begun(1, "abc")), (2.2, "c", begun(1, "c"))]
+    )
+    assert [chapter.nodes for chapter in told.chapters] == [("a", "b", "c")]
 
 
 def test_a_long_life_is_kept_in_few_spans():

@@ -34,16 +34,16 @@ goodput 65.6% of 13.0 s; start 9.6%, set-up 7.7%, waiting for nodes 5.8%
 1 change of membership, the longest pause 0.50 s; 10 steps done again
 
 where the time went  run               a                 b
-train                   8.5 s  65.65%     8.5 s  65.65%  0.50 s  14.29%
+train                   8.5 s  65.65%     8.5 s  65.65%   6.5 s  68.42%
 redone steps           0.47 s   3.58%    0.47 s   3.58%  -
 detect                 0.10 s   0.77%    0.10 s   0.77%  -
 agree                  0.20 s   1.54%    0.20 s   1.54%  -
-re-form                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
-set-up                  1.0 s   7.69%     1.0 s   7.69%   1.0 s  28.57%
-restore                0.35 s   2.69%    0.35 s   2.69%  0.25 s   7.14%
-start                   1.2 s   9.62%     1.0 s   7.69%   1.0 s  28.57%
-waiting for nodes      0.75 s   5.77%     1.0 s   7.69%  0.50 s  14.29%
-in all                 13.0 s 100.00%    13.0 s 100.00%   3.5 s 100.00%
+re-form                0.35 s   2.69%    0.35 s   2.69%  0.25 s   2.63%
+set-up                  1.0 s   7.69%     1.0 s   7.69%   1.0 s  10.53%
+restore                0.35 s   2.69%    0.35 s   2.69%  0.25 s   2.63%
+start                   1.2 s   9.62%     1.0 s   7.69%   1.0 s  10.53%
+waiting for nodes      0.75 s   5.77%     1.0 s   7.69%  0.50 s   5.26%
+in all                 13.0 s 100.00%    13.0 s 100.00%   9.5 s 100.00%
 
 generation  cause   nodes  world size  from step  pause   steps done again  longest phases
 1           start   2      2           0          -       0          start 0.50 s, script 0.50 s, first_step 0.50 s

@@ -109,3 +109,44 @@ def test_who_was_left_out_does_not_train():
             "its own view"
         )
         assert [chapter.number for chapter in own.chapters] == [chapter.number for chapter in told.chapters]
+
+
+def both_stalled(step, age_s):
+    """Both nodes give up after no step for so long."""
+    stacks = {"0": ("  File train.py, line 12 in step",)}
+    return [
+        (36.0 + late, node, events.Stalled(1, step, age_s + late, True, stacks))
+        for late, node in ((0, "a"), (0.1, "b"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "failures"),
+    [
+        pytest.param([], {}, id="nothing is a failure before it is final"),
+        pytest.param(
+            [*both_stalled(20, 30.0)],
+            {"b": "no progress for 30 s after step 20: rank 1 sleeps"},
+            id="one hang is one failure, of the node that is waited for",
+        ),
+        pytest.param(
+            [*both_stalled(25, 27.0)],
+            {"a": "no progress for 27 s after step 25"},
+            id="where it is not known who is waited for, of the first that tells it",
+        ),
+        pytest.param(
+            [
+                (9.0, "b", events.Stalled(1, 20, 3.0, True, {})),
+                (9.1, "b", events.WorkerEnded(1, 1, 12, -9, "rank 1 on b is stopped (SIGSTOP)")),
+            ],
+            {"b": "rank 1 on b is stopped (SIGSTOP)"},
+            id="of a worker that a signal has stopped its end tells",
+        ),
+    ],
+)  # fmt: skip
+def test_a_hang_that_ends_its_generation_is_a_failure(more, failures):
+    """L5: in the failures by node it counts once, whether the run goes on after it or not."""
+    ends = [(37.0, "a", events.Result("failed", 1, "no progress"))]
+    for told in (story([*HANG, *more]), story([*HANG, *more, *ends])):
+        assert {each.node: each.what for each in told.troubles} == failures
+        assert len(told.troubles) == len(failures)

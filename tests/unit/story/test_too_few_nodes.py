@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from elasticrt import events
 from elasticrt.cli.resize import _consequence
 from elasticrt.cli.status import describe
+from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Generation, Member, SpecRecord
 from elasticrt.spec import RunSpec
 from elasticrt.story.buckets import totals
 from elasticrt.story.changes import Changes
-from elasticrt.story.fold import Story
+from elasticrt.story.fold import SILENT, Story
 from elasticrt.story.report import changes, state
 from elasticrt.story.sentences import now_at
 from tests.unit.story.told import THREE_STEPS, Entry, begun, record, started, story, warm
@@ -52,6 +54,29 @@ def test_the_wait_is_painted_as_waiting_while_it_lasts_and_afterwards() -> None:
     assert "standby" not in joiner, "nobody trained without it"
 
 
+ENDS: list[Entry] = [
+    *TWO_NEEDED,
+    (10.0, "b", events.Progress(1, 60, 0.0, 0.0, 0.0)),
+    (10.5, "a", events.WorkerEnded(1, 0, 11, 1, "rank 0 on a: a peer is gone", collateral=True, step=60)),
+]
+BEGINS_ANEW: list[Entry] = [
+    *ENDS,
+    (25.0, "c", started(2)),
+    (26.0, "c", warm()),
+    (30.0, "a", events.MemberLost("b", "b lost (its agent has ended)")),
+    (30.0, "a", begun(2, "ac", "lost", "b lost (its agent has ended)", in_place=False)),
+    (33.0, "a", events.Recovery(2, 23.0, {"detect": 500.0, "agree": 19500.0, "start": 1000.0, "first_step": 2000.0})),
+]
+
+
+def test_a_wait_without_a_worker_is_known_as_one_when_it_is_over() -> None:
+    """No event tells before the next generation that a node was lost, so until then this is `agree`."""
+    during, afterwards = (totals(story(each).spans_by_node(29.0)["a"]) for each in (ENDS, BEGINS_ANEW))
+    assert (during["agree"], during["waiting for nodes"]) == pytest.approx((18.5, 1.0))
+    assert "agree" not in afterwards
+    assert (afterwards["detect"], afterwards["waiting for nodes"]) == pytest.approx((0.5, 1.0 + 19.5))
+
+
 def test_a_worker_that_dies_in_a_pause_leaves_one_truth_about_these_seconds() -> None:
     """They are `pause` on its node, whose worker is replaced, and on the survivor, which recovers."""
     told = story([
@@ -79,6 +104,36 @@ def test_the_state_of_a_run_that_waits() -> None:
     stopped: Entry = (26.0, "a", events.AgentStopped(143))
     assert state(story([*BEGINS, stopped])).startswith("stopped; step 60 is saved; to go on: ")
     assert changes(story(GOES_ON)) == "2 changes of membership, the longest pause 20.50 s; no step lost"
+
+
+@pytest.mark.parametrize(
+    ("how", "then", "failures"),
+    [
+        pytest.param("b lost (its agent has ended)", [events.AgentStopped(143)], 0, id="it was about to leave"),
+        pytest.param(
+            "b lost",
+            [events.WorkerEnded(1, 1, 12, -9), events.AgentStopped(143)],
+            0,
+            id="its workers took long to end",
+        ),
+        pytest.param("b lost (no answer; power or network)", [events.AgentStopped(143)], 1, id="it was cut off before"),
+        pytest.param("b lost (its agent has ended)", [events.AgentStopped(70)], 1, id="its agent has failed"),
+        pytest.param("b lost (its agent has ended)", [], 1, id="it was killed"),
+    ],
+)
+def test_who_drains_below_the_minimum_has_not_failed(how: str, then: list[events.Event], failures: int) -> None:
+    """Its last event may come after that of the leader, which knows only that the node is away."""
+    lost: Entry = (10.5, "a", events.MemberLost("b", how))
+    told = story([*BEGINS[:-4], lost, *BEGINS[-3:], *((11.0, "b", event) for event in then)])
+    assert [trouble.what for trouble in told.troubles] == [how] * failures
+    assert told.alive() == ("a",)
+
+
+def test_the_silence_of_a_node_is_in_its_evidence() -> None:
+    """The story knows it by the leader's words."""
+    seat = SimpleNamespace(node="b", incarnation="b" * 16)
+    view = SimpleNamespace(reports={}, verdicts={"b" * 16: SimpleNamespace(kind="silent")})
+    assert SILENT in how_gone(view, seat)
 
 
 def test_the_wait_is_said_at_once() -> None:
