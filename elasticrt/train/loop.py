@@ -192,6 +192,7 @@ class Loop:
             raise ConfigError(
                 explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
             )
+        # A newcomer enters the outermost loop, and could not know that the others are in this one.
         for other in _running:
             other._world.in_place.end()
         self._is_only = not _entered
@@ -259,6 +260,8 @@ class Loop:
         epoch, moves = state.position.epoch, world.moves
         batch, share = None, None
         while not state.position.limit_reached(self._steps_max):
+            # In another place this rank has other samples, so the loader begins anew; in another epoch, which the
+            # others have had ahead of it, this one's batches are over.
             if moves != world.moves:
                 moves = world.moves
                 if state.position.epoch != epoch:
@@ -428,6 +431,7 @@ class Loop:
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
         self._world.go_on()
+        # After that, because what goes back at the next try is the state that all ranks have now.
         self._undo.note_between()
         return True
 

@@ -85,6 +85,7 @@ class Undo:
     def optimizer_begins(self) -> None:
         """An optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
         if not self.touched:
+            # Before the step: the collectives of a closure (LBFGS) are inside of it, and leave all ranks there at once.
             self._collectives = collectives.sequence_number()
             if self._communicates_late:
                 self._state = copy.deepcopy(stateful.collect(self._training.objects))
