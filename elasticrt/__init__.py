@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from elasticrt.checkpoint.restoring import State
     from elasticrt.data.prepare import prepare
     from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSampler
+    from elasticrt.distributed.barrier import barrier, global_first, local_first
     from elasticrt.distributed.context import Context, init
-    from elasticrt.distributed.turns import barrier, global_first, local_first
     from elasticrt.distributed.wrapping import is_parallel, unwrap
     from elasticrt.errors import (
         CheckpointError,
@@ -57,7 +57,7 @@ _HOME = {
     "checkpoint.checkpointer": ("Checkpointer",),
     "checkpoint.restoring": ("State",),
     "distributed.context": ("Context", "init"),
-    "distributed.turns": ("barrier", "global_first", "local_first"),
+    "distributed.barrier": ("barrier", "global_first", "local_first"),
     "distributed.wrapping": ("is_parallel", "unwrap"),
     "train.loop": ("Loop",),
     "data.prepare": ("prepare",),

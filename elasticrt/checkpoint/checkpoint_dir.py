@@ -44,17 +44,17 @@ _locks: dict[str, Holding] = {}
 """Directories this process saves to without an agent; held until it ends."""
 
 
-def take_alone(directory: Path) -> Owner | None:
-    """Take a directory without an agent. Returns its owner if another live process has it. Raises OSError."""
+def take_alone(directory: Path) -> None:
+    """Take a directory without an agent. Raises DuplicateError if another live process has it; OSError."""
     key = os.path.realpath(directory)
     if key in _locks:
-        return None
+        return
     holding = Holding(directory, Owner.here("", "", socket.gethostname()))
     other = holding.take()
-    if other is None:
-        _locks[key] = holding
-        atexit.register(holding.release)
-    return other
+    if other is not None:
+        raise duplicate(directory, str(other))
+    _locks[key] = holding
+    atexit.register(holding.release)
 
 
 def duplicate(directory: Path, other: str) -> DuplicateError:
@@ -105,13 +105,11 @@ class CheckpointDirectory:
             raise self.unusable(error) from error
         return True
 
-    def claim(self, take: Callable[[], Owner | None]) -> None:
-        """Before saving: create it, and refuse one that another live run saves to. One that was deleted is made again.
+    def claim(self, take: Callable[[], object]) -> None:
+        """Before saving: create it, and `take` it for this run. One that was deleted is made again.
 
-        Args:
-            take: takes it for this process, and returns the other owner if there is one.
-
-        Raises DuplicateError; CheckpointError when it can't be used; OSError when its disk is full, read-only or fails.
+        Raises what `take` does; CheckpointError when it can't be used; OSError when its disk is full, read-only or
+        fails.
         """
         if self._directory is not None and self._directory.is_removed:
             _log.warning("the checkpoint directory %s was deleted; it is made again", self.path)
@@ -121,9 +119,7 @@ class CheckpointDirectory:
             return
         self.open(create=True)
         try:
-            other = take()
-            if other is not None:
-                raise duplicate(self.path, str(other))
+            take()
             self.history()  # For the serial number: another rank 0 may have saved here.
             self._before = frozenset(name.nonce for name in self._names())
         except OSError as error:

@@ -90,13 +90,8 @@ class Checkpointer:
         head = self._head.known
         return head is not None and not os.path.lexists(self._directory.path / head.file)
 
-    @property
-    def committed_step(self) -> int:
-        """The step of the newest commit that the state descends from; 0 without one."""
-        return self._head.known.step if self._head.known is not None else 0
-
     def adds(self, step: int) -> bool:
-        """Whether a save of a state that waits after `step` would add to what is saved. Only for rank 0."""
+        """Whether a save of the state after `step` would add to what is saved. Only for rank 0."""
         return newest_offer.adds(step, self._head.known, lacks_head=self.lacks_head)
 
     def save(self, state: Mapping[str, Any], *, step: int, epoch: int = 0) -> None:

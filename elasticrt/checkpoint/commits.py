@@ -20,7 +20,6 @@ from pathlib import Path
 from elasticrt.checkpoint.checkpoint_dir import duplicate, take_alone
 from elasticrt.distributed import agent_client
 from elasticrt.errors import explain
-from elasticrt.ipc.directory_owner import Owner
 from elasticrt.ipc.env import Commit, WorkerEnv
 from elasticrt.ipc.messages import ERRNO, TAKEN, UNSURE, Own, Reply, Request, Save
 
@@ -115,8 +114,8 @@ class DirectoryHead:
         head = self._ask(take=False).data.get("head")
         return None if head is None else Commit.from_fields(head)
 
-    def take(self, *, patient: bool = True) -> Owner | None:
-        """Take the directory for this run. Without an agent: returns its owner if another live process has it.
+    def take(self, *, patient: bool = True) -> None:
+        """Take the directory for this run; without an agent, for this process.
 
         Args:
             patient: wait while etcd is away.
@@ -124,9 +123,9 @@ class DirectoryHead:
         Raises DuplicateError when another live run saves there, NoAnswer when the agent can't say, OSError.
         """
         if self.worker is None:
-            return take_alone(self._path)
-        self._ask(take=True, patient=patient)
-        return None
+            take_alone(self._path)
+        else:
+            self._ask(take=True, patient=patient)
 
     def move(self, worker: WorkerEnv) -> None:
         """This process goes on as `worker`, whose generation says which commit is the newest."""
@@ -181,7 +180,7 @@ class DirectoryHead:
             return Reply(0, ok=True)
         deadline, warned = time.monotonic() + COMMIT_TIMEOUT_S, False
         while True:
-            reply = self._agent.request(make).wait(max(0.0, deadline - time.monotonic()))
+            reply = self._agent.request(make, max(0.0, deadline - time.monotonic()))
             if reply is None:
                 raise NoAnswer(explain(what, self._shown, got=f"no answer in {COMMIT_TIMEOUT_S:.0f} s"))
             if not patient or not reply.reason.startswith(UNSURE):

@@ -100,13 +100,14 @@ class Restoring:
                 verdict, payload = self._verdict(claim, fresh)
             except ElasticError as error:
                 failure, verdict = error, {"error": str(error)}
-        verdict = json.loads(bytes(collectives.broadcast_bytes(json.dumps(verdict).encode())))
+        verdict = json.loads(collectives.broadcast_bytes(json.dumps(verdict).encode()))
         if "error" in verdict:
             raise failure or CheckpointError(verdict["error"])
         self.start, copy = verdict["start"], verdict["copy"]
         self._resume = self.found = None if verdict["resume"] is None else Commit.from_fields(verdict["resume"])
-        local_rank = os.environ.get("LOCAL_RANK", "0") if self._worker is None else str(self._worker.local_rank)
-        if self._rank == 0 or local_rank == "0":
+        local_rank = collectives.launched("LOCAL_RANK", 0) if self._worker is None else self._worker.local_rank
+        # The other ranks of a node would read the same directory, and find the same in it.
+        if 0 in (self._rank, local_rank):
             self._read_directory()
         if copy is not None:
             self._exchange()
@@ -157,7 +158,7 @@ class Restoring:
                 source = choose(offers, resuming=self._resume is not None)
             except LookupError:
                 text = self._refusal(offers) if self._rank == 0 else ""  # Nodes may name their directories differently.
-                raise CheckpointError(bytes(collectives.broadcast_bytes(text.encode())).decode()) from None
+                raise CheckpointError(collectives.broadcast_bytes(text.encode()).decode()) from None
             if source is None:
                 self._warn(distinct_troubles(offers))
                 return None
@@ -331,6 +332,5 @@ def _from_memory(copy: Copy, payload: Payload | None) -> State:
 
 def _start_over(fresh: bool) -> bool:
     """Whether the user asked for a fresh start. It holds for the first start of a run, not for its restarts."""
-    return (fresh or os.environ.get("ELASTICRT_FRESH") == "1") and os.environ.get(
-        "TORCHELASTIC_RESTART_COUNT", "0"
-    ) == "0"
+    asked = fresh or os.environ.get("ELASTICRT_FRESH") == "1"
+    return asked and collectives.launched("TORCHELASTIC_RESTART_COUNT", 0) == 0

@@ -37,6 +37,7 @@ class RngState:
 
     Attributes:
         alike: the generators that were in the same state on all ranks, after `compare`.
+        rank: of this process.
 
     Raises TypeError for another seed.
     """
@@ -45,19 +46,15 @@ class RngState:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(explain("not a whole number", "Loop(seed=)", got=seed, expected="an int or None"))
         self._seed = seed
-        self._rank = 0
+        self.rank = 0
         self.alike: list[str] = []
         self._restored: dict[str, Any] = {}
 
     def compare(self) -> None:
         """Find out which generators are in the same state on all ranks. Before anything is restored. Collective."""
-        self._rank, _ = rank_and_world()
+        self.rank, _ = rank_and_world()
         everyones = gather_numbers(_fingerprints())
         self.alike = [kind for kind, *seen in zip(KINDS, *everyones, strict=True) if len(set(seen)) == 1]
-
-    def moved(self, rank: int) -> None:
-        """This process has another rank."""
-        self._rank = rank
 
     def take_over(self, state: dict[str, Any], alike: list[str], step: int) -> None:
         """Go on beside ranks that are after `step`, from the state of one of them. `alike`: as that rank has it."""
@@ -66,17 +63,17 @@ class RngState:
 
     def restore(self, state: dict[str, Any], step: int) -> None:
         """Go on from a state that was captured after `step`."""
-        self._go_on(state, step, KINDS if self._rank == 0 else self.alike)
+        self._go_on(state, step, KINDS if self.rank == 0 else self.alike)
 
     def _go_on(self, state: dict[str, Any], step: int, kinds: Collection[str]) -> None:
         restore(state, kinds)
-        derive(state["seed"], self._rank, step, set(KINDS) - set(kinds))
+        derive(state["seed"], self.rank, step, kinds=set(KINDS) - set(kinds))
         self._restored = capture()
 
     def begin_step(self, position: Position) -> None:
         """With a seed: what is drawn from here to the end of the next step follows from it and from `position`."""
         if self._seed is not None:
-            _seed(f"{self._seed} {self._rank} {position.steps} {position.epoch}", KINDS)
+            derive(self._seed, self.rank, position.steps, position.epoch)
 
     def beginning(self, position: Position, *, resumed: bool) -> AbstractContextManager[None]:
         """Wrap what an epoch's loader draws when it begins. `resumed`: the epoch goes on in its middle.
@@ -170,13 +167,10 @@ def restore(state: dict[str, Any], kinds: Collection[str] = KINDS) -> None:
         ) from error
 
 
-def derive(seed: int, rank: int, step: int, kinds: Collection[str] = KINDS) -> None:
-    """Seed generators with what follows from the three numbers, and nothing else."""
-    _seed(f"{seed} {rank} {step}", kinds)
-
-
-def _seed(words: str, kinds: Collection[str]) -> None:
-    digest = hashlib.sha256(f"elasticrt rng {words}".encode()).digest()
+def derive(*numbers: int, kinds: Collection[str] = KINDS) -> None:
+    """Seed generators of `kinds` with what follows from the numbers, in this order, and from nothing else."""
+    # Hashed, because the sum of a seed, a rank and a step is that of others, too.
+    digest = hashlib.sha256(f"elasticrt rng {' '.join(map(str, numbers))}".encode()).digest()
     if "torch" in kinds:
         number = int.from_bytes(digest[:8], "big") >> 1
         # Not `torch.manual_seed`: for a GPU that is not in use it takes 0.1 ms, and this is done at every step.

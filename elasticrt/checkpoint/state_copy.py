@@ -77,29 +77,6 @@ def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_
     return copied
 
 
-class Note:
-    """A state as it is now, at next to no cost: small tensors are copied, large ones are watched for changes.
-
-    Torch counts the changes of a tensor, but for those by way of `.data`.
-
-    Args:
-        state: nested dicts, lists and tuples of tensors and plain values.
-        where: what it is called in errors.
-
-    Raises ConfigError, with the place of what is no plain value.
-    """
-
-    def __init__(self, state: object, where: str) -> None:
-        noter = _Noter()
-        self._state = noter.plain(state, where)
-        self._versions = noter.versions
-
-    @property
-    def state(self) -> Any | None:
-        """The state as it was; None when one of its large tensors has changed since."""
-        return self._state if all(each._version == version for each, version in self._versions) else None
-
-
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
     """The tensors in a state."""
     if isinstance(value, torch.Tensor):
@@ -227,17 +204,31 @@ class _Copier:
         return buffer
 
 
-class _Noter(_Copier):
-    """Copies what is small. `versions`: the large tensors, each with the count of its changes so far."""
+class Note(_Copier):
+    """A state as it is now, at next to no cost: small tensors are copied, large ones are watched for changes.
 
-    def __init__(self) -> None:
+    Torch counts the changes of a tensor, but for those by way of `.data`.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors and plain values.
+
+    Raises ConfigError, with the place of what is no plain value.
+    """
+
+    def __init__(self, state: object) -> None:
         super().__init__(None, on_device=True)
-        self.versions: list[tuple[torch.Tensor, int]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []  # The large tensors, each with the count of its changes.
+        self._state = self.plain(state, "state")
+
+    @property
+    def state(self) -> Any | None:
+        """The state as it was; None when one of its large tensors has changed since."""
+        return self._state if all(each._version == version for each, version in self._versions) else None
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.nbytes < POOLED_BYTES_MIN or tensor.is_inference():
             return tensor.clone()
-        self.versions.append((tensor, tensor._version))
+        self._versions.append((tensor, tensor._version))
         return tensor
 
 

@@ -185,7 +185,7 @@ class ClaimRight:
         return self._request(lambda number: Claim(number, self._name, self._version))
 
     def _request(self, make: Callable[[int], Claim | Built]) -> Reply:
-        reply = self._agent.request(make).wait(_ANSWER_S)
+        reply = self._agent.request(make, _ANSWER_S)
         if reply is None:
             text = explain("no answer from the agent", str(self._target), got=f"nothing in {_ANSWER_S:.0f} s")
             raise PreparationError(text)

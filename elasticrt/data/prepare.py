@@ -14,7 +14,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -119,12 +119,14 @@ def _failed(target: Path, error: OSError) -> PreparationError:
 
 def _built(right: LockRight | ClaimRight, target: Path, build: Callable[[Path], object], version: str) -> bool:
     """Build and publish, if this process gets the right; whether it has, and kept it until the end."""
+    page = agent_client.status_page()
     if not right.ask():
         return False
     try:
-        with _building():
-            return _build(right, target, build, version)
+        page.building = 1  # The agent lets it finish when the membership changes.
+        return _build(right, target, build, version)
     finally:
+        page.building = 0
         right.release()
 
 
@@ -202,17 +204,6 @@ def _checked(path: object, build: object, version: object, scope: object, timeou
         expected = "a directory of its own"
         raise ConfigError(explain("not a place for prepared data", where, got=str(target), expected=expected))
     return target
-
-
-@contextlib.contextmanager
-def _building() -> Iterator[None]:
-    """Mark this process as building for its agent, which lets it finish when the membership changes."""
-    page = agent_client.status_page()
-    page.building = 1
-    try:
-        yield
-    finally:
-        page.building = 0
 
 
 def _publish(workshop: Path, target: Path, version: str) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import itertools
 import logging
 import os
+import queue
 import select
 import signal
 import sys
@@ -29,33 +30,15 @@ from elasticrt.ipc.status_page import PAGE_BYTES, STACKS_SIGNAL, StatusPage
 _log = logging.getLogger(__name__)
 
 
-class Pending:
-    """A request that waits for its answer."""
-
-    def __init__(self) -> None:
-        self._answered = threading.Event()
-        self._reply: Reply | None = None
-
-    def wait(self, timeout_s: float) -> Reply | None:
-        """The answer, or None if it is not there after `timeout_s`. May be called again."""
-        self._answered.wait(timeout_s)
-        return self._reply
-
-    def answer(self, reply: Reply) -> None:
-        """Set the answer, once."""
-        self._reply = reply
-        self._answered.set()
-
-
 class AgentClient:
     """A channel to the agent, shared by all threads of this process. A thread of its own reads it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # Of sending, `_closed` and `_pending`.
+        self._lock = threading.Lock()  # Of sending, `_closed` and `_waiting`.
         self._closed = ""  # Why nothing can be sent any more.
-        self._pending: dict[int, Pending] = {}
+        self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}  # By number of the request: where its answer goes.
         self._numbers = itertools.count(1)
         self._news = threading.Condition()  # Of what follows.
         self._released = False
@@ -64,20 +47,24 @@ class AgentClient:
         self._on_seat: Callable[[], object] = bool
         threading.Thread(target=self._read, name="elasticrt-link", daemon=True).start()
 
-    def request(self, make: Callable[[int], Message]) -> Pending:
-        """Send `make(number)` and return its pending answer, which is a refusal if there is no agent any more."""
-        pending = Pending()
+    def request(self, make: Callable[[int], Message], timeout_s: float) -> Reply | None:
+        """Send `make(number)` and wait for the answer; None if it is not there after `timeout_s` seconds.
+
+        Without an agent, or when it ends meanwhile, the answer is a refusal.
+        """
         if os.getpid() != self._pid:
-            pending.answer(Reply(0, ok=False, reason="a forked child has no agent"))
-            return pending
+            return Reply(0, ok=False, reason="a forked child has no agent")
+        answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         with self._lock:
             number = next(self._numbers)
-            self._pending[number] = pending
+            self._waiting[number] = answer  # Before it is sent: the answer may come at once.
             problem = self._send(make(number))
-            if problem:
-                self._pending.pop(number, None)
-                pending.answer(_refusal(number, problem))
-        return pending
+        try:
+            return _refusal(number, problem) if problem else answer.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        finally:
+            self._waiting.pop(number, None)
 
     def post(self, message: Message) -> bool:
         """Send a small report if that needs no waiting. Returns whether it was sent."""
@@ -119,7 +106,7 @@ class AgentClient:
             return seat
 
     def close(self) -> None:
-        """Close the channel. Pending requests are refused."""
+        """Close the channel. Requests under way are refused."""
         self._closed = self._closed or "closed"
         self._channel.close()
         self._release()
@@ -159,9 +146,9 @@ class AgentClient:
         except (ChannelClosed, OSError, ValueError) as error:
             with self._lock:
                 self._closed = self._closed or str(error) or "closed"
-                refused, self._pending = self._pending, {}
-        for number, pending in refused.items():
-            pending.answer(_refusal(number, self._closed))
+                refused = list(self._waiting.items())
+        for number, answer in refused:
+            answer.put(_refusal(number, self._closed))
         self._release()
 
     def _release(self) -> None:
@@ -176,9 +163,9 @@ class AgentClient:
         for fd in fds:
             os.close(fd)
         if isinstance(message, Reply):
-            pending = self._pending.pop(message.request, None)
-            if pending is not None:
-                pending.answer(message)
+            answer = self._waiting.get(message.request)
+            if answer is not None:  # Else the request has waited too long.
+                answer.put(message)
         elif isinstance(message, Release):
             self._release()
         elif isinstance(message, Look):

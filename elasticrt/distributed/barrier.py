@@ -1,4 +1,4 @@
-"""Barriers that may take long, through the store of the process group.
+"""Waits for other ranks that may take long, through the store of the process group.
 
 A collective fails after the group's timeout: an hour of preparing data on one node would end the whole run. Here every
 rank writes to the store that it has come, and later that it is through. The others poll for that, and print for which
@@ -16,11 +16,12 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 
-from elasticrt.distributed.collectives import alone, rank_and_world
+from elasticrt.distributed.collectives import alone, local_rank_of, rank_and_world, require_group
 from elasticrt.distributed.user_notice import say
 from elasticrt.errors import explain
 
@@ -50,7 +51,7 @@ def begin_anew() -> None:
 
 
 @contextlib.contextmanager
-def one_after_the_other() -> Iterator[None]:
+def _one_after_the_other() -> Iterator[None]:
     """A block in which ranks are not in the same place at the same time, so that they must not wait for each other."""
     global _in_turns  # noqa: PLW0603  The whole process is in such a block.
     _in_turns += 1
@@ -142,3 +143,60 @@ def _ranks(ranks: list[int], what: str) -> str:
     named = ", ".join(map(str, ranks[:_NAMED_MAX]))
     more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
     return f"rank{'s' * (len(ranks) > 1)} {named}{more} {what}" if ranks else ""
+
+
+def barrier() -> None:
+    """Wait until every rank is here, and say for whom if that takes long. Collective; alone it does nothing.
+
+    Under an agent (`elasticrt run`, torchrun) there is no limit: it ends this process when a rank can't come.
+    Without one TimeoutError is raised after half an hour.
+    """
+    require_group("barrier")
+    if not alone():
+        meeting = Barrier("barrier()")
+        meeting.through()
+        meeting.wait()
+
+
+def local_first() -> AbstractContextManager[bool]:
+    """Let local rank 0 of each node run the block first, then the others of its node: `with local_first() as first:`.
+
+    Gives True to the rank that goes first. When it raises, the others raise RuntimeError with its error instead of
+    running the block. They wait as in `barrier`. For data, `prepare` does more: it leaves nothing half done.
+    Collective.
+    """
+    require_group("local_first")
+    rank, _ = rank_and_world()
+    return _first(rank - local_rank_of(rank), "local_first()")
+
+
+def global_first() -> AbstractContextManager[bool]:
+    """As `local_first`, for rank 0 of the whole world alone."""
+    require_group("global_first")
+    return _first(0, "global_first()")
+
+
+@contextlib.contextmanager
+def _first(leader: int, name: str) -> Iterator[bool]:
+    if alone():
+        yield True
+        return
+    rank, _ = rank_and_world()
+    turns = Barrier(name)
+    if rank != leader:
+        error = turns.wait_for(leader)
+        if error:
+            raise RuntimeError(explain("who went first failed", name, got=error))
+        with _one_after_the_other():
+            yield False
+        return
+    try:
+        with _one_after_the_other():
+            yield True
+    except BaseException as error:
+        text = f"rank {rank}: {type(error).__name__}: {error}"
+        # Without a store the others cannot be told, but the error that the user must see is this one.
+        with contextlib.suppress(RuntimeError):
+            turns.through(text)
+        raise
+    turns.through()

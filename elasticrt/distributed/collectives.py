@@ -13,22 +13,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elasticrt.distributed import agent_client
 from elasticrt.errors import ConfigError, explain
 
 
 def rank_and_world() -> tuple[int, int]:
     """Rank and world size: of the process group, else of the launcher's environment, else (0, 1).
 
-    Raises ConfigError when RANK or WORLD_SIZE is not a whole number.
+    Raises ConfigError when RANK or WORLD_SIZE is malformed.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    return launched("RANK", 0), launched("WORLD_SIZE", 1)
+
+
+def local_rank_of(rank: int) -> int:
+    """The number on its node of this process, which is `rank` of the world.
+
+    Also where each worker sees one GPU only, and LOCAL_RANK is 0 for all.
+    """
+    worker = agent_client.worker_env()
+    return worker.local_rank if worker is not None and worker.gpu else launched("LOCAL_RANK", rank)
+
+
+def launched(name: str, default: int) -> int:
+    """The number that the launcher has set in the environment; `default` without one. Raises ConfigError."""
+    text = os.environ.get(name, "")
     try:
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        value = int(text) if text else default
     except ValueError:
-        got = f"RANK={os.environ.get('RANK')} WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
-        raise ConfigError(explain("not whole numbers", "environment", got=got, remedy="Unset both, or fix")) from None
-    return rank, world_size
+        value = -1
+    if value < 0:
+        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
+    return value
 
 
 def require_group(where: str) -> None:
@@ -90,7 +107,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [each[:size].cpu().numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
 
-def broadcast_bytes(data: bytes, source: int = 0) -> bytes:
-    """The bytes that rank `source` passed in, on every rank. They should be few: all ranks' are gathered for that."""
+def broadcast_bytes(data: bytes) -> bytes:
+    """The bytes that rank 0 passed in, on every rank. They should be few: all ranks' are gathered for that."""
     rank, _ = rank_and_world()
-    return data if alone() else gather_bytes(data if rank == source else b"")[source]
+    return gather_bytes(data if rank == 0 else b"")[0]

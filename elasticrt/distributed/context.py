@@ -17,7 +17,7 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,10 +68,6 @@ class Context:
     restart_count: int
     device: torch.device
     run_dir: Path | None
-
-    def _move(self, **place: int) -> None:
-        for name, value in place.items():
-            object.__setattr__(self, name, value)  # Frozen for all other code.
 
     @property
     def is_first(self) -> bool:
@@ -130,15 +126,9 @@ def timeout_s() -> float:
 
 def renew(worker: WorkerEnv) -> None:
     """Move the Context to another place. Every holder of it sees that."""
-    if _context is not None:
-        _context._move(
-            rank=worker.rank,
-            world_size=worker.world_size,
-            local_world_size=worker.local_world_size,
-            group_rank=worker.group_rank,
-            generation=worker.generation,
-            restart_count=worker.restart_count,
-        )
+    moves = ("rank", "world_size", "local_world_size", "group_rank", "generation", "restart_count")
+    for name in moves if _context is not None else ():
+        object.__setattr__(_context, name, getattr(worker, name))  # Frozen for all other code.
 
 
 def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
@@ -164,27 +154,27 @@ def init(*, backend: str | None = None, timeout_s: float = 1800) -> Context:
     if not 0 <= rank < world_size:
         got = f"RANK={rank} WORLD_SIZE={world_size}"
         raise ConfigError(explain("no such rank", "environment", got=got, expected="0 <= RANK < WORLD_SIZE"))
-    local_rank = _variable("LOCAL_RANK", rank)
-    local_world_size = _variable("LOCAL_WORLD_SIZE", world_size)
+    local_rank = collectives.launched("LOCAL_RANK", rank)
+    local_world_size = collectives.launched("LOCAL_WORLD_SIZE", world_size)
     device = _device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         own_gpu = torch.cuda.device_count() >= local_world_size or (worker is not None and worker.gpu != "")
         own_gpu = own_gpu and device.type == "cuda" and dist.is_nccl_available()
-        with regroup.SOCKETS.noted(world_size, store_port=_variable("MASTER_PORT", 0)):
+        with regroup.SOCKETS.noted(world_size, store_port=collectives.launched("MASTER_PORT", 0)):
             _join(backend or ("nccl" if own_gpu else "gloo"), rank, world_size, timeout_s)
         _timeout_s = timeout_s
         regroup.note_subgroups()
     page.joined_at_ns = time.monotonic_ns()
     _context = Context(
         rank=rank,
-        local_rank=own_local_rank(rank),
+        local_rank=collectives.local_rank_of(rank),
         world_size=world_size,
         local_world_size=local_world_size,
-        group_rank=_variable("GROUP_RANK", 0),
+        group_rank=collectives.launched("GROUP_RANK", 0),
         generation=0 if worker is None else worker.generation,
-        restart_count=_variable("TORCHELASTIC_RESTART_COUNT", 0),
+        restart_count=collectives.launched("TORCHELASTIC_RESTART_COUNT", 0),
         device=device,
         run_dir=Path(worker.run_dir) if worker is not None and worker.run_dir else None,
     )
@@ -198,23 +188,6 @@ def _check_arguments(backend: object, timeout_s: object) -> None:
         raise ValueError(explain("timeout_s out of range", "init", got=timeout_s, expected="> 0 seconds"))
     if backend is not None and not isinstance(backend, str):
         raise TypeError(explain("backend is not a name", "init", got=backend, expected='"gloo", "nccl" or None'))
-
-
-def _variable(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    try:
-        value = int(text) if text else default
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
-    return value
-
-
-def own_local_rank(rank: int) -> int:
-    """This process's number on its node, also where each worker sees one GPU only, and LOCAL_RANK is 0 for all."""
-    worker = agent_client.worker_env()
-    return worker.local_rank if worker is not None and worker.gpu else _variable("LOCAL_RANK", rank)
 
 
 def _device(local_rank: int) -> torch.device:
@@ -240,13 +213,13 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     # When all ranks are on this machine, the loopback interface does.
     if (not launched or _is_loopback(address)) and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    worker = agent_client.worker_env()
+    worker, torch_dist = agent_client.worker_env(), cast("Any", dist)  # It offers more than it declares.
     if worker is not None and worker.beside:
         # A world of one until it is let in.
-        make(store=_hash_store(), rank=0, world_size=1)
+        make(store=torch_dist.HashStore(), rank=0, world_size=1)
     elif launched and address and world_size > 1 and worker is not None:
         # The others may be preparing their data. The agent ends this process if they can't come.
-        store, rank, world_size = next(_rendezvous("env://", rank, world_size, timeout=_MEETING))
+        store, rank, world_size = next(torch_dist.rendezvous("env://", rank, world_size, timeout=_MEETING))
         meeting = Barrier("init()", store)
         meeting.through()
         meeting.wait()
@@ -256,7 +229,7 @@ def _join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
         make()
     else:
         # Alone: no port, no other process can join by accident.
-        make(store=_hash_store(), rank=0, world_size=1)
+        make(store=torch_dist.HashStore(), rank=0, world_size=1)
     global _group_pid  # noqa: PLW0603  As above.
     if not _group_pid:
         atexit.register(leave_group)
@@ -271,14 +244,6 @@ def leave_group() -> None:
     """
     if getattr(sys, "last_value", None) is None and os.getpid() == _group_pid and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _rendezvous(*where: Any, timeout: datetime.timedelta) -> Any:
-    return dist.rendezvous(*where, timeout=timeout)  # type: ignore[attr-defined]  # As below.
-
-
-def _hash_store() -> Any:
-    return dist.HashStore()  # type: ignore[attr-defined]  # torch offers it without declaring it.
 
 
 def _is_loopback(address: str) -> bool:

@@ -75,7 +75,8 @@ class GroupSockets:
         self._known: dict[int, str] = {}
         self._peers: dict[int, str] = {}  # Those of the default group to the other ranks.
         self._before: dict[int, str] | None = None  # Sockets from before the group that is being made; None: none is.
-        self._free: Callable[[int], bool] = bool  # Frees a thread that waits at a listening socket of that group.
+        # Frees a thread that waits at a listening socket of the group that is being made.
+        self._free: Callable[[socket.socket], bool] = bool
         self._freed: set[str] = set()
 
     @contextlib.contextmanager
@@ -95,7 +96,8 @@ class GroupSockets:
                 new = self._new()
                 self._known |= new
                 if store_port:
-                    self._peers = {fd: name for fd, name in new.items() if _leads_to_a_peer(fd, store_port)}
+                    leads = partial(_leads_to_a_peer, store_port=store_port)
+                    self._peers = {fd: name for fd, name in new.items() if _with_socket(fd, leads)}
                 self._before = None
                 self._lock.notify_all()
 
@@ -123,9 +125,9 @@ class GroupSockets:
         doomed = {fd for fd, name in {**self._known, **new}.items() if now.get(fd) == name}
         self._known = {}
         for fd, name in new.items():
-            if name not in self._freed and self._free(fd):
+            if name not in self._freed and _with_socket(fd, self._free):
                 self._freed.add(name)
-        return sum(_shut(fd, socket.SHUT_RDWR if fd in new else socket.SHUT_RD) for fd in doomed)
+        return sum(_with_socket(fd, _shut if fd in new else _shut_reading) for fd in doomed)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -141,33 +143,31 @@ def _with_socket(fd: int, act: Callable[[socket.socket], bool]) -> bool:
         return False
 
 
-def _leads_to_a_peer(fd: int, store_port: int) -> bool:
-    """Whether `fd` is a connection, and not to or of the store at `store_port`."""
-    return _with_socket(
-        fd,
-        lambda each: (
-            own_sockets.is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
-        ),
-    )
+def _leads_to_a_peer(each: socket.socket, store_port: int) -> bool:
+    """Whether it is a connection, and not to or of the store at `store_port`."""
+    return own_sockets.is_connection(each) and store_port not in (each.getsockname()[1], each.getpeername()[1])
 
 
-def _shut(fd: int, how: int) -> bool:
-    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets.
+def _shut(each: socket.socket) -> bool:
+    """Shut down a TCP connection. Returns whether it was one: gloo aborts the process without its listening sockets."""
+    if not own_sockets.is_connection(each):
+        return False
+    each.shutdown(socket.SHUT_RDWR)
+    return True
 
-    Of a complete group only reading is shut down, and the connection is held for a while, so that its other end can go
-    on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a thread that waits for it to
-    be sent when the connection ends. The end of what is read wakes all that wait for messages.
+
+def _shut_reading(each: socket.socket) -> bool:
+    """As `_shut`, for a group that is complete: shut down reading only, and hold the connection for a while.
+
+    So its other end can go on writing. When a write fails, gloo (torch 2.13) keeps the message, and does not wake a
+    thread that waits for it to be sent when the connection ends. The end of what is read wakes all that wait for
+    messages.
     """
-
-    def shut(each: socket.socket) -> bool:
-        if not own_sockets.is_connection(each):
-            return False
-        if how == socket.SHUT_RD:
-            _retired.append((time.monotonic(), [_Held(each.fileno())]))
-        each.shutdown(how)
-        return True
-
-    return _with_socket(fd, shut)
+    if not own_sockets.is_connection(each):
+        return False
+    _retired.append((time.monotonic(), [_Held(each.fileno())]))
+    each.shutdown(socket.SHUT_RD)
+    return True
 
 
 class _Held:
@@ -180,40 +180,34 @@ class _Held:
         os.close(self._fd)
 
 
-def _knock(fd: int, ranks: int) -> bool:
+def _knock(each: socket.socket, ranks: int) -> bool:
     """Connect to a listening socket of a group that is being made, as each rank would, and hang up.
 
     Of two ranks one waits for the other to connect. If that one dies before it does, there is no connection to cut, and
     no call of torch ends the wait before the time of a collective is over (torch 2.13). Returns whether it listens.
     """
 
-    def knock(each: socket.socket) -> bool:
-        if not own_sockets.listens(each):
-            return False
-        for rank in range(ranks):
-            with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
-                knocking.settimeout(KNOCK_S)
-                knocking.connect(each.getsockname())
-                knocking.sendall(struct.pack("=q", rank))  # By this number gloo knows the rank.
-        return True
-
-    return _with_socket(fd, knock)
+    if not own_sockets.listens(each):
+        return False
+    for rank in range(ranks):
+        with socket.socket(each.family, socket.SOCK_STREAM) as knocking:
+            knocking.settimeout(KNOCK_S)
+            knocking.connect(each.getsockname())
+            knocking.sendall(struct.pack("=q", rank))  # By this number gloo knows the rank.
+    return True
 
 
-def _deafen(fd: int) -> bool:
+def _deafen(each: socket.socket) -> bool:
     """Shut down a listening socket of a group of NCCL that is being made. Returns whether it was one.
 
     A communicator is made in one call, and torch knows it only afterwards, so there is nothing to abort yet. In that
     call each rank waits for others to connect until its listening socket fails.
     """
 
-    def deafen(each: socket.socket) -> bool:
-        if not own_sockets.listens(each):
-            return False
-        each.shutdown(socket.SHUT_RDWR)
-        return True
-
-    return _with_socket(fd, deafen)
+    if not own_sockets.listens(each):
+        return False
+    each.shutdown(socket.SHUT_RDWR)
+    return True
 
 
 SOCKETS = GroupSockets()

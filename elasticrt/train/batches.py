@@ -15,7 +15,6 @@ from elasticrt.distributed.sigterm_guard import sheltered
 from elasticrt.errors import CheckpointError, ConfigError, explain
 
 AnySampler = ElasticBatchSampler | ElasticDistributedSampler | None
-_END = object()
 
 
 def check_loader(loader: object, sampler: AnySampler) -> None:
@@ -84,7 +83,7 @@ def feed(
         with sheltered():
             drawn = iter(loader)
         for _ in range(skip):
-            next(drawn, _END)
+            next(drawn, None)
     for batch in drawn:
         share = WHOLE if shares is None else next(shares, None)
         if share is None:

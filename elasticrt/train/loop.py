@@ -192,6 +192,7 @@ class Loop:
             raise ConfigError(
                 explain("another Loop is running in this directory", self._shown, remedy="Finish one before the next")
             )
+        # A newcomer enters the outermost loop, and could not know that the others are in this one.
         for other in _running:
             other._world.in_place.end()
         self._is_only = not _entered
@@ -217,9 +218,13 @@ class Loop:
 
     def _cut_short(self) -> bool:
         """Whether the limit of steps, and not the end of the data or a `break`, ended this epoch."""
-        if not self._state.position.limit_reached(self._steps_max) or self._state.position.drained:
-            return False
-        return self._state.sampler is None or self._state.sampler.remaining > 0
+        position = self._state.position
+        return position.limit_reached(self._steps_max) and not position.drained and not self._is_exhausted
+
+    @property
+    def _is_exhausted(self) -> bool:
+        """Whether the sampler has nothing left in this epoch."""
+        return self._state.sampler is not None and self._state.sampler.remaining == 0
 
     # Batches
 
@@ -234,8 +239,9 @@ class Loop:
         self._settle()
         if isinstance(self._state.sampler, ElasticDistributedSampler):
             self._step_samples = samples_per_step(loader, self._world.size)
-        if isinstance(self._state.sampler, ElasticBatchSampler):
-            validation.check_exchange(self._state.sampler, self._world.size, self._weighting)
+        micro = self._state.sampler.micro_batch_size if isinstance(self._state.sampler, ElasticBatchSampler) else None
+        if micro is not None:
+            self._weighting.check_micro_batches(micro, self._world.size)
         check_resumable(loader, self._state.sampler, self._state.position, self._world.resumed_size, self._world.size)
         self._weighting.renew()
         self._state.ledger.renew()
@@ -245,7 +251,7 @@ class Loop:
 
     def _batches(self, loader: Iterable[Any], number: int) -> Iterator[Any]:
         state, world = self._state, self._world
-        if state.position.drained or (state.sampler is not None and state.sampler.remaining == 0):
+        if state.position.drained or self._is_exhausted:
             return
         skip = state.position.batches if state.sampler is None else 0
         resumed = number == 1 and state.position.batches > 0
@@ -254,6 +260,8 @@ class Loop:
         epoch, moves = state.position.epoch, world.moves
         batch, share = None, None
         while not state.position.limit_reached(self._steps_max):
+            # In another place this rank has other samples, so the loader begins anew; in another epoch, which the
+            # others have had ahead of it, this one's batches are over.
             if moves != world.moves:
                 moves = world.moves
                 if state.position.epoch != epoch:
@@ -301,18 +309,14 @@ class Loop:
             self._settle()
         else:
             self._interrupted()
-        self._leave_batches(known=on_purpose and self._has_no_more())
+        # Else a restart at this position begins with another batch, and not with what follows.
+        has_no_more = self._state.position.limit_reached(self._steps_max) or self._is_exhausted
+        self._leave_batches(known=on_purpose and has_no_more)
 
     def _leave_batches(self, *, known: bool) -> None:
         """What follows lies outside of the batches. `known`: a restart at this position begins with it."""
         if self._world.in_place.possible:  # Else this process hands over at boundaries only.
             self._undo.leave_batches(known=known)
-
-    def _has_no_more(self) -> bool:
-        """Whether `batches` would give no other batch in this epoch."""
-        if self._state.position.limit_reached(self._steps_max):
-            return True
-        return self._state.sampler is not None and self._state.sampler.remaining == 0
 
     def _drawn_anew(self, loader: Iterable[Any]) -> Iterator[tuple[Any, BatchSlice]]:
         """The batches of this rank's new place. Beginning them leaves no trace in the random numbers."""
@@ -427,6 +431,7 @@ class Loop:
         self._redo = True
         error.__traceback__ = None  # It holds the frames of the step, and with them the works of the old group.
         self._world.go_on()
+        # After that, because what goes back at the next try is the state that all ranks have now.
         self._undo.note_between()
         return True
 

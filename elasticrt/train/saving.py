@@ -64,7 +64,7 @@ class Saving:
         self._saved, self._saved_at = self._state.position, now
         # A state from a copy in memory is on no disk. The interval begins anew at each restart, so a run that fails
         # more often than that would never save.
-        self._owes = self._owes or (self._is_first and self._saved.steps > self.checkpointer.committed_step)
+        self._owes = self._owes or (self._is_first and self.checkpointer.adds(self._saved.steps))
         self.memory_tier.begin(now, self.run.total)
 
     def has_state(self) -> None:

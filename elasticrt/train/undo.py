@@ -24,8 +24,8 @@ class Undo:
 
     Buffers, gradients, random numbers and variables are noted when a step begins. Parameters and optimizers are not: a
     rank whose optimizer has stepped in an undone step gets the state of another rank. They are copied only in scripts
-    whose steps communicate after an optimizer (two models in turn, a sum of the losses at the end), because there all
-    ranks can be in that state at once.
+    whose steps communicate in or after an optimizer's step (a closure, two models in turn, a sum of the losses at the
+    end), because there all ranks can be in that state at once.
 
     Args:
         state: the Loop's.
@@ -58,8 +58,8 @@ class Undo:
         self._between: tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]] | None = None
         # What has happened since.
         self._handles: list[RemovableHandle] = []
-        self._collectives = 0  # Begun before the first optimizer of the step.
-        self._communicates_late = False  # Whether steps of this script have collectives after an optimizer.
+        self._collectives = 0  # Begun before the first optimizer of the step began.
+        self._communicates_late = False  # Whether steps of this script have collectives since then.
         self.in_step = False
         self.accumulates = False
         self.stepped = False
@@ -84,19 +84,20 @@ class Undo:
 
     def optimizer_begins(self) -> None:
         """An optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
-        if not self.touched and self._communicates_late:
-            self._state = copy.deepcopy(stateful.collect(self._training.objects))
+        if not self.touched:
+            # Before the step: the collectives of a closure (LBFGS) are inside of it, and leave all ranks there at once.
+            self._collectives = collectives.sequence_number()
+            if self._communicates_late:
+                self._state = copy.deepcopy(stateful.collect(self._training.objects))
         self.touched = True
 
     def step_ends(self) -> None:
-        """The whole step is done: note whether it had collectives after its optimizer."""
+        """The whole step is done: note whether it had collectives since its first optimizer began."""
         self.accumulates = not self.stepped
         if self.stepped and collectives.sequence_number() != self._collectives:
             self._communicates_late = True
 
     def _has_stepped(self, *_: Any) -> None:
-        if not self.stepped:
-            self._collectives = collectives.sequence_number()
         self.stepped = True
 
     def note(self) -> None:
@@ -146,7 +147,7 @@ class Undo:
 
     def leave_batches(self, *, known: bool) -> None:
         """Code outside of the batches follows. `known`: whether a restart at this position begins with it."""
-        self.outside = Note(self._training.collect() if known else None, "state")
+        self.outside = Note(self._training.collect() if known else None)
 
     def state_of_position(self) -> dict[str, Any] | None:
         """The state that belongs to the position, as `TrainingState.collect` gives it; None if it is not known."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrt.data.sampler import ElasticBatchSampler
 from elasticrt.errors import ConfigError, explain, whole_number
-from elasticrt.train.weighting import Weighting
 
 
 def check_counts(total: object, max_steps: object, where: str) -> None:
@@ -28,42 +26,6 @@ def check_stage(stage: str, where: str) -> None:
     if stage != "running":
         remedy = "Use it inside `for epoch in loop.epochs(...)` or `for step in loop.steps(...)`"
         raise ConfigError(explain("the Loop is not running", where, got=stage, remedy=remedy))
-
-
-def check_exchange(sampler: ElasticBatchSampler, world_size: int, weighting: Weighting) -> None:
-    """Refuse models that can't have micro-batches, of which ranks have different numbers. Raises ConfigError."""
-    if sampler.micro_batch_size is None:
-        return
-    if weighting.meets_in_forward:
-        # At any world size: otherwise the run would end when a node comes or goes.
-        raise ConfigError(
-            explain(
-                "SyncBatchNorm can't be used with micro-batches",
-                "batches",
-                got=f"micro_batch_size={sampler.micro_batch_size}",
-                expected="equally many forwards on all ranks, which SyncBatchNorm waits for",
-                remedy="Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)",
-            )
-        )
-    if weighting.exchanges_always:
-        raise ConfigError(
-            explain(
-                "DDP(static_graph=True) can't be used with micro-batches",
-                "batches",
-                got=f"micro_batch_size={sampler.micro_batch_size}",
-                expected="a DDP module that can leave an exchange of gradients out",
-                remedy="Leave out static_graph or micro_batch_size",
-            )
-        )
-    if world_size > 1 and not weighting.can_skip_exchange:
-        raise ConfigError(
-            explain(
-                "micro-batches need the DDP module",
-                "batches",
-                got=f"world size {world_size} and no DistributedDataParallel among Loop's objects",
-                remedy="Give Loop the wrapped model: Loop(..., model=DDP(net))",
-            )
-        )
 
 
 def check_entered(asked: object) -> None:

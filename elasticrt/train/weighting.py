@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elasticrt.data.sample_order import WHOLE, BatchSlice
 from elasticrt.distributed.wrapping import ddp_layers
+from elasticrt.errors import ConfigError, explain
 
 
 class _Divided(torch.autograd.Function):
@@ -49,20 +50,28 @@ class Weighting:
         self._norm_handles: list[RemovableHandle] = []
         self._factor = 1.0
 
-    @property
-    def can_skip_exchange(self) -> bool:
-        """Whether there is a DDP module, which can leave an exchange of gradients out."""
-        return bool(self._parallel)
+    def check_micro_batches(self, size: int, world_size: int) -> None:
+        """Refuse models that can't have micro-batches of `size`, because ranks have different numbers of them.
 
-    @property
-    def meets_in_forward(self) -> bool:
-        """Whether ranks communicate in each forward, so that all must make equally many."""
-        return bool(self._norms)
-
-    @property
-    def exchanges_always(self) -> bool:
-        """Whether a DDP module can't leave an exchange out: torch fails if a static graph's first one is left out."""
-        return any(layer.static_graph for layer in self._parallel)
+        Raises ConfigError.
+        """
+        got = f"micro_batch_size={size}"
+        if self._norms:
+            # At any world size: otherwise the run would end when a node comes or goes.
+            what = "SyncBatchNorm can't be used with micro-batches"
+            expected = "equally many forwards on all ranks, which SyncBatchNorm waits for"
+            remedy = "Leave micro_batch_size out, or use a norm that needs no other samples (GroupNorm, LayerNorm)"
+            raise ConfigError(explain(what, "batches", got=got, expected=expected, remedy=remedy))
+        if any(layer.static_graph for layer in self._parallel):
+            # Torch fails if the first exchange of a static graph is left out.
+            what = "DDP(static_graph=True) can't be used with micro-batches"
+            expected = "a DDP module that can leave an exchange of gradients out"
+            remedy = "Leave out static_graph or micro_batch_size"
+            raise ConfigError(explain(what, "batches", got=got, expected=expected, remedy=remedy))
+        if world_size > 1 and not self._parallel:
+            got = f"world size {world_size} and no DistributedDataParallel among Loop's objects"
+            remedy = "Give Loop the wrapped model: Loop(..., model=DDP(net))"
+            raise ConfigError(explain("micro-batches need the DDP module", "batches", got=got, remedy=remedy))
 
     def begin(self, share: BatchSlice) -> None:
         """From here on forward and backward belong to `share`."""

@@ -133,8 +133,7 @@ class World:
         """All ranks of a new generation have met: get the furthest state."""
         state, worker = self._state, self.in_place.worker
         assert worker is not None, "seats come from an agent"
-        rank, self.size = collectives.rank_and_world()
-        state.numbers.moved(rank)
+        state.numbers.rank, self.size = collectives.rank_and_world()
         standing = Standing(state.position.steps if state.whole else -1, state.whole)
         spare, self.in_place.spare = self.in_place.spare, None
         taken = state_transfer.share(standing, meeting, self._to_others, self._overwritten, spare)

@@ -55,6 +55,7 @@ SLOW: tuple[Case, ...] = (
     ("early", 1, 10, "backward"),
     ("own_rate", 2, 10, "backward"),
     ("summed_late", 1, 12, "stepped"),
+    ("in_a_closure", 1, 12, "backward"),
     ("outside", 1, 12, "backward"),
     ("compiled", 1, 10, "begin"),
     ("compiled_inside", 2, 12, "backward"),

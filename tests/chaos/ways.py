@@ -383,6 +383,29 @@ def summed_late(trial: Trial) -> None:
     trial.end(model)
 
 
+def in_a_closure(trial: Trial) -> None:
+    """The optimizer calls forward and backward itself, and several times."""
+    data, sampler, model, _ = parts()
+    # No tolerance ends it early: ranks, which see losses of their own, would differ in that.
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=2, tolerance_grad=0, tolerance_change=0)
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+
+            def loss(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+                trial.at("begin")
+                optimizer.zero_grad()
+                found = F.mse_loss(model(x), y)
+                found.backward()
+                trial.at("backward")
+                return found.item()
+
+            with loop.step():
+                optimizer.step(loss)
+            trial.done()
+    trial.end(model)
+
+
 def outside(trial: Trial) -> None:
     """A schedule and a counter after the block, where they do not belong."""
     data, sampler, model, optimizer = parts()
@@ -668,10 +691,9 @@ WAYS: dict[str, Callable[[Trial], None]] = {
     way.__name__: way
     for way in (
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
-        accumulated, no_sync, evaluated, early, own_rate, summed_late, outside, simple, compiled, compiled_inside,
-        norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided, without_sampler, frozen, caught, grouped,
-        scheduled_after,
-        wrapped_anew,
+        accumulated, no_sync, evaluated, early, own_rate, summed_late, in_a_closure, outside, simple, compiled,
+        compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided, without_sampler, frozen,
+        caught, grouped, scheduled_after, wrapped_anew,
     )
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_answers_find_their_requests(monkeypatch):
         got = {}
 
         def ask(name):
-            got[name] = mine.request(lambda number: Claim(number, name, "1")).wait(10).reason
+            got[name] = mine.request(lambda number: Claim(number, name, "1"), 10).reason
 
         threads = [threading.Thread(target=ask, args=(str(i),)) for i in range(8)]
         for thread in threads:
@@ -60,7 +60,7 @@ def test_no_answer_is_none_in_time(monkeypatch):
     """The wait for an answer has an end."""
     agent = Agent(answer=lambda message: None)
     with under(agent, monkeypatch):
-        assert agent_client.agent_link().request(lambda number: Claim(number, "x", "1")).wait(0.05) is None
+        assert agent_client.agent_link().request(lambda number: Claim(number, "x", "1"), 0.05) is None
 
 
 def test_reports_never_wait(monkeypatch):
@@ -75,13 +75,11 @@ def test_reports_never_wait(monkeypatch):
 
 def test_the_end_of_the_agent_ends_every_wait(monkeypatch):
     """Requests under way are refused, later ones at once, reports go nowhere."""
-    agent = Agent(answer=lambda message: None)
+    agent = Agent(answer=lambda message: agent.close())
     with under(agent, monkeypatch):
         mine = agent_client.agent_link()
-        waiting = mine.request(lambda number: Claim(number, "x", "1"))
-        agent.close()
-        assert "the agent is gone" in waiting.wait(10).reason
-        assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1")).wait(0).reason
+        assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1"), 10).reason
+        assert "the agent is gone" in mine.request(lambda number: Claim(number, "x", "1"), 0).reason
         assert not mine.post(step(1))
         mine.linger(0, 60, lambda: None)
 
@@ -105,7 +103,7 @@ def test_a_forked_child_keeps_out(monkeypatch):
         mine = agent_client.agent_link()
         child = os.fork()
         if child == 0:
-            reply = mine.request(lambda number: Claim(number, "x", "1")).wait(0)
+            reply = mine.request(lambda number: Claim(number, "x", "1"), 0)
             os._exit(0 if reply is not None and not reply.ok and not mine.post(step(1)) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert agent.messages == []

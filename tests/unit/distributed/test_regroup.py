@@ -217,6 +217,38 @@ def test_buffers_that_a_step_has_replaced_are_noted_anew() -> None:
     assert net.late.item() == 1
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["after the optimizer", "in its closure"])
+def test_a_step_that_communicates_late_is_undone(monkeypatch: pytest.MonkeyPatch, *, within: bool) -> None:
+    """Once a step of the script has had a collective since its optimizer began, the next one is known from then on."""
+    begun = 0
+    monkeypatch.setattr("elasticrt.distributed.collectives.sequence_number", lambda: begun)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(net.parameters())
+    undo = Undo(TrainingState({"net": net, "optimizer": optimizer}, None, None, None, ""), seeded=True)
+
+    def closure() -> torch.Tensor:
+        nonlocal begun
+        begun += within
+        optimizer.zero_grad()
+        loss = (net(torch.ones(1, 1)) - goal).square().sum()
+        loss.backward()
+        return loss
+
+    undo.watch(lambda *_: undo.optimizer_begins())
+    for goal in (3, 5):
+        undo.stepped = False
+        undo.note()
+        before = {name: each.clone() for name, each in net.state_dict().items()}
+        optimizer.step(closure)
+        begun += not within
+        if goal == 3:
+            undo.step_ends()
+    assert any(not torch.equal(each, before[name]) for name, each in net.state_dict().items())
+    assert undo.put_back()
+    assert all(torch.equal(each, before[name]) for name, each in net.state_dict().items())
+    undo.unwatch()
+
+
 def _reseat(generation: int) -> Reseat:
     here = agent_client.worker_env()
     assert here is not None
