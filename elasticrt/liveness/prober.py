@@ -193,7 +193,10 @@ class Prober:
         self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
 
     def ask_for_workers(
-        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], witnesses: Witnesses = no_witnesses
+        self,
+        seats: Sequence[Seat],
+        done: Callable[[dict[str, dict[str, Any]]], None],
+        witnesses: Witnesses = no_witnesses,
     ) -> None:
         """Ask the agents of `seats` for the positions of their workers. May be called from any thread.
 
@@ -230,9 +233,9 @@ class Prober:
             self._begin(_Question(seat, done, LISTEN_STEPS))
 
     def _ask_for_workers(
-        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], witnesses: Witnesses
+        self, seats: Sequence[Seat], done: Callable[[dict[str, dict[str, Any]]], None], witnesses: Witnesses
     ) -> None:
-        answers: dict[str, object] = {}
+        answers: dict[str, dict[str, Any]] = {}
         missing = {seat.incarnation for seat in seats}
 
         def one(seat: Seat, answer: Answer, fields: dict[str, Any]) -> None:

@@ -262,18 +262,17 @@ def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: in
     """
     cause = first_cause(failures, ended)
     assert cause is not None, "there is a failure to report"
-    others = [_in_a_line(each) for each in failures if each is not cause and not each.stalled]
+    lines = [cause.text]
+    for each in failures:
+        if each is not cause and not each.stalled:
+            lines.append(f"  {'collateral' if each.collateral else 'also'}: {cut(each.summary, 200)}")
     return replace(
         cause,
-        text="\n".join([cause.text, *others]),
+        text="\n".join(lines),
         unmet=unmet >= UNMET_MAX,
         beats=max(each.beats for each in failures),
         loaded=max(each.loaded for each in failures),
     )
-
-
-def _in_a_line(failure: Failure) -> str:
-    return f"  {'collateral' if failure.collateral else 'also'}: {cut(failure.summary, 200)}"
 
 
 def _how_it_ended(left: Remains, exception: str, message: str) -> str:

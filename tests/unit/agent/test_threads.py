@@ -13,7 +13,7 @@ import pytest
 
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
-from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest, StoreRequests
 from elasticrt.errors import StoreError
 from elasticrt.ipc.messages import Built, Claim, Reply, Save
 from elasticrt.liveness.prober import Prober
@@ -56,7 +56,7 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
 def _proxy() -> tuple[StoreProxy, int, MemoryStore]:
     store = MemoryStore(MemoryServer(lambda: 0.0))
     revision = store.commit(Txn((), (Put(KEYS.generation, SpecRecord(spec=SPEC, attempt=1).encode()),))).revision
-    return StoreProxy(store, KEYS, lambda _: None), revision, store
+    return StoreProxy(StoreRequests(store, KEYS, lambda _: None)), revision, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
