@@ -344,13 +344,11 @@ def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
     """
     last = next((line for line in reversed(lines) if line.strip()), "")
     if found := _UNCOMPILED.fullmatch(last):
-        return Raised(found[1], found[2], certain=True)
+        return Raised(found[1], found[2])
     if code == 1 and (found := _NO_MODULE.fullmatch(last)):
-        return Raised("ModuleNotFoundError", found[1], certain=True)
-    if code in EXITS_OF_SHELLS:
-        return Raised(message=last, certain=True)
+        return Raised("ModuleNotFoundError", found[1])
     usage = code == EXIT_USAGE and _WRONG.fullmatch(last) and any(line.lower().startswith("usage: ") for line in lines)
-    return Raised(message=last, certain=True) if usage else Raised()
+    return Raised(message=last, certain=True) if usage or code in EXITS_OF_SHELLS else Raised()
 
 
 def _newest(lines: Sequence[str]) -> tuple[str, ...]:
