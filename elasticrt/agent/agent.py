@@ -145,6 +145,7 @@ class Agent(Side):
         """Signal handler. The second signal sets an alarm, so that the agent ends even where etcd does not answer."""
         self.queue.put(signal.Signals(number))
         self._signals += 1
+        # The user may have given SIGALRM the meaning of another signal by --signals. Then there is no alarm.
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)

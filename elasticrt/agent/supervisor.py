@@ -386,6 +386,7 @@ class Supervisor:
         elif self._state.running:
             self._announce_end()
             deadline = self.group.terminate(grace_s, generation, number)
+        # Polled, because the loop that waits for events does not go round any more: `hurry` empties its queue.
         while self._state.running and self._clock.monotonic() < deadline and not hurry():
             self._clock.sleep(0.005)
         if self._state.running:
@@ -454,6 +455,7 @@ class Supervisor:
         self.hangs.began()
         copy, resume = generation.memory, generation.resume
         self._tell_generation(generation, seat, copy.step if copy else resume.reached if resume else 0)
+        # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
         self.seating.start(generation, seat, shared=self._method == "fork")
 
     def _go_on(self, generation: Generation, seat: Seat) -> None:

@@ -133,6 +133,7 @@ class ForkServer:
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
         executes = self._executes or child_process.needs_own_interpreter(start)
+        # Closed by the `exec` of a program, and by `main` before a script: until then it tells why nothing runs.
         errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
         # No signal may reach the worker while it still has this process's handlers.

@@ -276,6 +276,7 @@ class Prober:
         if question.made == question.steps or (question.agreed and question.made >= AGREED_STEPS):
             self._answered(question, "silent", {"reached_by": question.reached_by} if question.reached_by else {})
             return
+        # Tries overlap. A lost SYN is sent again by the kernel only after a second, which is longer than three tries.
         question.made += 1
         self.thread.after(PROBE_STEP_S, partial(self._try, question))
         self._connect(question, question.seat)
@@ -286,6 +287,7 @@ class Prober:
         """Ask some agents about the seat, which are not being asked themselves."""
         unsure = {each.seat.incarnation for each in self._questions}
         others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
+        # At random: after the loss of a node all others ask at once, and should not all ask the same two.
         for seat in random.sample(others, min(WITNESSES, len(others))):
             self._connect(question, seat)
 

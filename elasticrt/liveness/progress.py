@@ -180,6 +180,7 @@ class Progress:
             self._tell_at = now + TELL_EVERY_S
             self._count(self._look())
             self.tell()
+        # Without a Loop a step is known by the page alone: an optimizer's beat sends no message.
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return

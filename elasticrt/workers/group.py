@@ -83,6 +83,8 @@ class WorkerGroup:
             directory: the working directory.
             state_fd: the saved state that local rank 0 resumes from, which stays the caller's; -1: none.
         """
+        # Workers beside the training start as generation 0, time and again, and survivors outlive the generation they
+        # were started in. So the parent knows each worker by the number of its start.
         self._starts = max(generation, self._starts + 1)
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             if listen is not None:
@@ -204,7 +206,7 @@ class WorkerGroup:
             pipes[stream], writer = os.pipe2(os.O_CLOEXEC)
             ours.callback(os.close, pipes[stream])
             theirs.callback(os.close, writer)
-            os.set_blocking(pipes[stream], False)
+            os.set_blocking(pipes[stream], False)  # Only ours: a program expects that its stdout blocks.
             fds.append(writer)
         channel, other_end = Channel.pair()
         ours.callback(channel.close)

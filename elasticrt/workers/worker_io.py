@@ -272,10 +272,12 @@ class WorkerIO:
 
     def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         """The process has ended: read the rest of its output and messages, report its end, close its files."""
+        # The parent's message may overtake the worker's last words, which are in pipes of their own.
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
         if self._thread.watches(worker.channel):
             self._read_channel(worker)
+        # A worker that is getting another seat ends either in its old generation or in the new one, and never in both.
         with self.seating:
             self._ended(worker, code, start_error=start_error, lost=lost)
             self._forget(worker)
