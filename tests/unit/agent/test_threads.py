@@ -119,6 +119,8 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     one.open(30.0)
     turn = one.take(after=0)
     assert turn is not None
+    assert turn.listen is not None
+    turn.listen.close()
     assert not one.has(after=turn.generation.number)
 
     def broken(*_: object) -> str:
