@@ -78,7 +78,7 @@ class Positions:
 
     generation: int
     nodes: Mapping[str, str]
-    by_node: Mapping[str, object]
+    by_node: Mapping[str, Mapping[str, object]]
 
 
 class Agent(Side):
@@ -93,12 +93,14 @@ class Agent(Side):
     def __init__(self, settings: Settings, spec: RunSpec, edges: Edges | None = None) -> None:
         edges = edges or Edges()
         self.settings = settings
-        self.voice = Console(settings, edges)
+        self.console = Console(settings, edges)
         self.edges = edges
         self.clock = edges.clock
         self.loop = EventLoop(settings.run_id, self, edges)
         self.queue = self.loop.queue
-        self.node: Supervisor = edges.supervisor(settings, self.queue.put, self.voice.events, self.voice.warn, edges)
+        self.node: Supervisor = edges.supervisor(
+            settings, self.queue.put, self.console.events, self.console.warn, edges
+        )
         self.membership: Membership
         self.probes: ProbeServer | None = None
         self.health: HealthServer | None = None
@@ -121,9 +123,9 @@ class Agent(Side):
         self.loop.watch_threads()
         try:
             self.node.open()  # Importing torch takes longest, so it begins first.
-            self.voice.open_last_line()
+            self.console.open_last_line()
             for note in self.settings.notes:
-                self.voice.warn(note)
+                self.console.warn(note)
             self._answer_for_health()
             code = self.work()
         except ElasticError as error:
@@ -133,7 +135,7 @@ class Agent(Side):
             self.node.close()
             if self.health is not None:
                 self.health.close()
-            self.voice.stopped(code)
+            self.console.stopped(code)
             self.loop.unwatch_threads()
             # Python restores the default handlers before it exits, and SIGALRM's default is to kill.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -143,13 +145,14 @@ class Agent(Side):
         """Signal handler. The second signal sets an alarm, so that the agent ends even where etcd does not answer."""
         self.queue.put(signal.Signals(number))
         self._signals += 1
+        # The user may have given SIGALRM the meaning of another signal by --signals. Then there is no alarm.
         if self._signals == 2 and signal.SIGALRM not in self.settings.options.signals:
             signal.signal(signal.SIGALRM, self._end_at_once)
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
 
     def _end_at_once(self, _number: int, _frame: object) -> None:
         """End as if killed: the workers get their death signal, and the other nodes miss this one's lease."""
-        self.voice.close_last_line()
+        self.console.close_last_line()
         tell("elasticrt: ended at once: the other nodes, if any, find out by themselves\n")
         os._exit(EXIT_TERMINATED)
 
@@ -185,12 +188,12 @@ class Agent(Side):
         if self.alone_at is not None and now >= self.alone_at:
             self.alone_at = None
             if view.leads and len(view.members) == 1:
-                self.voice.warn(self.settings.alone)
-        if self.voice.generation(view, member.me) and view.generation is not None:
+                self.console.warn(self.settings.alone)
+        if self.console.generation(view, member.me) and view.generation is not None:
             self.node.stands_by(view.generation.record, tuple(seat.node for seat in view.order()))
-        if self.voice.narrates:
+        if self.console.narrates:
             at = doing(member.me, view, self._decision, workers=self.node.doing(), drain_until=self.drain_until)
-            self.voice.tick(now, at, self.node.progress.step(), view.head)
+            self.console.tick(now, at, self.node.progress.step(), view.head)
 
     def _ask_for_positions(self, now: float) -> None:
         """Ask the other nodes where their workers are, when it is time; the answers arrive as `Positions`.
@@ -231,24 +234,18 @@ class Agent(Side):
         """See `Side`. Notes what the health port answers from now on."""
         self._decision = decision
         if isinstance(decision, Adopt):
-            self.voice.events.write(events.Resized(decision.spec.min_nodes, decision.spec.max_nodes))
+            self.console.events.write(events.Resized(decision.spec.min_nodes, decision.spec.max_nodes))
         if self.health is None:
             return
-        member = self.member
+        member, now = self.member, self.clock.monotonic()
+        step, answer_s = self.node.progress.step(), self.loop.session.answer_s
         self.health.noted = health_state.member(
-            self.settings.run_id,
-            member.me,
-            member.view,
-            self.clock.monotonic(),
-            away_since=member.outage.since,
-            alone_since=member.outage.alone_since,
-            step=self.node.progress.step(),
-            answer_s=self.loop.session.answer_s,
+            self.settings.run_id, member.me, member.view, member.outage, now, step=step, answer_s=answer_s
         )
 
     def alarms(self, now: float) -> Iterable[float]:
         """See `Side`."""
-        alarms = [self.drain_until, self.alone_at, *self.node.alarms(), *self.voice.alarms(now)]
+        alarms = [self.drain_until, self.alone_at, *self.node.alarms(), *self.console.alarms(now)]
         if self.health is not None:
             alarms.append(self.health.noted.turned_at + TURN_S)
         return [at for at in alarms if at is not None]
@@ -256,7 +253,7 @@ class Agent(Side):
     def run_generation(self, generation: Generation, seat: Seat) -> None:
         """See `Side`."""
         if self.settings.fresh and not self.member.me.started and generation.resume is not None:
-            self.voice.left_out_fresh(generation.resume.step)
+            self.console.left_out_fresh(generation.resume.step)
         self.node.run(generation, seat, tuple(seat.node for seat in self.member.view.order()))
 
     def hand_over(self, decision: Hold | Go | ReleaseHold) -> None:
@@ -278,11 +275,11 @@ class Agent(Side):
                 self._ask_store(event)
             case Commit():
                 took_s = round(self.node.saving_s(), 3)
-                self.voice.events.write(events.Committed(event.step, event.generation, event.size, took_s))
+                self.console.events.write(events.Committed(event.step, event.generation, event.size, took_s))
             case Warm() | ParentLost() | WorkerStarted() | WorkerSaid() | WorkerEnded() | GroupEnded():
                 self.node.fold(event)
                 if isinstance(event, WorkerSaid) and isinstance(event.message, Step):
-                    self.voice.heard(event.generation, event.rank, event.message)
+                    self.console.heard(event.generation, event.rank, event.message)
                 if self.node.misfit is not None and not self._leaves:
                     self._begin_to_leave("the script of this node is not the run's")
             case Stacks():
@@ -304,7 +301,7 @@ class Agent(Side):
             return
         if follows:
             self.spared.add(slow)
-            self.voice.say(f"{slow} has been slow for long, and {follows} stands by: {slow} is drained")
+            self.console.say(f"{slow} has been slow for long, and {follows} stands by: {slow} is drained")
 
     # Joining.
 
@@ -316,8 +313,8 @@ class Agent(Side):
             self.settings.run_id, self.settings.node, "joining", self.clock.monotonic(), limit_s
         )
         self.health = HealthServer(*self.settings.options.health, noted)
-        self.voice.events.follow(self.health.tell)
-        self.voice.say(f"health: {self.health.url}/live, /ready and /metrics")
+        self.console.events.follow(self.health.tell)
+        self.console.say(f"health: {self.health.url}/live, /ready and /metrics")
 
     def _join(self) -> bool:
         """Become a member, and print how others join. False if the run has succeeded already."""
@@ -345,7 +342,7 @@ class Agent(Side):
             Me(record=record, spec=self.spec),
             settings.run_id,
             token=self.edges.token,
-            say=self.voice.warn,
+            say=self.console.warn,
             note=log.warning,
             ride_through_s=settings.ride_through_s,
             seats_per_chunk=self.edges.seats_per_chunk,
@@ -353,12 +350,12 @@ class Agent(Side):
         self.probes.start()
         result = self.membership.open(self.member)
         if result is not None:
-            self.voice.nothing_to_do(result)
+            self.console.nothing_to_do(result)
             return False
         self.loop.begin(self.member, self.membership.driver, self.membership.session)
-        self.voice.joined(self.member.me, self.membership.meeting)
+        self.console.joined(self.member.me, self.membership.meeting)
         if self.health is not None:
-            self.voice.events.write(events.Health(url=self.health.url))
+            self.console.events.write(events.Health(url=self.health.url))
         if settings.alone:
             self.alone_at = self.clock.monotonic() + ALONE_S
         return True
@@ -380,7 +377,7 @@ class Agent(Side):
                 self.loop.handle(self.queue.get(timeout=left))
             except queue.Empty:
                 log.warning("workers that were killed are still there after %g s", KILLED_S)
-        self.voice.warn(f"this node comes back as a new member: {reason}")
+        self.console.warn(f"this node comes back as a new member: {reason}")
         return True
 
     # The store.
@@ -389,7 +386,7 @@ class Agent(Side):
         """See `Side`. The embedded etcd is not durable: the run goes on from the newest checkpoint on disk."""
         if not self.membership.embedded_died():
             return
-        self.voice.warn(
+        self.console.warn(
             "this machine's etcd has died; starting a fresh one, workers start again from the newest checkpoint"
         )
         self.node.kill()
@@ -398,7 +395,7 @@ class Agent(Side):
 
     def published(self, decision: Publish, before: View) -> None:
         """See `Side`."""
-        self.voice.published(decision, before)
+        self.console.published(decision, before)
 
     def _ask_store(self, said: WorkerSaid) -> None:
         member, request = self.member, said.message
@@ -430,18 +427,18 @@ class Agent(Side):
         match decision:
             case End(result=result):
                 self.node.finish(END_GRACE_S, well=result.status == "succeeded")
-                self.voice.ended(result, leads=self.member.view.leads)
+                self.console.ended(result, leads=self.member.view.leads)
                 self.membership.leave(self.member)
                 return result.code
             case Leave():
-                self.voice.close_last_line()
-                self.voice.say(f"leaving: {decision.reason}", "leaving")
+                self.console.close_last_line()
+                self.console.say(f"leaving: {decision.reason}", "leaving")
                 told = self.membership.leave(self.member, seat_too=True)
                 # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
-                if self.voice.narrates and (self.node.misfit is None or decision.saving):
-                    self.voice.left(decision, self._newest() if told else None)
+                if self.console.narrates and (self.node.misfit is None or decision.saving):
+                    self.console.left(decision, self._newest() if told else None)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
                 return EXIT_TERMINATED
@@ -474,7 +471,7 @@ class Agent(Side):
         if not self.node.progress.can_hand_over():
             self.member.me = replace(self.member.me, leaving=reason)
             return
-        self.voice.say(f"{reason}: handing over; a second signal ends this node at once")
+        self.console.say(f"{reason}: handing over; a second signal ends this node at once")
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         self.member.drain()
 

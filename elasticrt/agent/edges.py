@@ -31,10 +31,6 @@ from elasticrt.workers.group import WorkerGroup
 from elasticrt.workers.store_ports import StorePorts
 
 
-def _token() -> str:
-    return secrets.token_hex(8)
-
-
 @dataclass(frozen=True)
 class Edges:
     """The edges of one agent; the defaults are the real ones.
@@ -62,7 +58,7 @@ class Edges:
 
     clock: Clock = time
     queue: Callable[[], queue.SimpleQueue[Any]] = queue.SimpleQueue
-    token: Callable[[], str] = _token
+    token: Callable[[], str] = lambda: secrets.token_hex(8)
     meet: Callable[[Settings, Callable[[], bool]], Meeting] = meet
     how_to_join: Callable[[Settings, RunSpec, Meeting], list[str]] = how_to_join
     lease_session: Callable[..., LeaseSession] = LeaseSession

@@ -168,6 +168,7 @@ class EventLoop:
         member, now = self.member, self._clock.monotonic()
         if member.outage.is_due(now):
             self._read_again(now)
+        # In this order: what is due may end workers, and what this node says of itself must be true when it decides.
         self._side.do_what_is_due(now)
         member.me = self._side.describe(member.catch_up(), now)
         asked = member.listens_to(now)
@@ -231,6 +232,7 @@ class EventLoop:
         now = self._clock.monotonic()
         alarms = [*self._side.alarms(now), until, self.session.look_at()]
         until = min((at for at in alarms if at is not None), default=None)
+        # Even if nothing is to be waited for, what has come counts before the next decision.
         with contextlib.suppress(queue.Empty):
             timeout = None if until is None else max(0.0, until - now)
             self.handle(self.queue.get(timeout=timeout) if until != 0.0 else self.queue.get_nowait())

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elasticrt.rendezvous.decision import Me
+from elasticrt.rendezvous.outage import Outage
 from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.view import View
 
@@ -66,32 +67,16 @@ class HealthState:
 
 
 def member(
-    run_id: str,
-    me: Me,
-    view: View,
-    now: float,
-    *,
-    away_since: float | None,
-    alone_since: float | None,
-    step: int | None,
-    answer_s: float | None = None,
+    run_id: str, me: Me, view: View, outage: Outage, now: float, *, step: int | None, answer_s: float | None = None
 ) -> HealthState:
-    """What a member notes about itself as its loop goes round. Times are seconds of the monotonic clock.
+    """What a member of the run `run_id` notes about itself at `now`, in seconds of the monotonic clock.
 
-    Args:
-        run_id: the run.
-        me: its own state.
-        view: what it knows of the others.
-        now: the time.
-        away_since: since when etcd does not answer; None while it does.
-        alone_since: since when no other node of its generation answers either.
-        step: the last step that all its workers have finished.
-        answer_s: how long etcd's newest answer took.
+    `me`, `view` and `outage` are the member's. For `step` and `answer_s` see `HealthState`.
     """
     seat = view.seat_of(me.record.node, me.record.incarnation) if view.roster_known else None
     generation = view.generation.record if view.generation else None
-    away_s = round(now - away_since, 1) if away_since is not None else None
-    alone_s = now - alone_since if alone_since is not None else 0.0
+    away_s = round(now - outage.since, 1) if outage.since is not None else None
+    alone_s = now - outage.alone_since if outage.alone_since is not None else 0.0
     return HealthState(
         run_id=run_id,
         node=me.record.node,

@@ -14,7 +14,7 @@ from typing import Any
 from elasticrt.agent.edges import Edges
 from elasticrt.agent.store_discovery import Meeting
 from elasticrt.agent.store_driver import StoreDriver
-from elasticrt.agent.store_proxy import StoreProxy
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequests
 from elasticrt.errors import StoreError, explain
 from elasticrt.event_log import success
 from elasticrt.rendezvous.member import Joining, Member
@@ -59,7 +59,7 @@ class Membership:
         self.driver = StoreDriver(
             store, put, edges.clock, grant=self.session.grant, probe=edges.probe, told_to_leave=self.told_to_leave
         )
-        self.proxy = edges.store_proxy(store, Keys(settings.run_id), put)
+        self.proxy = edges.store_proxy(StoreRequests(store, Keys(settings.run_id), put))
         timeout_s = member.me.spec.join_timeout_s
         late = _too_late(settings.run_id, timeout_s)
         how = Joining(timeout_s, settings.etcd_wait_s, settings.options.again, settings.node_given, late)

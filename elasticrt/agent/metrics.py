@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -88,7 +88,12 @@ class Metrics:
         restarts = story.chapter.restarts if story.chapter is not None else 0
         yield _gauge("restarts", "Failures that count against --max-restarts.", restarts)
         yield _counter("bucket_seconds", "What the node's time went into, once that is known.", "bucket", self._spent)
-        yield _by_rank("own_work_seconds", "A rank's own work in a step: without waiting for others.", story.work)
+        own_work = GaugeMetricFamily(
+            "elasticrt_own_work_seconds", "A rank's own work in a step: without waiting for others.", labels=["rank"]
+        )
+        for rank, known in story.work.items():
+            own_work.add_metric([str(rank)], known[-1][1])
+        yield own_work
         yield _recoveries(story)
         redone, failed = sum(chapter.redone or 0 for chapter in story.chapters), len(story.troubles)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
@@ -111,14 +116,6 @@ def _gauge(name: str, text: str, value: float | None) -> Metric:
     found = GaugeMetricFamily(f"elasticrt_{name}", text)
     if value is not None:
         found.add_metric([], value)
-    return found
-
-
-def _by_rank(name: str, text: str, known: Mapping[int, Sequence[tuple[float, float]]]) -> Metric:
-    """The newest number of each rank."""
-    found = GaugeMetricFamily(f"elasticrt_{name}", text, labels=["rank"])
-    for rank, numbers in known.items():
-        found.add_metric([str(rank)], numbers[-1][1])
     return found
 
 

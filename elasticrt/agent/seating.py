@@ -51,6 +51,7 @@ class Seating:
         envs = [worker_env(self._settings, generation, seat, local_rank) for local_rank in range(seat.workers)]
         listen = self.ports.take(generation.master_port, shared=shared) if leads else None
         self._start(generation.number, envs, listen, self.memory.descriptor(copy) if leads else -1)
+        # The next generation needs another port. The member key announces it before ranks are agreed on.
         if listen is not None:
             self.ports.bind(self.ports.address)
 

@@ -12,7 +12,7 @@ from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError, explain
 from elasticrt.rendezvous.outage import ride_out
 from elasticrt.rendezvous.records import Keys
-from elasticrt.rendezvous.requests import Conversation, Notice, Read
+from elasticrt.rendezvous.requests import Conversation, Read
 from elasticrt.settings import Settings
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import DEFAULT_PORT, is_loopback
@@ -63,7 +63,7 @@ def meet(settings: Settings, told_to_leave: Callable[[], bool]) -> Meeting:
 
     store = EtcdStore(endpoints, settings.credentials)
     try:
-        driver = StoreDriver(store, _unheard, time, told_to_leave=told_to_leave)
+        driver = StoreDriver(store, lambda _: None, time, told_to_leave=told_to_leave)  # No watch is open yet.
         address = driver.run(ride_out(lambda: _first_answer(settings, endpoints), settings.etcd_wait_s, log.warning))
     except BaseException as error:
         store.close()
@@ -78,10 +78,6 @@ def _first_answer(settings: Settings, endpoints: tuple[Address, ...]) -> Convers
     # A connection alone proves nothing: etcd members that start together listen before they have a majority.
     yield Read(Keys(settings.run_id).spec)
     return settings.address if settings.address is not None else address_towards(settings.serve or endpoints[0])
-
-
-def _unheard(notice: Notice) -> None:
-    """Called by no watch, since none is open yet."""
 
 
 def check_listening(endpoints: tuple[Address, ...]) -> None:

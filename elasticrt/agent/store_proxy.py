@@ -46,14 +46,11 @@ class StoreRequest:
 class StoreProxy:
     """Carries out requests one after the other, on a thread that the first one starts. Used by the agent's thread.
 
-    Args:
-        store: where requests are carried out.
-        keys: the run's.
-        committed: called with every new head, on that thread.
+    `requests` says what each of them does. Only that thread uses it.
     """
 
-    def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
-        self._requests = StoreRequests(store, keys, committed)
+    def __init__(self, requests: StoreRequests) -> None:
+        self._requests = requests
         self._closing = False
         self._waiting: queue.SimpleQueue[StoreRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -91,7 +88,7 @@ class StoreRequests:
     """
 
     def __init__(self, store: Store, keys: Keys, committed: Callable[[Commit], None]) -> None:
-        self._store = store
+        self.store = store
         self._keys = keys
         self._committed = committed
         self._holdings: dict[str, Holding] = {}
@@ -134,7 +131,7 @@ class StoreRequests:
             return Reply(request.request, False, refusal)
         head_mod = current.mod_revision if current is not None else 0
         txn = transactions.commit(self._keys, asked.generation_mod, head_mod, asked.attempt, head)
-        if self._store.commit(txn).succeeded:
+        if self.store.commit(txn).succeeded:
             return self._accepted(request, head)
         # An earlier try may have taken effect after the head was read, and made this one fail.
         _, known = self._head()
@@ -157,7 +154,7 @@ class StoreRequests:
         return ""
 
     def _head(self) -> tuple[KeyValue | None, Commit | None]:
-        current = self._store.read(self._keys.checkpoint).get(self._keys.checkpoint)
+        current = self.store.read(self._keys.checkpoint).get(self._keys.checkpoint)
         return current, decode(Commit, current.key, current.value) if current is not None else None
 
     def _accepted(self, request: Save, head: Commit) -> Reply:
@@ -167,7 +164,7 @@ class StoreRequests:
     def _own(self, asked: StoreRequest, request: Own) -> Reply:
         """Take a checkpoint directory, unless another live run saves to it; answer with its head."""
         key = self._keys.place(request.place)
-        found = self._store.read(key)
+        found = self.store.read(key)
         if request.take:
             owner = Owner.here(self._keys.run_id, found.store_id, asked.node)
             holding = Holding(Path(request.directory), owner)
@@ -202,7 +199,7 @@ class StoreRequests:
             seen_mod=seen_mod,
             lease=asked.lease,
         )
-        if self._store.commit(txn).succeeded:
+        if self.store.commit(txn).succeeded:
             return Reply(request.request, True)
         return Reply(request.request, False, "wait: another node")
 
@@ -213,12 +210,12 @@ class StoreRequests:
         state: Literal["done", "failed"] = "failed" if request.error else "done"
         settled = _preparing(asked, request, state, error=request.error)
         txn = transactions.settle(self._keys, request.name, settled, claimed_mod=current.mod_revision)
-        done = self._store.commit(txn).succeeded
+        done = self.store.commit(txn).succeeded
         return Reply(request.request, done, "" if done else "the claim is gone: another node may be building")
 
     def _preparation(self, name: str) -> tuple[KeyValue | None, Preparation | None]:
         key = self._keys.preparation(name)
-        current = self._store.read(key).get(key)
+        current = self.store.read(key).get(key)
         return current, decode(Preparation, key, current.value) if current is not None else None
 
 

@@ -163,8 +163,9 @@ class Supervisor:
     def alarms(self) -> list[float]:
         """When something may be due, by the monotonic clock."""
         again_at = self._joining.at if self._can_start_beside() else None
-        late = [at for at in (self._late_at, again_at, self._check.alarm()) if at is not None]
-        return [*late, *([self._kill_late[1]] if self._kill_late else []), *self.hangs.wake_at()]
+        kill_at = self._kill_late[1] if self._kill_late else None
+        alarms = (self._late_at, again_at, kill_at, self._check.alarm(), *self.hangs.wake_at())
+        return [at for at in alarms if at is not None]
 
     def doing(self) -> str:
         """What the workers do before their first step, in words; "" when they train, or there are none."""
@@ -204,7 +205,8 @@ class Supervisor:
                 pages, number = self.pages.of(self._state), self._state.number
                 self.hangs.look_closer(now, pages, self.group, number, ask_s=self._ask_s)
             self.hangs.ask_if_stalled(now, self.group, self._state.number)
-        self.look_for_laggards(now, elsewhere)
+        self._look_for_laggards(now, elsewhere)
+        self.hangs.look_at_waits(now, self._state.ranks, self.pages.of(self._state))
 
     def _kill_overdue(self, now: float) -> None:
         """Kill workers that were given time to end, and have used it up."""
@@ -272,9 +274,8 @@ class Supervisor:
 
         The node of rank 0 asks all others; they ask it, or the leader, what it has found.
         """
-        state, due = self._state, self.hangs.is_to_ask(now, first=self.is_first)
-        self.hangs.look_at_waits(now, state.ranks, self.pages.of(state))
-        return state.number if due and state.running else 0
+        due = self.hangs.is_to_ask(now, first=self.is_first)
+        return self._state.number if due and self._state.running else 0
 
     @property
     def is_first(self) -> bool:
@@ -290,29 +291,29 @@ class Supervisor:
         asks_leader = generation is not None and len(self._names) < generation.nodes
         return PLACES_S + (2 * FOUND_S if asks_leader else FOUND_S)
 
-    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, object]) -> None:
+    def blame(self, generation: int, nodes: Mapping[str, str], others: Mapping[str, Mapping[str, object]]) -> None:
         """Find out who holds the training up, from what the `others` say in `generation`: the node of rank 0 looks at
         where all workers are, every other one hears what that node has found.
 
         Both are by node: `nodes` has the addresses of all of them, `others` the answers of those that were asked.
         """
-        if self._state.running and generation == self._state.number:
-            found = {node: each for node, each in others.items() if isinstance(each, dict)}
-            said = {node: each for node, each in found.items() if each.get("generation") == generation}
-            if not self.is_first:
-                for answer in said.values():
-                    self.hangs.hear(generation, answer)
-                return
-            reached = {node: str(each["reached_by"]) for node, each in found.items() if "reached_by" in each}
-            self.hangs.blame(generation, nodes, said, reached)
-            self.hangs.compare(generation, said)
+        if not self._state.running or generation != self._state.number:
+            return
+        said = {node: each for node, each in others.items() if each.get("generation") == generation}
+        if not self.is_first:
+            for answer in said.values():
+                self.hangs.hear(generation, answer)
+            return
+        reached = {node: str(each["reached_by"]) for node, each in others.items() if "reached_by" in each}
+        self.hangs.blame(generation, nodes, said, reached)
+        self.hangs.compare(generation, said)
 
     def saving_s(self) -> float:
         """How long, in seconds, the newest checkpoint of this node's workers has been under way; 0.0: unknown."""
         begun_ns = max((page.saving_ns for page in self.pages.of(self._state)), default=0)
         return max(0, self._clock.monotonic_ns() - begun_ns) / 1e9 if begun_ns else 0.0
 
-    def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
+    def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Look at `now` for workers here that run on after others; `elsewhere`: nodes where some or all have ended."""
         state = self._state
         ended = [f"rank {rank}" for rank in state.well] + [f"those on {node}" for node in elsewhere]
@@ -406,6 +407,7 @@ class Supervisor:
         elif self._state.running:
             self._announce_end()
             deadline = self.group.terminate(grace_s, generation, number)
+        # Polled, because the loop that waits for events does not go round any more: `hurry` empties its queue.
         while self._state.running and self._clock.monotonic() < deadline and not hurry():
             self._clock.sleep(0.005)
         if self._state.running:
@@ -474,6 +476,7 @@ class Supervisor:
         self.hangs.began()
         copy, resume = generation.memory, generation.resume
         self._tell_generation(generation, seat, copy.step if copy else resume.reached if resume else 0)
+        # Only a fork can serve a store on a socket that it is given. A new program binds the port by itself.
         self.seating.start(generation, seat, shared=self._method == "fork")
 
     def _go_on(self, generation: Generation, seat: Seat) -> None:
@@ -539,7 +542,7 @@ class Supervisor:
             case WorkerEnded():
                 self._worker_ended(event)
             case GroupEnded(generation=generation):
-                if generation and generation == self._state.number and self._state.running:
+                if generation == self._state.number and self._state.running:
                     self._state = replace(self._state, running=False, seated=frozenset())
                     self._start_if_possible()
 

@@ -23,9 +23,7 @@ EXIT_CANNOT_EXECUTE = 126
 EXIT_NOT_FOUND = 127
 
 _FD_VARIABLES = {name: f"ELASTICRT_{name.upper()}_FD" for name in ("channel", "page", "state", "listen")}
-_DEFAULT_IN_PROGRAMS = tuple(
-    getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ") if hasattr(signal, name)
-)
+_DEFAULT_IN_PROGRAMS = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores for itself, and which a program that is not Python expects to be at their default."""
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from elasticrt.bootstrap import child_process, process_sessions, shutdown
 from elasticrt.bootstrap.child_process import Job
 from elasticrt.ipc.channel import Channel, ChannelClosed
-from elasticrt.ipc.messages import Exited, Message, Signal, Start, Started, Warm
+from elasticrt.ipc.messages import Exited, Signal, Start, Started, Warm
 from elasticrt.ipc.std_streams import occupy
 
 SWEEP_AGAIN_S = 0.02
@@ -45,7 +45,6 @@ class _Worker:
     errors_fd: int
     code: int | None = None
     ended_ns: int = 0
-    error: str = ""
 
 
 class ForkServer:
@@ -70,8 +69,7 @@ class ForkServer:
         for fd in self._wakeup:
             os.close(fd)
         for worker in self._workers.values():
-            if worker.errors_fd >= 0:
-                os.close(worker.errors_fd)
+            os.close(worker.errors_fd)
 
     def serve(self, warm: Warm) -> Job | None:
         """Work until the agent is gone (None), or until this process is a forked worker: then its job."""
@@ -95,37 +93,26 @@ class ForkServer:
         self._reap()
         if channel not in ready:
             return None
-        received = self._channel.receive(0)
-        while received is not None:
+        while (received := self._channel.receive(0)) is not None:
             message, fds = received
-            job = self._handle(message, fds)
+            if isinstance(message, Signal):
+                self._signal(message)
+                continue
+            assert isinstance(message, Start), f"the agent sent a {type(message).__name__} to its worker parent"
+            job = self._start(message, fds)
             if job is not None:
                 return job
-            received = self._channel.receive(0) if self._channel.pending() else None
         return None
 
-    def _handle(self, message: Message, fds: list[int]) -> Job | None:
-        if isinstance(message, Start):
-            return self._start(message, fds)
-        if isinstance(message, Signal):
-            self._signal(message)
-            return None
-        raise ValueError(f"the agent sent a {type(message).__name__} to its worker parent")
-
     def _signal(self, message: Signal) -> None:
-        alive = [
-            worker.pid
-            for worker in self._workers.values()
-            if worker.code is None
-            and message.generation in (0, worker.start.generation)
-            and (not message.local_ranks or worker.start.local_rank in message.local_ranks)
-        ]
-        if message.sessions:
-            process_sessions.kill_sessions(alive, message.number)
-        if not message.sessions or message.number == signal.SIGKILL:
-            # SIGKILL to the process itself as well: one that was just forked has no session of its own yet.
-            for pid in alive:
-                process_sessions.kill(pid, message.number)
+        started = [worker for worker in self._workers.values() if worker.start.generation == message.generation]
+        meant = [worker for worker in started if worker.start.local_rank in message.local_ranks]
+        alive = [worker.pid for worker in meant if worker.code is None]
+        if message.number == signal.SIGKILL:
+            process_sessions.kill_sessions(alive)
+        # SIGKILL to the process itself as well: one that was just forked has no session of its own yet.
+        for pid in alive:
+            process_sessions.kill(pid, message.number)
 
     def _start(self, start: Start, fds: list[int]) -> Job | None:
         """Fork a worker. In the worker itself: its job."""
@@ -146,6 +133,7 @@ class ForkServer:
 
     def _fork(self, start: Start, fds: dict[str, int]) -> Job | None:
         executes = self._executes or child_process.needs_own_interpreter(start)
+        # Closed by the `exec` of a program, and by `main` before a script: until then it tells why nothing runs.
         errors_fd, errors_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         me = os.getpid()
         # No signal may reach the worker while it still has this process's handlers.
@@ -177,7 +165,7 @@ class ForkServer:
                 worker = self._workers.get(ended.si_pid)
                 if worker is not None:
                     worker.ended_ns = time.monotonic_ns()
-                    process_sessions.kill_sessions([worker.pid], signal.SIGKILL)
+                    process_sessions.kill_sessions([worker.pid])
                 _, status = os.waitpid(ended.si_pid, 0)
                 if worker is not None:
                     worker.code = os.waitstatus_to_exitcode(status)
@@ -200,19 +188,21 @@ class ForkServer:
         return [pid for pid in found if not process_sessions.is_zombie(pid)]
 
     def _report(self, worker: _Worker) -> None:
+        assert worker.code is not None
+        error = ""
         with contextlib.suppress(BlockingIOError):
-            worker.error = os.read(worker.errors_fd, 4096).decode(errors="replace")
+            error = os.read(worker.errors_fd, 4096).decode(errors="replace")
         os.close(worker.errors_fd)
         del self._workers[worker.pid]
-        error = f"cannot start the worker: {worker.error}" if worker.error else ""
-        start, code = worker.start, worker.code if worker.code is not None else 0
-        self._channel.send(Exited(start.generation, start.local_rank, worker.pid, code, error))
+        reason = f"cannot start the worker: {error}" if error else ""
+        start = worker.start
+        self._channel.send(Exited(start.generation, start.local_rank, worker.pid, worker.code, reason))
 
     def _end(self) -> None:
         """End every process of the workers within END_MAX_S seconds, after the end of the agent."""
         deadline = time.monotonic() + END_MAX_S
         while time.monotonic() < deadline:
-            process_sessions.kill_sessions(list(self._workers), signal.SIGKILL)
+            process_sessions.kill_sessions(list(self._workers))
             for pid in self._orphans():
                 process_sessions.kill(pid, signal.SIGKILL)
             try:

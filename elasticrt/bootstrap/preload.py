@@ -61,8 +61,9 @@ def warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str] = ()) 
 
 def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> tuple[str, int]:
     sockets_before = set(own_sockets.own().values())
+    # A fork has these loaded before the script runs, so a local file of that name would not be imported.
     for name in _ROOTS:
-        if directory and _shadows(name, directory):
+        if _shadows(name, directory):
             return f"the script's directory has a {name!r} of its own", 0
     try:
         threads = _import_torch()
@@ -75,7 +76,7 @@ def _warm_up(modules: Sequence[str], directory: str, wanted: Sequence[str]) -> t
             except ImportError as error:
                 return f"--preload {name}: {error}", threads
     for name in wanted:
-        if not (directory and _shadows(name.partition(".")[0], directory)):
+        if not _shadows(name.partition(".")[0], directory):
             _import_if_there(name)
     # Nothing that exists now is ever garbage. The collector would touch it, and so copy it, in every worker.
     gc.freeze()
@@ -99,17 +100,18 @@ def _why_unsafe(sockets_before: set[str]) -> str:
     """Fork once and look at both sides. Returns "" if neither has a thread, CUDA, a child, or a new socket."""
     if process_sessions.children():
         return "has started a process"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "has initialised CUDA"
     pid = os.fork()
     if pid == 0:
-        os._exit((_tasks() != 1) + 2 * (torch is not None and torch.cuda._is_in_bad_fork()))
+        os._exit((_tasks() != 1) + 2 * torch.cuda._is_in_bad_fork())
     _, status = os.waitpid(pid, 0)
     found = os.waitstatus_to_exitcode(status)
     if found & 1:
         return "starts a thread in a forked process"
-    if found and torch is not None and torch.cuda.device_count():
+    if found and torch.cuda.device_count():
         return "has asked for the GPUs (torch.cuda.is_available()), which no fork can use then"
     # Only after the fork: libraries such as OpenBLAS end their threads before one, and have none afterwards.
     if _tasks() != 1:
@@ -124,8 +126,8 @@ def _tasks() -> int:
 
 
 def _shadows(name: str, directory: str) -> bool:
-    """Whether `directory` holds the module itself, and is not just where the package is installed."""
-    spec = PathFinder.find_spec(name, [directory])
+    """Whether `directory` ("" for none) holds the module itself, and is not just where the package is installed."""
+    spec = PathFinder.find_spec(name, [directory] if directory else [])
     if spec is None or spec.origin is None:
         return False  # A directory without __init__.py gives way to a real package anywhere on the path.
     installed = importlib.util.find_spec(name)

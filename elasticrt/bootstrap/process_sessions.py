@@ -48,22 +48,14 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_sessions(session_ids: Collection[int], number: int) -> None:
-    """Send a signal to all processes of these sessions, first to the process groups of their leaders."""
+def kill_sessions(session_ids: Collection[int]) -> None:
+    """Kill all processes of these sessions."""
+    # The leaders' process groups first, each in one step: they cannot fork away from a list of their members.
     for session_id in session_ids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(session_id, number)
+            os.killpg(session_id, signal.SIGKILL)
     for pid in members(session_ids):
-        # A second SIGKILL does no harm. Any other signal must arrive once, and the groups have it already.
-        if number == signal.SIGKILL or not _in_leading_group(pid, session_ids):
-            kill(pid, number)
-
-
-def _in_leading_group(pid: int, session_ids: Collection[int]) -> bool:
-    try:
-        return os.getpgid(pid) in session_ids
-    except ProcessLookupError:
-        return True
+        kill(pid, signal.SIGKILL)
 
 
 def _is_foreign_zombie(pid: int) -> bool:

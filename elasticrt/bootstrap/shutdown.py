@@ -51,13 +51,14 @@ def in_short(error: BaseException) -> str:
     if hook is not sys.__excepthook__ and not (type(hook) is FunctionType and hook.__module__.startswith("torch.")):
         return ""
     found = described(error)
+    excerpt = "" if found.whole else found.callstack.rstrip("\n")
     if not os.path.exists(path):  # noqa: PTH110  One call.
-        return "" if found.whole else found.callstack.rstrip("\n")
+        return excerpt
     rank, shown = os.environ.get("RANK", "?"), os.path.relpath(path, os.environ.get("ELASTICRT_RUN_DIR") or ".")
     if isinstance(error, (ConfigError, CheckpointError, DuplicateError)):
         return f"rank {rank}: {type(error).__name__}: {error}\n{_called_at(error)}  traceback: {shown}"
     if not is_collateral(found.name, found.message, found.callstack):
-        return "" if found.whole else found.callstack.rstrip("\n")
+        return excerpt
     said = re.sub(r"^\[[^]]*\] ", "", found.message).split(". ")[0]  # Without the place in torch's C++ sources.
     return f"rank {rank} has lost another worker ({' '.join(said.split())[:120]}); traceback: {shown}"
 

@@ -59,15 +59,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send the signal `number` to workers that were started in `generation` (0: in any).
+    """Send the signal `number` to the workers `local_ranks` that were started in `generation`.
 
-    `sessions`: to all processes of their sessions, not only the main ones. `local_ranks`: to these only; empty: to all.
+    SIGKILL goes to all processes of their sessions, any other signal only to the main ones.
     """
 
     generation: int
     number: int
-    sessions: bool
-    local_ranks: list[int] = field(default_factory=list)
+    local_ranks: list[int]
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,10 @@ class Prober:
         self.thread.call(partial(self._listen, tuple(seats), run_id, heard))
 
     def ask_for_workers(
-        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], witnesses: Witnesses = no_witnesses
+        self,
+        seats: Sequence[Seat],
+        done: Callable[[dict[str, dict[str, Any]]], None],
+        witnesses: Witnesses = no_witnesses,
     ) -> None:
         """Ask the agents of `seats` for the positions of their workers. May be called from any thread.
 
@@ -230,9 +233,9 @@ class Prober:
             self._begin(_Question(seat, done, LISTEN_STEPS))
 
     def _ask_for_workers(
-        self, seats: Sequence[Seat], done: Callable[[dict[str, object]], None], witnesses: Witnesses
+        self, seats: Sequence[Seat], done: Callable[[dict[str, dict[str, Any]]], None], witnesses: Witnesses
     ) -> None:
-        answers: dict[str, object] = {}
+        answers: dict[str, dict[str, Any]] = {}
         missing = {seat.incarnation for seat in seats}
 
         def one(seat: Seat, answer: Answer, fields: dict[str, Any]) -> None:
@@ -273,6 +276,7 @@ class Prober:
         if question.made == question.steps or (question.agreed and question.made >= AGREED_STEPS):
             self._answered(question, "silent", {"reached_by": question.reached_by} if question.reached_by else {})
             return
+        # Tries overlap. A lost SYN is sent again by the kernel only after a second, which is longer than three tries.
         question.made += 1
         self.thread.after(PROBE_STEP_S, partial(self._try, question))
         self._connect(question, question.seat)
@@ -283,6 +287,7 @@ class Prober:
         """Ask some agents about the seat, which are not being asked themselves."""
         unsure = {each.seat.incarnation for each in self._questions}
         others = [seat for seat in question.witnesses(question.seat) if seat.incarnation not in unsure]
+        # At random: after the loss of a node all others ask at once, and should not all ask the same two.
         for seat in random.sample(others, min(WITNESSES, len(others))):
             self._connect(question, seat)
 

@@ -162,15 +162,14 @@ class Progress:
         self._has_loop = True
         if "agree" not in self._marks:  # A second Loop of the same script.
             return
-        # A node without an earlier step has no pause. In a healthy run the first step is `resumed_from` + 1.
-        paused = 0 < self._last_ns < step.at_ns
-        pause_s = (step.at_ns - self._last_ns) / 1e9 if paused else None
-        redone = max(0, self._last - step.resumed_from) if paused else None
-        self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
-        self._recovered(generation, pause_s, step.at_ns)
+        pause_s = self._pause_until(step.at_ns)
+        redone = None
         if pause_s is not None:
             self.pause_s = pause_s
-        self._marks = {}
+            # In a healthy run the first step is `resumed_from` + 1, and nothing is done again.
+            redone = max(0, self._last - step.resumed_from)
+        self._events.write(events.FirstStep(generation, step.step, step.resumed_from, pause_s, redone))
+        self._recovered(generation, pause_s, step.at_ns)
 
     def look(self, generation: int, now: float) -> None:
         """Write the event `progress`, if it is time `now` (seconds of the monotonic clock).
@@ -181,13 +180,12 @@ class Progress:
             self._tell_at = now + TELL_EVERY_S
             self._count(self._look())
             self.tell()
+        # Without a Loop a step is known by the page alone: an optimizer's beat sends no message.
         own = self._look() if "start" in self._marks else ()
         if not own or not all(page.first_beat_at_ns for page in own) or any(page.entered for page in own):
             return
         at_ns = max(page.first_beat_at_ns for page in own)
-        pause_s = (at_ns - self._last_ns) / 1e9 if 0 < self._last_ns < at_ns else None
-        self._recovered(generation, pause_s, at_ns)
-        self._marks = {}
+        self._recovered(generation, self._pause_until(at_ns), at_ns)
 
     def tell(self) -> None:
         """Write the event `progress` of the last look, if it has not been written."""
@@ -195,12 +193,18 @@ class Progress:
             self._events.write(self._newest)
         self._newest = None
 
+    def _pause_until(self, at_ns: int) -> float | None:
+        """Seconds from the last step to the one that was done `at_ns`; None on a node that had none before."""
+        return (at_ns - self._last_ns) / 1e9 if 0 < self._last_ns < at_ns else None
+
     def _recovered(self, generation: int, pause_s: float | None, at_ns: int) -> None:
+        """Tell how the recovery until `at_ns` was spent, and begin anew."""
         own = self._count_from(at_ns)
         if own:
             self._marks.update(script=own[0].init_at_ns, init=own[0].joined_at_ns, restore=own[0].restored_at_ns)
         self._mark("first_step", at_ns)
         parts = phases(0 if pause_s is None else self._last_ns, self._marks)
+        self._marks = {}
         if pause_s is None:
             self._events.write(events.SetUp(generation, parts))
             return

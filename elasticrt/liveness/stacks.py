@@ -105,7 +105,9 @@ def _text_of(pid: int, page: StatusPage, before: int) -> list[str]:
         length = now
         time.sleep(STACKS_LOOK_S)
     if length == before:
-        return [f"it has not answered within {STACKS_S_MAX:g} s, and {_state(pid)}"]
+        state = state_of(pid)
+        how = STATES.get(state, f"is in state {state}") if state else "has ended"
+        return [f"it has not answered within {STACKS_S_MAX:g} s, and {how}"]
     return page.text()[before:].decode(errors="replace").strip().splitlines()
 
 
@@ -117,9 +119,3 @@ def _catches(pid: int) -> bool:
         return False
     masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
     return bool(masks and masks[0] >> (STACKS_SIGNAL - 1) & 1)
-
-
-def _state(pid: int) -> str:
-    """The state of process `pid`, in words."""
-    state = state_of(pid)
-    return STATES.get(state, f"is in state {state}") if state else "has ended"

@@ -118,6 +118,11 @@ class Raised:
     hint: int = 0
     certain: bool = False
 
+    @property
+    def kind(self) -> str:
+        """The exception's name without its module."""
+        return self.exception.rpartition(".")[2]
+
 
 def raised(left: Remains) -> Raised:
     """What a worker raised, from what it has `left`."""
@@ -132,7 +137,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
     found = raised(left)
     collateral = _is_collateral(found, left)
     message = left.start_error or left.lost or found.message
-    how, place = _how_it_ended(left, found.exception, message), f"rank {worker.rank} on {worker.node}"
+    how, place = _how_it_ended(left, found, message), f"rank {worker.rank} on {worker.node}"
     unmet = collateral and NEVER_MET.search(message) is not None
     advice = _how_to_meet(message) if unmet else "" if collateral else _of_gpu(found, left)
     final = _final_code(found, left)
@@ -147,7 +152,7 @@ def failure_of(worker: WorkerEnv, left: Remains) -> Failure:
         ),
         text="\n".join(_report(worker, left, how, advice, final)),
         final_code=final,
-        misfit=_is_misfit(found),
+        misfit=found.kind == _MISFIT,
         unmet=unmet,
         early=_digest(found) if left.stepped is False and not collateral and left.code > 0 else "",
         beats=left.beats,
@@ -193,16 +198,12 @@ def _final_code(found: Raised, left: Remains) -> FinalCode:
     """The exit code of the run if no restart can cure this; 0 if one might."""
     if left.start_error:
         return 1 if _NOT_HERE.search(left.start_error) else 0
-    if left.code < 0 or _is_misfit(found):
+    if left.code < 0 or found.kind == _MISFIT:
         return 0
     if not left.stepped and (found.certain or found.exception in _CERTAIN):
         return 1
     hinted: FinalCode = next((code for code in _FINAL.values() if code == found.hint), 0)
-    return _FINAL.get(found.exception.rpartition(".")[2], hinted)
-
-
-def _is_misfit(found: Raised) -> bool:
-    return found.exception.rpartition(".")[2] == _MISFIT
+    return _FINAL.get(found.kind, hinted)
 
 
 def _of_gpu(found: Raised, left: Remains) -> str:
@@ -215,7 +216,7 @@ def _of_gpu(found: Raised, left: Remains) -> str:
 
 def _digest(found: Raised) -> str:
     """A digest of what was raised, and where; "" for nothing, and for what may well not come again."""
-    if not found.exception or found.exception.rpartition(".")[2] in _OF_OTHERS:
+    if not found.exception or found.kind in _OF_OTHERS:
         return ""
     places = [line.strip() for line in found.callstack.splitlines() if line.startswith('  File "')]
     text = "\n".join((found.exception, found.message, *places[-1:]))
@@ -262,30 +263,29 @@ def of_node(failures: Sequence[Failure], ended: Sequence[str] = (), *, unmet: in
     """
     cause = first_cause(failures, ended)
     assert cause is not None, "there is a failure to report"
-    others = [_in_a_line(each) for each in failures if each is not cause and not each.stalled]
+    lines = [cause.text]
+    for each in failures:
+        if each is not cause and not each.stalled:
+            lines.append(f"  {'collateral' if each.collateral else 'also'}: {cut(each.summary, 200)}")
     return replace(
         cause,
-        text="\n".join([cause.text, *others]),
+        text="\n".join(lines),
         unmet=unmet >= UNMET_MAX,
         beats=max(each.beats for each in failures),
         loaded=max(each.loaded for each in failures),
     )
 
 
-def _in_a_line(failure: Failure) -> str:
-    return f"  {'collateral' if failure.collateral else 'also'}: {cut(failure.summary, 200)}"
-
-
-def _how_it_ended(left: Remains, exception: str, message: str) -> str:
+def _how_it_ended(left: Remains, found: Raised, message: str) -> str:
     """In a few words: `exit code 1: ValueError: ...`, `killed by SIGSEGV`, ..."""
     if left.start_error:
         return f"could not be started: {cut(left.start_error, _MESSAGE_MAX_BYTES)}"
     if left.oom and left.code == -signals.SIGKILL:
         return "killed by SIGKILL: out of memory (the kernel's count of such kills went up)"
     how = f"killed by {signal_name(-left.code)}" if left.code < 0 else f"exit code {left.code}"
-    if left.code > 0 and exception.rpartition(".")[2] in (*_FINAL, _MISFIT):
+    if left.code > 0 and found.kind in (*_FINAL, _MISFIT):
         how = ""  # The agent ends with the error's own exit code, and not with the worker's.
-    said = (cut(exception, _NAME_MAX_BYTES), cut(_innermost(message), _MESSAGE_MAX_BYTES))
+    said = (cut(found.exception, _NAME_MAX_BYTES), cut(_innermost(message), _MESSAGE_MAX_BYTES))
     return ": ".join(filter(None, (how, *said)))
 
 
@@ -345,13 +345,11 @@ def _without_traceback(code: int, lines: Sequence[str]) -> Raised:
     """
     last = next((line for line in reversed(lines) if line.strip()), "")
     if found := _UNCOMPILED.fullmatch(last):
-        return Raised(found[1], found[2], certain=True)
+        return Raised(found[1], found[2])
     if code == 1 and (found := _NO_MODULE.fullmatch(last)):
-        return Raised("ModuleNotFoundError", found[1], certain=True)
-    if code in EXITS_OF_SHELLS:
-        return Raised(message=last, certain=True)
+        return Raised("ModuleNotFoundError", found[1])
     usage = code == EXIT_USAGE and _WRONG.fullmatch(last) and any(line.lower().startswith("usage: ") for line in lines)
-    return Raised(message=last, certain=True) if usage else Raised()
+    return Raised(message=last, certain=True) if usage or code in EXITS_OF_SHELLS else Raised()
 
 
 def _newest(lines: Sequence[str]) -> tuple[str, ...]:

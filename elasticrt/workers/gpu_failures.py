@@ -17,104 +17,107 @@ class GpuCause:
     Attributes:
         name: a few words.
         remedy: what to do about it.
+        words: a pattern of the words that name it, in any case.
         suspect: whether the GPU may be bad, so that this node must be checked before it starts a worker again.
     """
 
     name: str
     remedy: str
+    words: str = ""
     suspect: bool = False
 
 
 _RESET = "Drain the node and reset the GPU (`nvidia-smi --gpu-reset`) or reboot; if it comes again, have it replaced"
 _DEBUG = "CUDA_LAUNCH_BLOCKING=1 shows the line, compute-sanitizer the access"
 
-_CAUSES: tuple[tuple[re.Pattern[str], GpuCause], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), GpuCause(name, remedy, suspect))
-    for pattern, name, remedy, suspect in (
-        (
-            r"fallen off the bus|GPU is lost|Xid\b.*?: 79\b",
-            "the GPU has fallen off the bus",
-            "Reboot the node; check its power and PCIe seating (`dmesg | grep -i xid`)",
-            True,
-        ),
-        (
-            r"uncorrectable (ECC|memory) error|ECC uncorrectable|Xid\b.*?: (48|63|64|94|95)\b",
-            "an uncorrectable ECC error of the GPU's memory",
-            _RESET,
-            True,
-        ),
-        (
-            r"uncorrectable NVLink error|Xid\b.*?: 74\b",
-            "an uncorrectable NVLink error",
-            "Look at `nvidia-smi nvlink --errorcounters`. " + _RESET,
-            True,
-        ),
-        (r"Xid\b.*?: (61|62|119|120)\b|GSP RPC timeout", "the GPU's own firmware has stopped", _RESET, True),
+_CAUSES = (
+    GpuCause(
+        "the GPU has fallen off the bus",
+        "Reboot the node; check its power and PCIe seating (`dmesg | grep -i xid`)",
+        r"fallen off the bus|GPU is lost|Xid\b.*?: 79\b",
+        suspect=True,
+    ),
+    GpuCause(
+        "an uncorrectable ECC error of the GPU's memory",
+        _RESET,
+        r"uncorrectable (ECC|memory) error|ECC uncorrectable|Xid\b.*?: (48|63|64|94|95)\b",
+        suspect=True,
+    ),
+    GpuCause(
+        "an uncorrectable NVLink error",
+        "Look at `nvidia-smi nvlink --errorcounters`. " + _RESET,
+        r"uncorrectable NVLink error|Xid\b.*?: 74\b",
+        suspect=True,
+    ),
+    GpuCause(
+        "the GPU's own firmware has stopped", _RESET, r"Xid\b.*?: (61|62|119|120)\b|GSP RPC timeout", suspect=True
+    ),
+    GpuCause(
+        "the GPU cannot be used",
+        "See `nvidia-smi`: another process may hold it in exclusive mode, or it needs a reset",
         (
             r"hardware stack error|CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device is "
-            r"detected|CUDA devices are busy or unavailable|cudaErrorDevicesUnavailable",
-            "the GPU cannot be used",
-            "See `nvidia-smi`: another process may hold it in exclusive mode, or it needs a reset",
-            True,
+            r"detected|CUDA devices are busy or unavailable|cudaErrorDevicesUnavailable"
         ),
+        suspect=True,
+    ),
+    GpuCause(
+        "the NVIDIA driver of this node is not ready",
+        "Check the driver, and nvidia-fabricmanager on machines with NVSwitch",
         (
             r"system not yet initialized|system driver mismatch|driver version is insufficient|driver shutting down|"
-            r"Driver/library version mismatch",
-            "the NVIDIA driver of this node is not ready",
-            "Check the driver, and nvidia-fabricmanager on machines with NVSwitch",
-            True,
+            r"Driver/library version mismatch"
         ),
+        suspect=True,
+    ),
+    GpuCause(
+        "the GPU is out of memory",
+        "Use smaller batches, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; `nvidia-smi` shows who uses it",
         (
             r"CUDA out of memory|OutOfMemoryError: CUDA|CUDA error: out of memory|cudaErrorMemoryAllocation|"
-            r"CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.{0,20}out of memory|unhandled cuda error: out of memory",
-            "the GPU is out of memory",
-            "Use smaller batches, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; `nvidia-smi` shows who uses it",
-            False,
+            r"CUBLAS_STATUS_ALLOC_FAILED|Cuda failure.{0,20}out of memory|unhandled cuda error: out of memory"
         ),
-        (
-            r"device-side assert triggered",
-            "an assertion of a kernel has failed, most often an index out of range",
-            _DEBUG,
-            False,
-        ),
+    ),
+    GpuCause(
+        "an assertion of a kernel has failed, most often an index out of range",
+        _DEBUG,
+        r"device-side assert triggered",
+    ),
+    GpuCause(
+        "a kernel has accessed memory that is not its own",
+        f"{_DEBUG}. If only one node shows it, suspect its GPU",
         (
             r"illegal memory access|misaligned address|invalid program counter|illegal instruction was encountered|"
-            r"illegal address|Xid\b.*?: (13|31)\b",
-            "a kernel has accessed memory that is not its own",
-            f"{_DEBUG}. If only one node shows it, suspect its GPU",
-            False,
+            r"illegal address|Xid\b.*?: (13|31)\b"
         ),
-        (
-            r"unspecified launch failure|launch timed out and was terminated|Xid\b.*?: (43|45|8)\b",
-            "a kernel was ended in the middle",
-            f"{_DEBUG}; `dmesg | grep -i xid` says what the driver saw",
-            True,
-        ),
-        (
-            r"no kernel image is available",
-            "torch has been built without this GPU's architecture",
-            "Install the torch build for this CUDA version and GPU",
-            False,
-        ),
-        (
-            r"multiple ranks are using the same GPU|Duplicate GPU detected",
-            "several ranks use one GPU with nccl",
-            'Give each its own GPU, or init(backend="gloo"); NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1',
-            False,
-        ),
-        (
-            r"unhandled system error",
-            "NCCL could not make a connection, or map shared memory",
-            "NCCL_DEBUG=INFO says which; check NCCL_SOCKET_IFNAME, and the size of /dev/shm in containers",
-            False,
-        ),
-        (
-            r"unhandled cuda error|NCCL error.{0,80}ncclInternalError",
-            "a CUDA call of NCCL has failed",
-            "NCCL_DEBUG=INFO says which; `nvidia-smi` and `dmesg | grep -i xid` say whether the GPU is well",
-            True,
-        ),
-    )
+    ),
+    GpuCause(
+        "a kernel was ended in the middle",
+        f"{_DEBUG}; `dmesg | grep -i xid` says what the driver saw",
+        r"unspecified launch failure|launch timed out and was terminated|Xid\b.*?: (43|45|8)\b",
+        suspect=True,
+    ),
+    GpuCause(
+        "torch has been built without this GPU's architecture",
+        "Install the torch build for this CUDA version and GPU",
+        r"no kernel image is available",
+    ),
+    GpuCause(
+        "several ranks use one GPU with nccl",
+        'Give each its own GPU, or init(backend="gloo"); NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1',
+        r"multiple ranks are using the same GPU|Duplicate GPU detected",
+    ),
+    GpuCause(
+        "NCCL could not make a connection, or map shared memory",
+        "NCCL_DEBUG=INFO says which; check NCCL_SOCKET_IFNAME, and the size of /dev/shm in containers",
+        r"unhandled system error",
+    ),
+    GpuCause(
+        "a CUDA call of NCCL has failed",
+        "NCCL_DEBUG=INFO says which; `nvidia-smi` and `dmesg | grep -i xid` say whether the GPU is well",
+        r"unhandled cuda error|NCCL error.{0,80}ncclInternalError",
+        suspect=True,
+    ),
 )
 """The first that matches counts: a GPU that is lost causes several of these messages."""
 
@@ -126,15 +129,13 @@ def gpu_cause(text: str) -> GpuCause | None:
 
     Other output must not be passed: it may be advice, or about a failure that was handled.
     """
-    for pattern, cause in _CAUSES:
-        if pattern.search(text):
+    for cause in _CAUSES:
+        if re.search(cause.words, text, re.IGNORECASE):
             return cause
     found = _ANY.search(text)
-    if found is None:
-        return None
-    return GpuCause(f"a CUDA error: {(found[1] or found[0]).strip()}", _DEBUG)
+    return GpuCause(f"a CUDA error: {(found[1] or found[0]).strip()}", _DEBUG) if found else None
 
 
 def suspects_gpu(summary: str) -> bool:
     """Whether the summary of a failure names a cause that makes the GPU suspect."""
-    return any(cause.suspect and cause.name in summary for _, cause in _CAUSES)
+    return any(cause.suspect and cause.name in summary for cause in _CAUSES)

@@ -83,40 +83,35 @@ class WorkerGroup:
             directory: the working directory.
             state_fd: the saved state that local rank 0 resumes from, which stays the caller's; -1: none.
         """
+        # Workers beside the training start as generation 0, time and again, and survivors outlive the generation they
+        # were started in. So the parent knows each worker by the number of its start.
         self._starts = max(generation, self._starts + 1)
-        workers: list[WorkerState] = []
-        starts: list[tuple[Start, list[int]]] = []
-        try:
-            for env in envs:
-                worker, start, fds = self._prepare(env, command, base_env, directory)
-                workers.append(worker)
-                starts.append((start, fds))
-                if env.local_rank == 0 and state_fd >= 0:
-                    start.fd_names.append("state")
-                    fds.append(os.dup(state_fd))
-                if env.rank == 0 and listen is not None:
-                    start.fd_names.append("listen")
-                    fds.append(os.dup(listen.fileno()))
-        except OSError as error:
-            # Nothing has been started: all workers of this node fail with the same message.
-            self._refuse(workers, envs, f"cannot prepare the workers: {error}")
-            return
-        else:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            if listen is not None:
+                theirs.enter_context(listen)
+            try:
+                prepared = [self._prepare(env, command, base_env, directory, theirs, ours) for env in envs]
+            except OSError as error:
+                # Nothing has been started: all workers of this node fail with the same message.
+                self._refuse(envs, f"cannot prepare the workers: {error}")
+                return
+            ours.pop_all()  # From now on they are closed when the workers end.
+            workers = [worker for worker, _, _ in prepared]
             living = {each.start for each in self._workers if not each.gone}
             self._workers = [*(each for each in self._workers if each.start in living), *workers]
             self._io.add(workers)
             try:
-                for start, fds in starts:
+                for worker, start, fds in prepared:
+                    if worker.env.local_rank == 0 and state_fd >= 0:
+                        start.fd_names.append("state")
+                        fds.append(state_fd)
+                    if worker.env.rank == 0 and listen is not None:
+                        start.fd_names.append("listen")
+                        fds.append(listen.fileno())
                     self._parent.send(start, fds)
             except ChannelClosed as error:
                 # ParentLost may have been handled before these workers were known.
                 self._io.lose(workers, f"the worker parent is gone: {error}")
-        finally:
-            for _, fds in starts:
-                for fd in fds:
-                    os.close(fd)
-            if listen is not None:
-                listen.close()
 
     def reseat(self, local_rank: int, generation: int, env: WorkerEnv, listen: socket.socket | None) -> bool:
         """Let the worker with `local_rank` in `generation` go on in that of `env`. Returns False if it has ended.
@@ -140,20 +135,20 @@ class WorkerGroup:
 
     def kill(self, generation: int, local_ranks: Sequence[int] = ()) -> None:
         """Send SIGKILL to workers of `generation`, all or `local_ranks`, and to all processes of their sessions."""
-        self._signal(generation, signal.SIGKILL, sessions=True, local_ranks=local_ranks)
+        self._signal(generation, signal.SIGKILL, local_ranks, stops=True)
 
     def terminate(self, grace_s: float, generation: int, number: int = signal.SIGTERM) -> float:
         """Send SIGTERM, or `number`, to the main processes of `generation`.
 
         Returns when to `kill` them: in `grace_s` seconds, by time.monotonic().
         """
-        self._signal(generation, number, sessions=False)
+        self._signal(generation, number, (), stops=True)
         self.release(generation)
         return time.monotonic() + grace_s
 
     def signal(self, number: int, generation: int, local_ranks: Sequence[int] = ()) -> None:
         """Send a signal that ends no process to workers of `generation`, all or `local_ranks`."""
-        self._signal(generation, number, sessions=False, local_ranks=local_ranks, stops=False)
+        self._signal(generation, number, local_ranks, stops=False)
 
     def look(self, generation: int) -> None:
         """Ask workers of `generation` to write on their pages how many collectives they have begun."""
@@ -192,30 +187,33 @@ class WorkerGroup:
         """Stop reading, within `timeout_s` seconds. Close the parent first: it ends the workers."""
         self._io.close(timeout_s)
 
-    def _prepare(
-        self, env: WorkerEnv, command: Command, base_env: Mapping[str, str], directory: str | Path
+    def _prepare(  # noqa: PLR0917  Each has a type of its own: they cannot be taken for each other.
+        self,
+        env: WorkerEnv,
+        command: Command,
+        base_env: Mapping[str, str],
+        directory: str | Path,
+        theirs: contextlib.ExitStack,
+        ours: contextlib.ExitStack,
     ) -> tuple[WorkerState, Start, list[int]]:
-        """The worker's state, the message that starts it, and its descriptors. Raises OSError without any leak."""
-        with contextlib.ExitStack() as undo:
+        """The worker's state, the message that starts it, and its descriptors. Raises OSError.
 
-            def owned(fd: int) -> int:
-                undo.callback(os.close, fd)
-                return fd
-
-            pipes: dict[str, int] = {}
-            fds: list[int] = []
-            for stream in (OUT, ERR):
-                reader, writer = os.pipe2(os.O_CLOEXEC)
-                pipes[stream] = owned(reader)
-                fds.append(owned(writer))
-                os.set_blocking(reader, False)
-            channel, theirs = Channel.pair()
-            undo.callback(channel.close)
-            fds += [owned(theirs.detach()), owned(StatusPage.create())]
-            page = StatusPage(fds[-1])
-            env = _with_error_file(env)
-            undo.pop_all()
-        output = Output(env, self._logs, self._console)
+        `ours` closes what stays on this side, `theirs` what the worker gets.
+        """
+        pipes: dict[str, int] = {}
+        fds: list[int] = []
+        for stream in (OUT, ERR):
+            pipes[stream], writer = os.pipe2(os.O_CLOEXEC)
+            ours.callback(os.close, pipes[stream])
+            theirs.callback(os.close, writer)
+            os.set_blocking(pipes[stream], False)  # Only ours: a program expects that its stdout blocks.
+            fds.append(writer)
+        channel, other_end = Channel.pair()
+        ours.callback(channel.close)
+        theirs.enter_context(other_end)
+        page_fd = StatusPage.create()
+        theirs.callback(os.close, page_fd)
+        env = _with_error_file(env)
         start = Start(
             generation=self._starts,
             local_rank=env.local_rank,
@@ -226,36 +224,25 @@ class WorkerGroup:
             fd_names=["stdout", "stderr", "channel", "page"],
             keep_stdin=env.local_rank == 0,
         )
-        state = WorkerState(self._starts, env, self._parent, output, channel, page, pipes, oom_kills())
-        return state, start, fds
+        output, page = Output(env, self._logs, self._console), StatusPage(page_fd)
+        state = WorkerState(self._starts, env, output, channel, page, pipes, oom_kills())
+        return state, start, [*fds, other_end.fileno(), page_fd]
 
-    def _refuse(self, workers: Sequence[WorkerState], envs: Sequence[WorkerEnv], error: str) -> None:
-        for worker in workers:
-            worker.channel.close()
-            for fd in worker.pipes.values():
-                os.close(fd)
+    def _refuse(self, envs: Sequence[WorkerEnv], error: str) -> None:
         for env in envs:
             failure = failure_of(env, Remains(EXIT_CANNOT_START, start_error=error))
             self._sink(WorkerEnded(env.generation, env.rank, env.local_rank, 0, EXIT_CANNOT_START, failure))
         self._sink(GroupEnded(envs[0].generation))
 
-    def _signal(
-        self,
-        generation: int,
-        number: int,
-        *,
-        sessions: bool,
-        local_ranks: Sequence[int] = (),
-        stops: bool = True,
-    ) -> None:
+    def _signal(self, generation: int, number: int, local_ranks: Sequence[int], *, stops: bool) -> None:
         wanted = [each for each in self._of(generation) if not each.gone]
         wanted = [each for each in wanted if not local_ranks or each.env.local_rank in local_ranks]
+        for worker in wanted:
+            worker.stopping |= stops
         for start in {each.start for each in wanted}:
             ranks = [each.env.local_rank for each in wanted if each.start == start]
-            for worker in wanted:
-                worker.stopping |= stops
             with contextlib.suppress(ChannelClosed):  # The workers have ended with their parent.
-                self._parent.send(Signal(start, number, sessions, ranks))
+                self._parent.send(Signal(start, number, ranks))
 
     def _of(self, generation: int) -> list[WorkerState]:
         return [each for each in self._workers if each.env.generation == generation]

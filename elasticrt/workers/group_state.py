@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
@@ -95,20 +96,17 @@ class GroupState:
         """
         if self.generation is None or self.seat is None:
             return None
-        said = Report(generation=self.number, node=self.seat.node, incarnation=self.seat.incarnation, status="failed")
+        seat, number = self.seat, self.number
+        where: dict[str, Any] = {"generation": number, "node": seat.node, "incarnation": seat.incarnation}
         if self.failures:
-            ended = [f"rank {rank} on {self.seat.node}" for rank in self.well]
-            failure, memory = of_node(self.failures, ended, unmet=self.unmet), kept
-            return said.model_copy(
-                update={"failure": failure, "memory": memory, "ready": ready, "has_state": has_state}
-            )
-        if len(self.handed) == self.seat.workers:
-            held = {"status": "held", "handover": self.holding, "memory": kept}
-            return said.model_copy(update=held)
+            ended = [f"rank {rank} on {seat.node}" for rank in self.well]
+            failure = of_node(self.failures, ended, unmet=self.unmet)
+            return Report(**where, status="failed", failure=failure, memory=kept, ready=ready, has_state=has_state)
+        if len(self.handed) == seat.workers:
+            return Report(**where, status="held", handover=self.holding, memory=kept)
         if self.well:
-            whole = len(self.well) == self.seat.workers
-            return said.model_copy(update={"status": "ok" if whole else "finishing", "well": self.well[0]})
+            whole = len(self.well) == seat.workers
+            return Report(**where, status="ok" if whole else "finishing", well=self.well[0])
         if self.holding:
-            holds = {"status": "holding", "handover": self.holding, "entered": self.entered}
-            return said.model_copy(update=holds)
+            return Report(**where, status="holding", handover=self.holding, entered=self.entered)
         return None

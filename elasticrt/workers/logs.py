@@ -147,7 +147,8 @@ class Output:
     @property
     def path(self) -> str:
         """The file with the error output, or with the plain output if there is only that; "" if neither is kept."""
-        return next((str(self._files[name].path) for name in (ERR, OUT) if self._has_file(name)), "")
+        written = [self._files[stream] for stream in (ERR, OUT) if stream in self._files]
+        return next((str(file.path) for file in written if file.used), "")
 
     @property
     def unfinished(self) -> bool:
@@ -192,9 +193,6 @@ class Output:
         self.flush()
         for file in self._files.values():
             file.close()
-
-    def _has_file(self, stream: str) -> bool:
-        return stream in self._files and self._files[stream].used
 
     def _keep(self, stream: str, data: bytes) -> None:
         if stream not in self._files:

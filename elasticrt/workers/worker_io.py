@@ -26,7 +26,7 @@ from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
 from elasticrt.workers.failures import Remains, failure_of, raised
-from elasticrt.workers.fork_server import ParentEvent, ParentLost, WorkerParent
+from elasticrt.workers.fork_server import ParentLost, WorkerParent
 from elasticrt.workers.logs import Output
 
 _LOG = logging.getLogger(__name__)
@@ -118,7 +118,6 @@ class WorkerState:
 
     start: int
     env: WorkerEnv
-    parent: WorkerParent
     output: Output
     channel: Channel
     page: StatusPage
@@ -182,25 +181,27 @@ class WorkerIO:
 
     def _read_parent(self, parent: WorkerParent) -> None:
         for event in parent.receive():
-            if isinstance(event, ParentLost):
-                self._thread.forget(parent)
-            self._heard(parent, event)
+            match event:
+                case Warm():
+                    self._sink(event)
+                case ParentLost():
+                    self._thread.forget(parent)
+                    # All that are known are its workers: the next parent starts none before this event was handled.
+                    self._lost(list(self._workers), event.reason)
+                    if not event.asked:
+                        self._sink(event)
+                case Started():
+                    for worker in self._started_as(event):
+                        worker.pid, env = event.pid, worker.env
+                        self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
+                case Exited():
+                    for worker in self._started_as(event):
+                        self._gone(worker, event.code, start_error=event.error)
 
-    def _heard(self, parent: WorkerParent, event: ParentEvent) -> None:
-        if isinstance(event, Warm):
-            self._sink(event)
-        elif isinstance(event, ParentLost):
-            self._lost([each for each in self._workers if each.parent is parent], event.reason)
-            if not event.asked:
-                self._sink(event)
-        else:
-            wanted = (event.generation, event.local_rank)
-            worker = next((each for each in self._workers if (each.start, each.env.local_rank) == wanted), None)
-            if worker is not None and isinstance(event, Started):
-                worker.pid, env = event.pid, worker.env
-                self._sink(WorkerStarted(env.generation, env.rank, env.local_rank, event.pid, event.at_ns))
-            elif worker is not None and isinstance(event, Exited):
-                self._gone(worker, event.code, start_error=event.error)
+    def _started_as(self, event: Started | Exited) -> list[WorkerState]:
+        """The worker that an event of the parent is about; none if it is gone already."""
+        wanted = (event.generation, event.local_rank)
+        return [each for each in self._workers if (each.start, each.env.local_rank) == wanted]
 
     def _lost(self, workers: Sequence[WorkerState], reason: str) -> None:
         for worker in workers:
@@ -271,10 +272,12 @@ class WorkerIO:
 
     def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         """The process has ended: read the rest of its output and messages, report its end, close its files."""
+        # The parent's message may overtake the worker's last words, which are in pipes of their own.
         for stream in (OUT, ERR):
             self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
         if self._thread.watches(worker.channel):
             self._read_channel(worker)
+        # A worker that is getting another seat ends either in its old generation or in the new one, and never in both.
         with self.seating:
             self._ended(worker, code, start_error=start_error, lost=lost)
             self._forget(worker)

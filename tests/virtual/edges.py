@@ -182,9 +182,9 @@ class VirtualLeaseSession(LeaseSession):
 class VirtualStoreProxy:
     """The store proxy's thread as a task."""
 
-    def __init__(self, store: Wire, keys: Any, committed: Callable[[Any], None]) -> None:
-        process = store.process
-        self._errands = StoreRequests(store, keys, committed)
+    def __init__(self, requests: StoreRequests) -> None:
+        process = requests.store.process  # type: ignore[attr-defined]  # It is a `Wire` here.
+        self._errands = requests
         self._sim = process.sim
         self._process = process
         self._waiting = VirtualQueue(process.sim.engine, lambda: process.rate)

@@ -174,7 +174,7 @@ class VirtualSupervisor(Supervisor):
         sim = self._process.sim
         sim.engine.after(sim.plan.warm_s, self._put, Warm(1, "fork", "", sim.plan.warm_s))
 
-    def look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
+    def _look_for_laggards(self, now: float, elsewhere: Sequence[str]) -> None:
         """Not here: there is no process whose time and stacks could be looked at."""
 
     def _worker_ended(self, event: WorkerEnded) -> None:

@@ -108,7 +108,7 @@ def test_the_parent_is_closed(own, brood, is_alive):
     assert result.codes == {0: -signal.SIGKILL}
     assert not is_alive(own.parent.pid)
     with pytest.raises(ChannelClosed):
-        own.parent.send(Signal(0, signal.SIGTERM, sessions=False))
+        own.parent.send(Signal(1, signal.SIGTERM, [0]))
 
 
 def test_a_start_after_the_parent_was_lost(own, tmp_path):

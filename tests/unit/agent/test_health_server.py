@@ -121,7 +121,9 @@ def test_ready(changes: dict[str, Any], expected: bool, reason: str) -> None:
 def test_what_a_member_notes() -> None:
     """A newcomer's notes are its own state: no generation, no ranks, no steps, and since when etcd is away."""
     me = Me(record=RECORD.model_copy(update={"draining": True}), spec=SPEC)
-    noted = member("digits", me, View("alpha"), 50.0, away_since=48.0, alone_since=49.0, step=None)
+    outage = Outage(900.0, lambda _: None)
+    outage.since, outage.alone_since = 48.0, 49.0
+    noted = member("digits", me, View("alpha"), outage, 50.0, step=None)
     assert (noted.phase, noted.turned_at, noted.etcd_away_s) == ("member", 50.0, 2.0)
     assert noted.readiness == Finding(False, "on its way out: draining")
     assert (noted.generation, noted.ranks, noted.step) == (0, None, None)

@@ -13,7 +13,7 @@ import pytest
 
 from elasticrt.agent.agent import Agent
 from elasticrt.agent.event_loop import ThreadDied
-from elasticrt.agent.store_proxy import StoreProxy, StoreRequest
+from elasticrt.agent.store_proxy import StoreProxy, StoreRequest, StoreRequests
 from elasticrt.errors import StoreError
 from elasticrt.ipc.messages import Built, Claim, Reply, Save
 from elasticrt.liveness.prober import Prober
@@ -56,7 +56,7 @@ def _agent(tmp_path: Path) -> Iterator[Agent]:
 def _proxy() -> tuple[StoreProxy, int, MemoryStore]:
     store = MemoryStore(MemoryServer(lambda: 0.0))
     revision = store.commit(Txn((), (Put(KEYS.generation, SpecRecord(spec=SPEC, attempt=1).encode()),))).revision
-    return StoreProxy(store, KEYS, lambda _: None), revision, store
+    return StoreProxy(StoreRequests(store, KEYS, lambda _: None)), revision, store
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -119,6 +119,8 @@ def test_a_participant_ends_with_what_a_thread_of_its_own_has_died_of(monkeypatc
     one.open(30.0)
     turn = one.take(after=0)
     assert turn is not None
+    assert turn.listen is not None
+    turn.listen.close()
     assert not one.has(after=turn.generation.number)
 
     def broken(*_: object) -> str:

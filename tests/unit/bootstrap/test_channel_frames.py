@@ -19,7 +19,7 @@ def test_descriptors_stay_with_their_frame():
     sent = [end for pipe in pipes for end in pipe]
     small = Start(1, 0, ["x"], False, {}, "/", ["stdout", "stderr"])
     large = Start(1, 1, ["x"], False, {"LONG": "y" * 100_000}, "/", ["stdout"])
-    plain = Signal(1, 9, sessions=True)
+    plain = Signal(1, 9, [0])
     try:
         for message, fds in ((plain, []), (small, sent[:2]), (plain, []), (large, sent[2:3]), (plain, [])):
             sender.send(message, fds)

@@ -28,7 +28,7 @@ def leader():
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
-        process_sessions.kill_sessions([process.pid], signal.SIGKILL)
+        process_sessions.kill_sessions([process.pid])
 
 
 def test_members(leader):
@@ -43,7 +43,7 @@ def test_members(leader):
 def test_kill_sessions(leader):
     """One call ends the leader and what it has started, although this process is not the parent of that."""
     process, member = leader
-    process_sessions.kill_sessions([process.pid], signal.SIGKILL)
+    process_sessions.kill_sessions([process.pid])
     assert process.wait(10) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         while True:
@@ -59,7 +59,7 @@ def test_the_dead_are_no_members():
     assert process_sessions.members([process.pid]) == []
     assert process_sessions.is_zombie(process.pid)
     process_sessions.kill(process.pid, signal.SIGKILL)
-    process_sessions.kill_sessions([process.pid], signal.SIGKILL)
+    process_sessions.kill_sessions([process.pid])
 
 
 @pytest.mark.parametrize(

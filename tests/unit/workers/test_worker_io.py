@@ -70,7 +70,7 @@ class Heard:
         self.page = StatusPage(page)
         reader, self.errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         output = Output(ENV, LogOptions(console_ranks=frozenset()), WorkerConsole({}))
-        state = WorkerState(1, ENV, self.parent, output, channel, self.page, {ERR: reader})
+        state = WorkerState(1, ENV, output, channel, self.page, {ERR: reader})
         os.close(page)
         self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
         self.listener.add([state])
