@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from elasticrt.cli.control import LeaveOptions
 from elasticrt.cli.live_run import LiveRun, live_run, options_given
-from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, explain
+from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise run.without_nodes()
         if name not in members:
             expected = f"one of {', '.join(members)}"
-            raise ConfigError(explain("no such node", f"run {run.keys.run_id}", got=name, expected=expected))
+            raise ConfigError("no such node", f"run {run.keys.run_id}", got=name, expected=expected)
         life = members[name][0].incarnation
         # A node that has left may come back, as another member.
         _leave(run, lambda member: (member.node, member.incarnation) == (name, life), options.timeout_s)
@@ -70,13 +70,11 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> 
     while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
         if time.monotonic() >= deadline:
             raise RendezvousTimeoutError(
-                explain(
-                    "nodes are still there",
-                    f"run {run.keys.run_id}",
-                    got=f"{', '.join(left)} after {timeout_s:g} s",
-                    expected="all of them to save and leave",
-                    remedy="They go on trying: look again with `elasticrt status`, or end their agents by SIGTERM",
-                )
+                "nodes are still there",
+                f"run {run.keys.run_id}",
+                got=f"{', '.join(left)} after {timeout_s:g} s",
+                expected="all of them to save and leave",
+                remedy="They go on trying: look again with `elasticrt status`, or end their agents by SIGTERM",
             )
         asked = [
             transactions.drain(run.keys, value, member.model_copy(update={"draining": True}))

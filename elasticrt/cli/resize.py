@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 
 from elasticrt.cli.live_run import live_run, options_given
-from elasticrt.errors import EXIT_OK, StoreError, explain
+from elasticrt.errors import EXIT_OK, StoreError
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous import transactions
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
                 text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
                 write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
                 return EXIT_OK
-        raise StoreError(explain("the run's options keep changing", where, remedy="Try again"))
+        raise StoreError("the run's options keep changing", where, remedy="Try again")
 
 
 def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elasticrt import option_values as parse
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.option_values import NO_STREAMS, Streams, option
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.store.address import is_loopback, parse_endpoints
@@ -86,13 +86,11 @@ class MeetingFlags:
         """`options` with the way to etcd that these flags name, unless they have one. Raises ConfigError."""
         if self.rdzv_backend not in ("", "static", "c10d", *_THEIR_ETCD):
             raise ConfigError(
-                explain(
-                    "a rendezvous backend that elasticrt does not have",
-                    "--rdzv-backend",
-                    got=self.rdzv_backend,
-                    expected="c10d, static, elasticrt or etcd-v3",
-                    remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
-                )
+                "a rendezvous backend that elasticrt does not have",
+                "--rdzv-backend",
+                got=self.rdzv_backend,
+                expected="c10d, static, elasticrt or etcd-v3",
+                remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
             )
         if options.etcd or not self.rdzv_endpoint:
             return options
@@ -180,7 +178,7 @@ def _standalone(options: RunOptions) -> RunOptions:
     if options.nnodes[0] > 1:
         nnodes = ":".join(map(str, options.nnodes))
         what, remedy = "a run of one node that waits for more", "Leave one of them out"
-        raise ConfigError(explain(what, "--standalone, --nnodes", got=nnodes, remedy=remedy))
+        raise ConfigError(what, "--standalone, --nnodes", got=nnodes, remedy=remedy)
     return replace(options, nnodes=(1, 1), run_id=None, etcd=())
 
 
@@ -226,11 +224,11 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         where = f"--rdzv-conf {key}"
         if key not in _CONF:
             remedy = _REFUSED_CONF.get(key, "Leave it out")
-            raise ConfigError(explain("means nothing here", where, got=text, remedy=remedy))
+            raise ConfigError("means nothing here", where, got=text, remedy=remedy)
         try:
             given[key] = _CONF[key](text)
         except ValueError as error:
-            raise ConfigError(explain("not a usable value", where, got=text, expected=str(error))) from None
+            raise ConfigError("not a usable value", where, got=text, expected=str(error)) from None
     found: dict[str, Any] = {"serves": given.get("is_host")}
     if "join_timeout" in given or "timeout" in given:  # Many write `timeout` for it.
         found["join_timeout_s"] = given.get("join_timeout", given.get("timeout"))
@@ -241,6 +239,6 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
         if not 1.0 <= ttl_s <= 3600.0:
             where, expected = "--rdzv-conf keep_alive_interval", "1 s to 3600 s, with keep_alive_max_attempt"
-            raise ConfigError(explain("not a usable value", where, got=f"{ttl_s:g} s", expected=expected))
+            raise ConfigError("not a usable value", where, got=f"{ttl_s:g} s", expected=expected)
         found["lease_ttl_s"] = ttl_s
     return RunOptions(**found)

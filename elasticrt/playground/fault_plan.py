@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 GRAMMAR = """\
 WHEN: WHAT, where
@@ -63,7 +63,7 @@ def parse_fault(text: str) -> Fault:
     after_s = float(found["after_s"]) if found and found["after_s"] else None
     if found is None or not (1 <= (step if step is not None else 1) <= STEP_MAX and (after_s or 0.0) <= SECONDS_MAX):
         what, remedy = "this is no fault that simulate knows", f"Write it as {GRAMMAR}"
-        raise ConfigError(explain(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy))
+        raise ConfigError(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy)
     what = " ".join((found["what"] or found["add"]).split())
     return Fault(text, what, int(found["number"] or 0), step, after_s)
 

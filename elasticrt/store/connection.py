@@ -163,7 +163,7 @@ class Connections:
             # What a server with TLS does to a client without: it hangs up.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
             where = ", ".join(self.names)
-            raise StoreUnavailable(explain(message, where, got=error, remedy=remedy)) from error.__cause__
+            raise StoreUnavailable(message, where, got=error, remedy=remedy) from error.__cause__
 
     def close(self) -> None:
         """Close all channels. Operations under way end with StoreUnavailable."""
@@ -223,7 +223,7 @@ class _Operation:
             case ErrorMeaning.UNKNOWN:
                 self._connections.failed(endpoint)
                 message = f"no answer from etcd to {self._what}: its effect is unknown"
-                return StoreUnavailable(explain(message, where, got=cause(details) or code))
+                return StoreUnavailable(message, where, got=cause(details) or code)
             case ErrorMeaning.UNTRUSTED:
                 self._untrusted.add(where)
                 self._connections.failed(endpoint, redial=True)
@@ -234,7 +234,7 @@ class _Operation:
                 self._logins_left -= 1
                 return _AgainError(f"{details} at {where}")
             case ErrorMeaning.LEASE_LOST:
-                return LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details))
+                return LeaseLost(f"the lease is gone, so etcd did not {self._what}", where, got=details)
         kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
         return kind(refused(self._what, where, code, details))
 
@@ -291,10 +291,8 @@ def _password(credentials: Credentials) -> str:
         return Path(credentials.password_file).read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            explain(
-                "the password file is unreadable",
-                credentials.password_file,
-                got=error,
-                remedy="Check the path and its permissions",
-            )
+            "the password file is unreadable",
+            credentials.password_file,
+            got=error,
+            remedy="Check the path and its permissions",
         ) from error

@@ -84,7 +84,7 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
             _start(run_id, record, lock_fd, listen, linger_s)
             served = _found(record)
             if served is None:
-                raise StoreError(explain("the embedded etcd ended at once", f"run {run_id}", remedy="Start again"))
+                raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
         return served
 
 
@@ -124,7 +124,7 @@ def locked() -> Iterator[tuple[Path, int]]:
         while not _locks(fd):
             if time.monotonic() >= deadline:
                 what = "the lock of the embedded etcd stays taken"
-                raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
+                raise StoreError(what, str(directory), got=f"{LOCK_S_MAX:g} s")
             time.sleep(0.002)
         yield directory, fd
     finally:
@@ -185,7 +185,7 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
     except OSError as failure:
         got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
-        raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from failure
+        raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
     if error:
         raise StoreError(error)
 
@@ -267,9 +267,7 @@ def runtime_directory() -> Path:
         pass
     except OSError as error:
         remedy = "Set XDG_RUNTIME_DIR to a directory of this user alone"
-        raise ConfigError(
-            explain("the runtime directory can't be made", str(directory), got=error, remedy=remedy)
-        ) from error
+        raise ConfigError("the runtime directory can't be made", str(directory), got=error, remedy=remedy) from error
     problem = what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"
