@@ -240,21 +240,15 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
 
 def read_credentials(options: EtcdOptions) -> Credentials:
     """How to authenticate to etcd. Raises ConfigError for files that cannot be read."""
-    for name in ("etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_password_file"):
-        path = getattr(options, name)
+    files = {name: getattr(options, f"etcd_{name}") for name in ("ca_file", "cert_file", "key_file", "password_file")}
+    for name, path in files.items():
         if path is not None and not os.access(path, os.R_OK):
-            option = options_of(options)[name].names[0]
+            option = options_of(options)[f"etcd_{name}"].names[0]
             raise ConfigError("a file that cannot be read", option, got=path, expected="a readable file")
     user = options.etcd_user
     if user is not None and plain(user) != user:
         raise ConfigError("not a user's name", "--etcd-user", got=user, expected="text in UTF-8")
-    return Credentials(
-        ca_file=options.etcd_ca_file,
-        cert_file=options.etcd_cert_file,
-        key_file=options.etcd_key_file,
-        user=user,
-        password_file=options.etcd_password_file,
-    )
+    return Credentials(user=user, **files)
 
 
 # Output.

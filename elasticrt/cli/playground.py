@@ -21,8 +21,7 @@ from elasticrt.errors import ConfigError
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.option_values import option, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
-from elasticrt.playground.local_cluster import Simulation, play
-from elasticrt.playground.screen import Screen
+from elasticrt.playground.local_cluster import Screen, Simulation, play
 from elasticrt.run_options import RunOptions
 
 NODES_MAX = 256  # Real processes of one machine, each with its workers.

@@ -77,7 +77,9 @@ class Endpoint:
         with self._lock:
             if self._token is not None:
                 return
-            request = proto.AuthenticateRequest(name=self._credentials.user, password=_password(self._credentials))
+            assert self._credentials.password_file is not None, "a login has both"
+            password = read_file(self._credentials.password_file).rstrip("\r\n")
+            request = proto.AuthenticateRequest(name=self._credentials.user, password=password)
             try:
                 self._token = self._auth.Authenticate(request, timeout=timeout_s).token
             except grpc.RpcError as error:
@@ -285,14 +287,10 @@ def refused(what: str, where: str, code: str, details: str) -> str:
     return explain(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
 
 
-def _password(credentials: Credentials) -> str:
-    assert credentials.password_file is not None, "a login has both"
+def read_file(path: str, errors: str = "strict") -> str:
+    """The text of a file of credentials; `errors`: what to do with bytes that are not UTF-8. Raises ConfigError."""
     try:
-        return Path(credentials.password_file).read_text(encoding="utf-8").rstrip("\r\n")
+        return Path(path).read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "the password file is unreadable",
-            credentials.password_file,
-            got=error,
-            remedy="Check the path and its permissions",
-        ) from error
+        remedy = "Check the path and its permissions"
+        raise ConfigError("a credentials file is unreadable", path, got=error, remedy=remedy) from error

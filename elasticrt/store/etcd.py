@@ -14,12 +14,11 @@ import math
 import ssl
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from elasticrt.errors import ConfigError
 from elasticrt.store import etcd_messages, proto
-from elasticrt.store.connection import Connections
+from elasticrt.store.connection import Connections, read_file
 from elasticrt.store.protocol import (
     Address,
     Credentials,
@@ -175,7 +174,7 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
     if any(address.scheme == "https" for address in addresses):
         _check_files(credentials)
     if credentials.password_file is not None:
-        _check_readable(credentials.password_file)
+        read_file(credentials.password_file)
 
 
 def _check_files(credentials: Credentials) -> None:
@@ -184,13 +183,4 @@ def _check_files(credentials: Credentials) -> None:
         raise ConfigError("no certificate authority to trust", "--etcd", expected="--etcd-ca-file")
     for path in (trusted, credentials.cert_file, credentials.key_file):
         if path is not None:
-            _check_readable(path)
-
-
-def _check_readable(path: str) -> None:
-    try:
-        Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            "a credentials file is unreadable", path, got=error, remedy="Check the path and its permissions"
-        ) from error
+            read_file(path, errors="replace")  # Certificates may have comments in any encoding.

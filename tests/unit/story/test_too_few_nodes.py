@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.resize import _consequence
+from elasticrt.cli.change_run import _consequence
 from elasticrt.cli.status import describe
 from elasticrt.rendezvous.records import Generation, Member, SpecRecord
 from elasticrt.spec import RunSpec
