@@ -17,7 +17,7 @@ from elasticrt.errors import ConfigError
 from elasticrt.option_values import NO_STREAMS, Streams, option
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.store.address import is_loopback, parse_endpoints
-from elasticrt.store.protocol import Address
+from elasticrt.store.protocol import Address, bracketed
 
 TAKEN = (
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone",
@@ -147,7 +147,7 @@ class TorchrunFlags(MeetingFlags):
                 notes.append(f"--standalone makes a run with a name of its own: not {options.run_id}")
             endpoint, options = "", _standalone(options)
         if self.master_addr is not None or self.master_port is not None:
-            where = f"{_bracketed(self.master_addr or '127.0.0.1')}:{self.master_port or STATIC_PORT}"
+            where = f"{bracketed(self.master_addr or '127.0.0.1')}:{self.master_port or STATIC_PORT}"
             said = f"{where} (--master-addr, --master-port)"
             if options.nnodes[1] == 1:
                 notes.append(f"{said} is left to the script: this node meets nobody there")
@@ -186,10 +186,6 @@ def _less(shown: Streams, kept: Streams) -> Streams:
     """Streams of the first without those of the second."""
     some = {rank: shown.of(rank) - kept.of(rank) for rank in {*shown.some, *kept.some}}
     return Streams(shown.others - kept.others, some)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 _CONF = {

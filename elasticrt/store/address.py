@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from dataclasses import replace
 from typing import Literal
 
 from elasticrt.errors import ConfigError
@@ -55,7 +56,7 @@ def check_security(addresses: tuple[Address, ...], insecure: bool) -> None:
                 "etcd on another machine without TLS",
                 "--etcd",
                 got=str(address),
-                expected=f"https://{_bracketed(address.host)}:{address.port}",
+                expected=str(replace(address, scheme="https")),
                 remedy="Anyone on the network could read and change the run; --insecure-etcd accepts that",
             )
 
@@ -109,10 +110,6 @@ def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _wrong(what: str, item: str, expected: str = _EXPECTED) -> ConfigError:

@@ -18,7 +18,7 @@ from typing import Any
 
 import tenacity  # Repeats what may be repeated until the time is over, with pauses that grow.
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.store import proto
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
 from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreFull, StoreRefused, StoreUnavailable
@@ -231,14 +231,13 @@ class _Operation:
                 self._connections.failed(endpoint, redial=True)
                 if len(self._untrusted) < len(self._connections):
                     return _AgainError(f"{cause(details)} at {where}")
-                return StoreRefused(untrusted(endpoint.address, details))
+                return untrusted(endpoint.address, details)
             case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):
                 self._logins_left -= 1
                 return _AgainError(f"{details} at {where}")
             case ErrorMeaning.LEASE_LOST:
                 return LeaseLost(f"the lease is gone, so etcd did not {self._what}", where, got=details)
-        kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
-        return kind(refused(self._what, where, code, details))
+        return refused(self._what, where, code, details)
 
 
 def status(error: grpc.RpcError) -> tuple[str, str]:
@@ -261,30 +260,34 @@ def cause(details: str) -> str:
     return resolving.group() if resolving else text
 
 
-def untrusted(address: Address, details: str) -> str:
-    """The message for a peer that is not the etcd we expect."""
+def untrusted(address: Address, details: str) -> StoreRefused:
+    """The error for a peer that is not the etcd we expect."""
     if address.scheme == "https":
         remedy = "Check that it is etcd with TLS, and --etcd-ca-file, --etcd-cert-file and --etcd-key-file"
     else:
         remedy = "Check host and port; an etcd with TLS needs https://"
-    return explain(
-        "not an etcd that we can talk to", str(address), got=cause(details), expected="etcd's gRPC port", remedy=remedy
-    )
+    what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
+    return StoreRefused(what, str(address), got=cause(details), expected=expected, remedy=remedy)
 
 
-def refused(what: str, where: str, code: str, details: str) -> str:
-    """The message for an answer that says no, with the remedy for the usual ones."""
-    text = details.lower()
-    remedy = ""
-    if "user name is empty" in text or "invalid user id or password" in text or code == "UNAUTHENTICATED":
-        remedy = "Check --etcd-user and --etcd-password-file, or use a client certificate"
-    elif "permission denied" in text:
-        remedy = "The etcd user needs readwrite permission on the prefix of the run"
-    elif "space exceeded" in text:
-        remedy = "etcd is full: compact and defragment it, or raise its quota"
-    elif code == "UNIMPLEMENTED":
-        remedy = "Is this etcd 3.4 or newer?"
-    return explain(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
+def refused(what: str, where: str, code: str, details: str) -> StoreRefused:
+    """The error for an answer that says no, with the remedy for the usual ones."""
+    text = f"{code} {details}".lower()
+    remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), "")
+    kind = StoreFull if "space exceeded" in text else StoreRefused
+    return kind(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
+
+
+_CHECK_LOGIN = "Check --etcd-user and --etcd-password-file, or use a client certificate"
+_REMEDIES = {
+    "user name is empty": _CHECK_LOGIN,
+    "invalid user id or password": _CHECK_LOGIN,
+    "unauthenticated": _CHECK_LOGIN,
+    "permission denied": "The etcd user needs readwrite permission on the prefix of the run",
+    "space exceeded": "etcd is full: compact and defragment it, or raise its quota",
+    "unimplemented": "Is this etcd 3.4 or newer?",
+}
+"""By a part of the code and text of a refusal."""
 
 
 def read_file(path: str, errors: str = "strict") -> str:

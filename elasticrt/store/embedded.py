@@ -267,8 +267,7 @@ def runtime_directory() -> Path:
     if problem:
         expected = "a directory of this user alone (mode 0700)"
         remedy = "Somebody else may control it: remove it, or set XDG_RUNTIME_DIR"
-        message = explain("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
-        raise ConfigError(message)
+        raise ConfigError("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
     return directory
 
 

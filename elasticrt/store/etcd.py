@@ -30,6 +30,7 @@ from elasticrt.store.protocol import (
     Txn,
     TxnResult,
     WatchSink,
+    bracketed,
 )
 from elasticrt.store.watcher import EtcdWatch, Watcher
 
@@ -141,7 +142,7 @@ def _dial(address: Address, credentials: Credentials) -> Any:
     """An etcd3 client for one address; it connects with its first RPC."""
     if address.scheme == "unix":  # Both together are gRPC's name of the target.
         return etcd3.client(host="unix", port=address.host, grpc_options=CHANNEL_OPTIONS)
-    host = f"[{address.host}]" if ":" in address.host else address.host
+    host = bracketed(address.host)
     if address.scheme == "http":
         return etcd3.client(host=host, port=address.port, grpc_options=CHANNEL_OPTIONS)
     _check_files(credentials)

@@ -21,7 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from queue import SimpleQueue
 
-from elasticrt.errors import ConfigError, StoreError, explain
+from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.leash import command_of
 from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
@@ -273,8 +273,8 @@ def claim(listen: Address, option: str) -> Address:
         except OSError as error:
             got = f"{listen.host}:{listen.port}: {error.strerror or error}"
             remedy = "Choose another, or end who has it" if error.errno == errno.EADDRINUSE else "Choose another"
-            message = explain("the port can't be had", option, got=got, expected="a free port", remedy=remedy)
-            raise ConfigError(message) from error
+            what = "the port can't be had"
+            raise ConfigError(what, option, got=got, expected="a free port", remedy=remedy) from error
     return replace(listen, host=ip)
 
 
