@@ -75,6 +75,7 @@ class Endpoint:
         if self._credentials.user is None or self._token is not None:
             return
         with self._lock:
+            # Threads whose token has expired come here together. The first one's login serves all of them.
             if self._token is not None:
                 return
             assert self._credentials.password_file is not None, "a login has both"
@@ -136,6 +137,7 @@ class Connections:
             if redial and endpoint in self._endpoints:
                 self._endpoints[self._endpoints.index(endpoint)] = None
                 endpoint.close()
+            # Several operations may fail at one endpoint. Only the first moves on: the next endpoint has not failed.
             if endpoint.address == self._addresses[self._current]:
                 self._current = (self._current + 1) % len(self._addresses)
 
@@ -197,6 +199,7 @@ class _Operation:
         timeout_s = self._deadline - time.monotonic()
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
+        # A transaction gets all the time there is: a try that is cut off leaves its effect unknown.
         if self._repeatable and len(self._connections) > 1:
             timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
         endpoint = self._connections.current()

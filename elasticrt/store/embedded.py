@@ -78,8 +78,9 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
         record = record_of(directory, run_id)
         served = _found(record)
         if served is None:
+            # No keeper that was killed removes its own record, and its run may never come back.
             for path in directory.glob("*.json"):
-                _living(path)  # Removes the records of dead keepers of other runs.
+                _living(path)
             _start(run_id, record, lock_fd, listen, linger_s)
             served = _found(record)
             if served is None:
@@ -119,6 +120,7 @@ def locked() -> Iterator[tuple[Path, int]]:
     directory = runtime_directory()
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        # A blocking flock has no deadline, and one that hangs would hang every agent of this user.
         deadline = time.monotonic() + LOCK_S_MAX
         while not _locks(fd):
             if time.monotonic() >= deadline:
@@ -142,7 +144,7 @@ def _found(record: Path) -> Served | None:
     """The server of a record, whose keeper from now on waits for the agent that has found it."""
     served = _living(record)
     if served is not None:
-        os.utime(record)
+        os.utime(record)  # The keeper compares this time before it ends, see `embedded_supervisor.Need`.
     return served
 
 
