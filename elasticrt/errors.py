@@ -1,7 +1,8 @@
 """Errors, named by who must act. The exit code of the process is part of the error.
 
-Every message has one form, made by `explain`: what is wrong, where, what was found, what was expected, and one remedy.
-A user's mistake never ends in a traceback. A bug of ours always does (exit code 70).
+Every message has one form: what is wrong, where, what was found, what was expected, and one remedy. An error makes it
+from its arguments; other exceptions and log lines call `explain`. A user's mistake never ends in a traceback. A bug of
+ours always does (exit code 70).
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ GOT_MAX = 240
 
 
 class ElasticError(Exception):
-    """Base of all errors that elasticrt raises on purpose."""
+    """Base of all errors that elasticrt raises on purpose. The arguments are those of `explain`.
+
+    Without `where`, `what` is the whole message. Pickling relies on it: a copy is made from the message alone.
+    """
 
     exit_code: int = EXIT_BUG
+
+    def __init__(self, what: str, where: str = "", *, got: object = None, expected: str = "", remedy: str = "") -> None:
+        super().__init__(explain(what, where, got=got, expected=expected, remedy=remedy) if where else what)
 
 
 class ConfigError(ElasticError):

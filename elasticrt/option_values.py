@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.store.address import check_host
 
 OUT, ERR = "out", "err"
@@ -218,13 +218,11 @@ def check_name(text: str, where: str) -> str:
     """A run id or a node name, given as `where`: it becomes part of keys in etcd and of paths. Raises ConfigError."""
     if not NAME.fullmatch(text):
         raise ConfigError(
-            explain(
-                "not a usable name",
-                where,
-                got=text,
-                expected="1 to 128 of the characters A-Z a-z 0-9 . _ -, not starting with a dot",
-                remedy="Choose another name",
-            )
+            "not a usable name",
+            where,
+            got=text,
+            expected="1 to 128 of the characters A-Z a-z 0-9 . _ -, not starting with a dot",
+            remedy="Choose another name",
         )
     return text
 
@@ -240,7 +238,7 @@ def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most <= NODES_MAX:
         expected = f"N or MIN:MAX, 1 <= MIN <= MAX <= {NODES_MAX}"
-        raise ConfigError(explain("not a number of nodes", where, got=text, expected=expected, remedy="Example: 1:4"))
+        raise ConfigError("not a number of nodes", where, got=text, expected=expected, remedy="Example: 1:4")
     return least, most
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt.audit.exactly_once import AuditResult, check
-from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError, explain
+from elasticrt.errors import EXIT_OK, EXIT_WORKERS, ConfigError
 from elasticrt.ipc.ledger_file import SUFFIX, LedgerFile, read
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
@@ -52,13 +52,11 @@ def main(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         got = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            explain(
-                "not a ledger that can be checked",
-                ", ".join(arguments.directories),
-                got=got,
-                expected=f"directories with files *{SUFFIX}, each whole",
-                remedy="Name the directory of Loop(ledger=DIR) or ELASTICRT_LEDGER",
-            )
+            "not a ledger that can be checked",
+            ", ".join(arguments.directories),
+            got=got,
+            expected=f"directories with files *{SUFFIX}, each whole",
+            remedy="Name the directory of Loop(ledger=DIR) or ELASTICRT_LEDGER",
         ) from None
     write(sys.stdout, "\n".join(describe(verdict)) + "\n")
     return EXIT_WORKERS if verdict.problems else EXIT_OK

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elasticrt.cli.slurm import Slurm, placed
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.option_values import as_name, check_name, options_of
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.settings import Command, LogOptions, Settings
@@ -106,7 +106,7 @@ def command_of(options: RunOptions, script: str | None, arguments: list[str]) ->
         raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
     if not script:
         expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
-        raise ConfigError(explain("nothing to run", "SCRIPT", expected=expected, remedy=remedy))
+        raise ConfigError("nothing to run", "SCRIPT", expected=expected, remedy=remedy)
     argv = (script, *arguments)
     if options.module:
         _check_module(script)
@@ -123,7 +123,7 @@ def _check_program(name: str, where: str) -> None:
         there = Path(name).is_file()
         got = "a file without execute permission" if there else "nothing of that name"
         remedy = f"chmod +x {name}" if there else "Check the path"
-        raise ConfigError(explain("not a program", where, got=got, expected="one that can be run", remedy=remedy))
+        raise ConfigError("not a program", where, got=got, expected="one that can be run", remedy=remedy)
 
 
 def _check_module(name: str) -> None:
@@ -134,20 +134,20 @@ def _check_module(name: str) -> None:
         top and (PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top))
     ):
         got, expected = "nothing of that name here or installed", "a Python module"
-        raise ConfigError(explain("no such module", name, got=got, expected=expected, remedy="Check the name"))
+        raise ConfigError("no such module", name, got=got, expected=expected, remedy="Check the name")
 
 
 def _check_script(path: Path) -> None:
     name = str(path)
     if not path.exists():
         got, expected = f"no file at {path.absolute()}", "a Python file"
-        raise ConfigError(explain("no such script", name, got=got, expected=expected, remedy="Check the path"))
+        raise ConfigError("no such script", name, got=got, expected=expected, remedy="Check the path")
     if path.is_dir() and not (path / "__main__.py").exists():
         expected, remedy = "a Python file", "Name the file"
-        raise ConfigError(explain("not a script", name, got="a directory", expected=expected, remedy=remedy))
+        raise ConfigError("not a script", name, got="a directory", expected=expected, remedy=remedy)
     if not os.access(path, os.R_OK):
         expected, remedy = "read permission", f"chmod +r {name}"
-        raise ConfigError(explain("a script that cannot be read", name, expected=expected, remedy=remedy))
+        raise ConfigError("a script that cannot be read", name, expected=expected, remedy=remedy)
 
 
 # Names, workers and GPUs.
@@ -178,7 +178,7 @@ def count_workers(wanted: int | str | None, env: Mapping[str, str]) -> int:
         devices = len([entry for entry in Path("/dev").glob("nvidia[0-9]*") if entry.name[6:].isdigit()])
     if wanted == "gpu" and not devices:
         raise ConfigError(
-            explain("no GPU is visible", "--nproc-per-node gpu", expected="at least one", remedy="Use auto or a number")
+            "no GPU is visible", "--nproc-per-node gpu", expected="at least one", remedy="Use auto or a number"
         )
     return devices or (cpus if wanted == "auto" else 1)
 
@@ -189,13 +189,11 @@ def own_gpus(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
     names = [str(number) for number in range(workers)] if visible is None else visible.split(",")
     if len(names) < workers:
         raise ConfigError(
-            explain(
-                "more workers than visible GPUs",
-                "--virtual-local-rank",
-                got=f"{workers} workers, CUDA_VISIBLE_DEVICES={visible}",
-                expected="a GPU for each",
-                remedy="Start fewer workers",
-            )
+            "more workers than visible GPUs",
+            "--virtual-local-rank",
+            got=f"{workers} workers, CUDA_VISIBLE_DEVICES={visible}",
+            expected="a GPU for each",
+            remedy="Start fewer workers",
         )
     return tuple(name.strip() for name in names[:workers])
 
@@ -236,27 +234,21 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
         # /etc/hosts often maps a machine's own name to 127.0.1.1. A loopback address that was typed is meant.
         got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
         what, remedy = "a name that means this machine alone", "Give the IP address that `ip -brief address` shows"
-        raise ConfigError(explain(what, "--local-addr", got=got, expected=expected, remedy=remedy))
+        raise ConfigError(what, "--local-addr", got=got, expected=expected, remedy=remedy)
     return ip
 
 
 def read_credentials(options: EtcdOptions) -> Credentials:
     """How to authenticate to etcd. Raises ConfigError for files that cannot be read."""
-    for name in ("etcd_ca_file", "etcd_cert_file", "etcd_key_file", "etcd_password_file"):
-        path = getattr(options, name)
+    files = {name: getattr(options, f"etcd_{name}") for name in ("ca_file", "cert_file", "key_file", "password_file")}
+    for name, path in files.items():
         if path is not None and not os.access(path, os.R_OK):
-            option = options_of(options)[name].names[0]
-            raise ConfigError(explain("a file that cannot be read", option, got=path, expected="a readable file"))
+            option = options_of(options)[f"etcd_{name}"].names[0]
+            raise ConfigError("a file that cannot be read", option, got=path, expected="a readable file")
     user = options.etcd_user
     if user is not None and plain(user) != user:
-        raise ConfigError(explain("not a user's name", "--etcd-user", got=user, expected="text in UTF-8"))
-    return Credentials(
-        ca_file=options.etcd_ca_file,
-        cert_file=options.etcd_cert_file,
-        key_file=options.etcd_key_file,
-        user=user,
-        password_file=options.etcd_password_file,
-    )
+        raise ConfigError("not a user's name", "--etcd-user", got=user, expected="text in UTF-8")
+    return Credentials(user=user, **files)
 
 
 # Output.
@@ -279,9 +271,7 @@ def _check_log_dir(directory: Path) -> None:
     except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
         got, expected = f"{there}: {error.strerror}", "a directory that can be made and written to"
         remedy = "Name another one. Without --log-dir it is elasticrt_runs"
-        raise ConfigError(
-            explain("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy)
-        ) from None
+        raise ConfigError("no place for logs", "--log-dir", got=got, expected=expected, remedy=remedy) from None
 
 
 def log_options(options: RunOptions, workers: int, env: Mapping[str, str]) -> LogOptions:

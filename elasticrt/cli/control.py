@@ -74,7 +74,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 def main(arguments: argparse.Namespace) -> int:
     """Carry out the command; its exit code."""
-    from elasticrt.cli import drain, resize, status
+    from elasticrt.cli import change_run, status
 
-    commands = {"status": status.main, "stop": drain.stop, "drain": drain.main, "resize": resize.main}
+    commands = {"status": status.main, "stop": change_run.stop, "drain": change_run.drain, "resize": change_run.resize}
     return commands[arguments.command](arguments)

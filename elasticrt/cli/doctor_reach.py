@@ -14,6 +14,7 @@ from typing import Any
 
 from elasticrt.cli.doctor_findings import Finding, peer
 from elasticrt.ipc.std_streams import write
+from elasticrt.store.protocol import bracketed
 
 PORTS = 3
 STEP_S = 3.0
@@ -29,8 +30,7 @@ def answer_peers(address: str) -> None:
     with ExitStack() as opened:
         sockets = [opened.enter_context(_listener(address)) for _ in range(1 + PORTS)]
         asked, *ports = (each.getsockname()[1] for each in sockets)
-        shown = f"[{address}]" if ":" in address else address
-        write(sys.stdout, f"on the other machine: elasticrt doctor --peer {shown}:{asked}\n")
+        write(sys.stdout, f"on the other machine: elasticrt doctor --peer {bracketed(address)}:{asked}\n")
         while (left := until - time.monotonic()) > 0:
             sockets[0].settimeout(left)
             with suppress(OSError, ValueError, TypeError, KeyError):  # A malformed question gets no answer.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from elasticrt import __version__
 from elasticrt.cli.options import read
-from elasticrt.errors import EXIT_BUG, EXIT_USAGE, ConfigError, ElasticError, explain
+from elasticrt.errors import EXIT_BUG, EXIT_USAGE, ConfigError, ElasticError
 from elasticrt.ipc.std_streams import Unwritable, occupy, tell, write
 from elasticrt.run_options import RunOptions
 from elasticrt.text import log_line, plain
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             near = self._meant(wrong[1])
             remedy = f"Did you mean `{near}`?" if near else f"Write {self.prog} COMMAND [options]"
             choices = f"one of {', '.join(commands)}"
-            raise ConfigError(explain("no such command", self.prog, got=wrong[1], expected=choices, remedy=remedy))
+            raise ConfigError("no such command", self.prog, got=wrong[1], expected=choices, remedy=remedy)
         near = self._near(message.rpartition("unrecognized arguments: ")[2])
         hint = f". Did you mean {near}?" if near else f". See `{self.prog} --help`"
         raise ConfigError(f"{message} ({self.prog}){hint}")
@@ -104,7 +104,7 @@ def _check_directory() -> None:
     except OSError as error:
         expected, remedy = "a directory that is still there", "cd to another one"
         raise ConfigError(
-            explain("no working directory", ".", got=str(error.strerror), expected=expected, remedy=remedy)
+            "no working directory", ".", got=str(error.strerror), expected=expected, remedy=remedy
         ) from None
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elasticrt.cli.torchrun_flags import REFUSED, SECTION, variable
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.option_values import Option, options_of, yes_or_no
 from elasticrt.run_options import RunOptions
 
@@ -119,8 +119,8 @@ def _value(option: Option, text: str, where: str, prog: str) -> Any:
     try:
         return option.parse(text) if option.value else yes_or_no(text)
     except ValueError as error:
-        message = explain("not a usable value", where, got=text, expected=str(error), remedy=f"See {prog} --help")
-        raise ConfigError(message) from None
+        what, remedy = "not a usable value", f"See {prog} --help"
+        raise ConfigError(what, where, got=text, expected=str(error), remedy=remedy) from None
 
 
 def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, without: Container[str]) -> list[str]:

@@ -17,12 +17,11 @@ from elasticrt.cli import run
 from elasticrt.cli.configure import configure as configure_run
 from elasticrt.cli.configure import count_workers
 from elasticrt.cli.options import add_command, read
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.option_values import option, whole
 from elasticrt.playground.fault_plan import GRAMMAR, Fault, parse_fault
-from elasticrt.playground.local_cluster import Simulation, play
-from elasticrt.playground.screen import Screen
+from elasticrt.playground.local_cluster import Screen, Simulation, play
 from elasticrt.run_options import RunOptions
 
 NODES_MAX = 256  # Real processes of one machine, each with its workers.
@@ -108,16 +107,14 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
         there = (nodes + _added(faults)) * (workers_per_node if kind == "worker" else 1)
         if fault.number >= there:
             expected = f"a {kind} from 0 to {there - 1}"
-            raise ConfigError(explain(f"no such {kind}", "--fault", got=fault.text, expected=expected))
+            raise ConfigError(f"no such {kind}", "--fault", got=fault.text, expected=expected)
     if nodes + _added(faults) < spec.min_nodes:
         raise ConfigError(
-            explain(
-                "the run would wait for nodes that never come",
-                "--nodes",
-                got=nodes,
-                expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
-                remedy="Start more nodes or lower the minimum (--min-nodes)",
-            )
+            "the run would wait for nodes that never come",
+            "--nodes",
+            got=nodes,
+            expected=f"at least the minimum of {spec.min_nodes}, with those that faults add",
+            remedy="Start more nodes or lower the minimum (--min-nodes)",
         )
     words = [*run.words_given(arguments, {}, without=_OURS)]  # Agents read the environment by themselves.
     if options.log_dir != RunOptions.log_dir:

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from elasticrt.cli.options import add_command, read
-from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError, explain
+from elasticrt.errors import EXIT_OK, EXIT_TERMINATED, ConfigError, StoreError
 from elasticrt.ipc.file_modes import make_directory
 from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import host_and_port, option
@@ -77,13 +77,11 @@ def main(arguments: argparse.Namespace) -> int:
     if options.listen is not None:
         if options.client_ca_file is None and not options.insecure_etcd:
             raise ConfigError(
-                explain(
-                    "an etcd that authenticates nobody",
-                    "--listen",
-                    expected="--client-ca-file, or no --listen: a socket that only you can use",
-                    remedy="Whoever reaches the port, each user of this machine too, could read and change the runs; "
-                    "--insecure-etcd accepts that",
-                )
+                "an etcd that authenticates nobody",
+                "--listen",
+                expected="--client-ca-file, or no --listen: a socket that only you can use",
+                remedy="Whoever reaches the port, each user of this machine too, could read and change the runs; "
+                "--insecure-etcd accepts that",
             )
         given = Address("https" if options.tls else "http", *options.listen)
         listen = etcd_server.claim(given, "--listen")
@@ -106,14 +104,14 @@ def _held(directory: Path) -> Iterator[None]:
         directory.mkdir(mode=0o700, exist_ok=True)
         lock = (directory / "lock").open("wb")
     except OSError as error:
-        raise ConfigError(explain("the data directory can't be made or used", "--data-dir", got=str(error))) from error
+        raise ConfigError("the data directory can't be made or used", "--data-dir", got=str(error)) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             what, got = "the data directory can't be had alone", f"{directory}: {error.strerror}"
             remedy = "Choose another, or end who has it"
-            raise ConfigError(explain(what, "--data-dir", got=got, remedy=remedy)) from error
+            raise ConfigError(what, "--data-dir", got=got, remedy=remedy) from error
         yield
 
 
@@ -123,10 +121,10 @@ def _socket_in(directory: Path) -> Address:
     problem = embedded.what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"
-        raise ConfigError(explain("others could use a socket in there", "--data-dir", got=problem, expected=expected))
+        raise ConfigError("others could use a socket in there", "--data-dir", got=problem, expected=expected)
     if len(os.fsencode(address.host)) > SOCKET_PATH_MAX_BYTES:
         expected = f"at most {SOCKET_PATH_MAX_BYTES} bytes"
-        raise ConfigError(explain("a path too long for a socket", "--data-dir", got=address.host, expected=expected))
+        raise ConfigError("a path too long for a socket", "--data-dir", got=address.host, expected=expected)
     return address
 
 
@@ -136,7 +134,7 @@ def check_tls(options: ServeOptions) -> None:
         return
     where = "--cert-file, --key-file, --client-ca-file"
     if options.cert_file is None or options.key_file is None or options.listen is None:
-        raise ConfigError(explain("half of TLS", where, expected="--listen, --cert-file and --key-file together"))
+        raise ConfigError("half of TLS", where, expected="--listen, --cert-file and --key-file together")
     import ssl  # It takes a while to load, and few need it.
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -146,7 +144,7 @@ def check_tls(options: ServeOptions) -> None:
             context.load_verify_locations(options.client_ca_file)
     except OSError as error:
         expected = "PEM files, the key that of the certificate"
-        raise ConfigError(explain("unusable certificates", where, got=str(error), expected=expected)) from error
+        raise ConfigError("unusable certificates", where, got=str(error), expected=expected) from error
 
 
 def serve(binary: Path, directory: Path, listen: Address, given: Address, options: ServeOptions) -> int:
@@ -167,7 +165,7 @@ def serve(binary: Path, directory: Path, listen: Address, given: Address, option
     if number != signal.SIGCHLD:
         return EXIT_OK if number == signal.SIGINT else EXIT_TERMINATED
     got, remedy = etcd.why_it_ended()
-    raise StoreError(explain("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy))
+    raise StoreError("etcd ended by itself", str(binary), got=got or "no reason told", remedy=remedy)
 
 
 def how_to_join(address: Address, options: ServeOptions, version: tuple[int, ...]) -> list[str]:

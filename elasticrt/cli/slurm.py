@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elasticrt.cli.torchrun_flags import meeting_place
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.run_options import RunOptions
 from elasticrt.text import shell
 
@@ -96,14 +96,12 @@ def placed(options: RunOptions, slurm: Slurm | None) -> RunOptions:
     if first and options.insecure_etcd:
         return replace(options, meet_at=meeting_place(f"{slurm.first}:{slurm.port}"))
     raise ConfigError(
-        explain(
-            "nodes of a SLURM job that have no etcd to meet in",
-            "--etcd",
-            got=f"{slurm.step_nodes} nodes in step {slurm.step}" if first else f"an element of array {slurm.array}",
-            expected="an etcd that all of them reach",
-            remedy="Name one with --etcd (deploy/slurm/etcd.sbatch starts one)"
-            + (f"; with --insecure-etcd {slurm.first} serves one for this job, without TLS" if first else ""),
-        )
+        "nodes of a SLURM job that have no etcd to meet in",
+        "--etcd",
+        got=f"{slurm.step_nodes} nodes in step {slurm.step}" if first else f"an element of array {slurm.array}",
+        expected="an etcd that all of them reach",
+        remedy="Name one with --etcd (deploy/slurm/etcd.sbatch starts one)"
+        + (f"; with --insecure-etcd {slurm.first} serves one for this job, without TLS" if first else ""),
     )
 
 
@@ -130,5 +128,5 @@ def first_node(nodes: str) -> str:
 def _whole(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise ConfigError(explain(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0"))
+        raise ConfigError(f"{name} is malformed", "environment", got=text, expected="a whole number >= 0")
     return int(text)

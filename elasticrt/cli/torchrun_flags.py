@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elasticrt import option_values as parse
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.option_values import NO_STREAMS, Streams, option
 from elasticrt.run_options import EtcdOptions, RunOptions
 from elasticrt.store.address import is_loopback, parse_endpoints
-from elasticrt.store.protocol import Address
+from elasticrt.store.protocol import Address, bracketed
 
 TAKEN = (
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone",
@@ -86,13 +86,11 @@ class MeetingFlags:
         """`options` with the way to etcd that these flags name, unless they have one. Raises ConfigError."""
         if self.rdzv_backend not in ("", "static", "c10d", *_THEIR_ETCD):
             raise ConfigError(
-                explain(
-                    "a rendezvous backend that elasticrt does not have",
-                    "--rdzv-backend",
-                    got=self.rdzv_backend,
-                    expected="c10d, static, elasticrt or etcd-v3",
-                    remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
-                )
+                "a rendezvous backend that elasticrt does not have",
+                "--rdzv-backend",
+                got=self.rdzv_backend,
+                expected="c10d, static, elasticrt or etcd-v3",
+                remedy="Agents meet in etcd v3: use --etcd ENDPOINTS",
             )
         if options.etcd or not self.rdzv_endpoint:
             return options
@@ -149,7 +147,7 @@ class TorchrunFlags(MeetingFlags):
                 notes.append(f"--standalone makes a run with a name of its own: not {options.run_id}")
             endpoint, options = "", _standalone(options)
         if self.master_addr is not None or self.master_port is not None:
-            where = f"{_bracketed(self.master_addr or '127.0.0.1')}:{self.master_port or STATIC_PORT}"
+            where = f"{bracketed(self.master_addr or '127.0.0.1')}:{self.master_port or STATIC_PORT}"
             said = f"{where} (--master-addr, --master-port)"
             if options.nnodes[1] == 1:
                 notes.append(f"{said} is left to the script: this node meets nobody there")
@@ -180,7 +178,7 @@ def _standalone(options: RunOptions) -> RunOptions:
     if options.nnodes[0] > 1:
         nnodes = ":".join(map(str, options.nnodes))
         what, remedy = "a run of one node that waits for more", "Leave one of them out"
-        raise ConfigError(explain(what, "--standalone, --nnodes", got=nnodes, remedy=remedy))
+        raise ConfigError(what, "--standalone, --nnodes", got=nnodes, remedy=remedy)
     return replace(options, nnodes=(1, 1), run_id=None, etcd=())
 
 
@@ -188,10 +186,6 @@ def _less(shown: Streams, kept: Streams) -> Streams:
     """Streams of the first without those of the second."""
     some = {rank: shown.of(rank) - kept.of(rank) for rank in {*shown.some, *kept.some}}
     return Streams(shown.others - kept.others, some)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 _CONF = {
@@ -226,11 +220,11 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         where = f"--rdzv-conf {key}"
         if key not in _CONF:
             remedy = _REFUSED_CONF.get(key, "Leave it out")
-            raise ConfigError(explain("means nothing here", where, got=text, remedy=remedy))
+            raise ConfigError("means nothing here", where, got=text, remedy=remedy)
         try:
             given[key] = _CONF[key](text)
         except ValueError as error:
-            raise ConfigError(explain("not a usable value", where, got=text, expected=str(error))) from None
+            raise ConfigError("not a usable value", where, got=text, expected=str(error)) from None
     found: dict[str, Any] = {"serves": given.get("is_host")}
     if "join_timeout" in given or "timeout" in given:  # Many write `timeout` for it.
         found["join_timeout_s"] = given.get("join_timeout", given.get("timeout"))
@@ -241,6 +235,6 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
         ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
         if not 1.0 <= ttl_s <= 3600.0:
             where, expected = "--rdzv-conf keep_alive_interval", "1 s to 3600 s, with keep_alive_max_attempt"
-            raise ConfigError(explain("not a usable value", where, got=f"{ttl_s:g} s", expected=expected))
+            raise ConfigError("not a usable value", where, got=f"{ttl_s:g} s", expected=expected)
         found["lease_ttl_s"] = ttl_s
     return RunOptions(**found)

@@ -113,6 +113,7 @@ class RequestServer:
         client = Client(connection)
         self._clients[client] = None
         self._thread.watch(connection, READ, partial(self._hear, client))
+        # Timers are not cancelled: for a client that has been answered this does nothing.
         self._thread.after(self._request_s, partial(self.hang_up, client))
 
     def _run_short(self, error: OSError) -> None:

@@ -91,7 +91,7 @@ class SelectorThread:
         try:
             while not self._closing:
                 self._turn(max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None)
-            self._turn(0.0)
+            self._turn(0.0)  # What was written just before is still in the pipes.
         finally:
             self._ending()
             self._watched.clear()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 
 GRAMMAR = """\
 WHEN: WHAT, where
@@ -51,10 +51,6 @@ class Fault:
     step: int | None = None
     after_s: float | None = None
 
-    def is_due(self, step: int, elapsed_s: float) -> bool:
-        """Whether it is due at `elapsed_s` after the start, with `step` the highest global step finished (0: none)."""
-        return step >= self.step if self.step is not None else elapsed_s >= (self.after_s or 0.0)
-
 
 def parse_fault(text: str) -> Fault:
     """One `--fault` option. Raises ConfigError, with the grammar as the remedy, for anything else."""
@@ -63,16 +59,22 @@ def parse_fault(text: str) -> Fault:
     after_s = float(found["after_s"]) if found and found["after_s"] else None
     if found is None or not (1 <= (step if step is not None else 1) <= STEP_MAX and (after_s or 0.0) <= SECONDS_MAX):
         what, remedy = "this is no fault that simulate knows", f"Write it as {GRAMMAR}"
-        raise ConfigError(explain(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy))
+        raise ConfigError(what, "--fault", got=text, expected="WHEN: WHAT", remedy=remedy)
     what = " ".join((found["what"] or found["add"]).split())
     return Fault(text, what, int(found["number"] or 0), step, after_s)
 
 
 def due(faults: Iterable[Fault], step: int, elapsed_s: float) -> tuple[tuple[Fault, ...], tuple[Fault, ...]]:
-    """Split the faults still open into (now, later), both in the order they were given; see `Fault.is_due`."""
-    faults = tuple(faults)
-    now = tuple(fault for fault in faults if fault.is_due(step, elapsed_s))
-    return now, tuple(fault for fault in faults if fault not in now)
+    """Split the open `faults` into those that are due and the others, both in the order they were given.
+
+    `step` is the highest global step that is finished (0: none), `elapsed_s` the time since the start in seconds.
+    """
+    now: list[Fault] = []
+    later: list[Fault] = []
+    for fault in faults:
+        reached = step >= fault.step if fault.step is not None else elapsed_s >= (fault.after_s or 0.0)
+        (now if reached else later).append(fault)
+    return tuple(now), tuple(later)
 
 
 def node_name(number: int) -> str:

@@ -7,28 +7,33 @@ the leash that ends them with this process is tied to the thread that starts the
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from elasticrt import events
 from elasticrt.ipc.leash import command_of
 from elasticrt.ipc.proc import stat
+from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.wording import counted
 from elasticrt.playground import fault_plan, narration
-from elasticrt.playground.screen import Screen
 
 LOOK_EVERY_S = 0.1  # How late a fault by the clock or a status line may be.
 TERM_GRACE_S = 10.0  # From SIGTERM to SIGKILL when the simulation is stopped.
 LAST_OUTPUT_S = 1.0  # How long pipes are read after their agent has ended: another process may hold them open.
 LINE_BYTES_MAX = 1 << 16
+
+COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: distinct on dark and on light.
+BOLD, DIM = 1, 2
+_OWN = {"--": BOLD, "!!": BOLD, "tr": BOLD, "..": DIM}
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,37 @@ class Simulation:
         mine = ["--node", node, "--run-id", self.run_id, "--events-fd", str(events_fd)]
         size = ["--nnodes", f"{self.min_nodes}:{self.max_nodes}", "--nproc-per-node", str(self.workers_per_node)]
         return [*self.agent, *mine, *size, *self.options, *self.command]
+
+
+class Screen:
+    """Prints lines to `out`, each with the tag of its node, in colour only on a terminal.
+
+    Attributes:
+        broken: whether the reader of `out` has closed it.
+    """
+
+    def __init__(self, out: TextIO, env: Mapping[str, str]) -> None:
+        self._out = out
+        # NO_COLOR counts when it is there and not empty, see no-color.org.
+        self._colour = out.isatty() and not env.get("NO_COLOR")
+        self.broken = False
+
+    def show(self, line: narration.Line) -> None:
+        """Print one line, at once."""
+        if self.broken:
+            return
+        self.broken = not write(self._out, self._format(line) + "\n")
+
+    def _format(self, line: narration.Line) -> str:
+        if not line.node:
+            return self._paint(line.text, _OWN.get(line.text[:2], 0))
+        number = re.search(r"[0-9]+$", line.node)
+        colour = COLOURS[int(number[0]) % len(COLOURS)] if number else COLOURS[0]
+        # A carriage return would let one node's progress bar write over another's tag.
+        return f"{self._paint(line.node, colour)} | " + line.text.rstrip("\r").replace("\r", " ")
+
+    def _paint(self, text: str, code: int) -> str:
+        return f"\033[{code}m{text}\033[0m" if self._colour and code else text
 
 
 def play(simulation: Simulation, screen: Screen) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from dataclasses import replace
 from typing import Literal
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.store.protocol import Address
 
 DEFAULT_PORT = 2379
@@ -52,13 +53,11 @@ def check_security(addresses: tuple[Address, ...], insecure: bool) -> None:
     for address in addresses:
         if address.scheme == "http" and not is_loopback(address) and not insecure:
             raise ConfigError(
-                explain(
-                    "etcd on another machine without TLS",
-                    "--etcd",
-                    got=str(address),
-                    expected=f"https://{_bracketed(address.host)}:{address.port}",
-                    remedy="Anyone on the network could read and change the run; --insecure-etcd accepts that",
-                )
+                "etcd on another machine without TLS",
+                "--etcd",
+                got=str(address),
+                expected=str(replace(address, scheme="https")),
+                remedy="Anyone on the network could read and change the run; --insecure-etcd accepts that",
             )
 
 
@@ -66,9 +65,7 @@ def check_host(text: str, option: str) -> str:
     """A host name or an IP address, as given to `option`; brackets around IPv6 are taken off. Raises ConfigError."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if _as_ip(bare) is None and not _is_name(bare):
-        raise ConfigError(
-            explain("not a host name or address", option, got=repr(text), expected="a name or an address")
-        )
+        raise ConfigError("not a host name or address", option, got=repr(text), expected="a name or an address")
     return bare
 
 
@@ -84,9 +81,7 @@ def _parse_endpoint(item: str) -> Address:
         # A password on a command line is in the process list and in every log; refusing it teaches the right way.
         remedy = "Use --etcd-user and --etcd-password-file"
         got = item[: item.find("://") + 3 if "://" in item else 0] + "***@" + item.rpartition("@")[2]
-        raise ConfigError(
-            explain("an endpoint with a user name in it", "--etcd", got=got, expected=_EXPECTED, remedy=remedy)
-        )
+        raise ConfigError("an endpoint with a user name in it", "--etcd", got=got, expected=_EXPECTED, remedy=remedy)
     found = _ENDPOINT.fullmatch(item)
     if found is None:
         raise _wrong("not an endpoint", item)
@@ -117,9 +112,5 @@ def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _wrong(what: str, item: str, expected: str = _EXPECTED) -> ConfigError:
-    return ConfigError(explain(what, "--etcd", got=repr(item), expected=expected))
+    return ConfigError(what, "--etcd", got=repr(item), expected=expected)

@@ -18,7 +18,7 @@ from typing import Any
 
 import tenacity  # Repeats what may be repeated until the time is over, with pauses that grow.
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.store import proto
 from elasticrt.store.grpc_errors import ErrorMeaning, judge_error
 from elasticrt.store.protocol import Address, Credentials, LeaseLost, StoreFull, StoreRefused, StoreUnavailable
@@ -75,9 +75,12 @@ class Endpoint:
         if self._credentials.user is None or self._token is not None:
             return
         with self._lock:
+            # Threads whose token has expired come here together. The first one's login serves all of them.
             if self._token is not None:
                 return
-            request = proto.AuthenticateRequest(name=self._credentials.user, password=_password(self._credentials))
+            assert self._credentials.password_file is not None, "a login has both"
+            password = read_file(self._credentials.password_file).rstrip("\r\n")
+            request = proto.AuthenticateRequest(name=self._credentials.user, password=password)
             try:
                 self._token = self._auth.Authenticate(request, timeout=timeout_s).token
             except grpc.RpcError as error:
@@ -134,6 +137,7 @@ class Connections:
             if redial and endpoint in self._endpoints:
                 self._endpoints[self._endpoints.index(endpoint)] = None
                 endpoint.close()
+            # Several operations may fail at one endpoint. Only the first moves on: the next endpoint has not failed.
             if endpoint.address == self._addresses[self._current]:
                 self._current = (self._current + 1) % len(self._addresses)
 
@@ -163,7 +167,7 @@ class Connections:
             # What a server with TLS does to a client without: it hangs up.
             remedy = "An etcd with TLS needs https://" if "Socket closed at http:" in str(error) else ""
             where = ", ".join(self.names)
-            raise StoreUnavailable(explain(message, where, got=error, remedy=remedy)) from error.__cause__
+            raise StoreUnavailable(message, where, got=error, remedy=remedy) from error.__cause__
 
     def close(self) -> None:
         """Close all channels. Operations under way end with StoreUnavailable."""
@@ -195,6 +199,7 @@ class _Operation:
         timeout_s = self._deadline - time.monotonic()
         if timeout_s <= 0:
             raise _AgainError(self._last_failure)
+        # A transaction gets all the time there is: a try that is cut off leaves its effect unknown.
         if self._repeatable and len(self._connections) > 1:
             timeout_s = min(timeout_s, max(TRY_S_MIN, self._connections.timeout_s / len(self._connections)))
         endpoint = self._connections.current()
@@ -223,20 +228,19 @@ class _Operation:
             case ErrorMeaning.UNKNOWN:
                 self._connections.failed(endpoint)
                 message = f"no answer from etcd to {self._what}: its effect is unknown"
-                return StoreUnavailable(explain(message, where, got=cause(details) or code))
+                return StoreUnavailable(message, where, got=cause(details) or code)
             case ErrorMeaning.UNTRUSTED:
                 self._untrusted.add(where)
                 self._connections.failed(endpoint, redial=True)
                 if len(self._untrusted) < len(self._connections):
                     return _AgainError(f"{cause(details)} at {where}")
-                return StoreRefused(untrusted(endpoint.address, details))
+                return untrusted(endpoint.address, details)
             case ErrorMeaning.LOGIN if sent and self._logins_left and endpoint.log_out(metadata):
                 self._logins_left -= 1
                 return _AgainError(f"{details} at {where}")
             case ErrorMeaning.LEASE_LOST:
-                return LeaseLost(explain(f"the lease is gone, so etcd did not {self._what}", where, got=details))
-        kind = StoreFull if "space exceeded" in details.lower() else StoreRefused
-        return kind(refused(self._what, where, code, details))
+                return LeaseLost(f"the lease is gone, so etcd did not {self._what}", where, got=details)
+        return refused(self._what, where, code, details)
 
 
 def status(error: grpc.RpcError) -> tuple[str, str]:
@@ -259,42 +263,40 @@ def cause(details: str) -> str:
     return resolving.group() if resolving else text
 
 
-def untrusted(address: Address, details: str) -> str:
-    """The message for a peer that is not the etcd we expect."""
+def untrusted(address: Address, details: str) -> StoreRefused:
+    """The error for a peer that is not the etcd we expect."""
     if address.scheme == "https":
         remedy = "Check that it is etcd with TLS, and --etcd-ca-file, --etcd-cert-file and --etcd-key-file"
     else:
         remedy = "Check host and port; an etcd with TLS needs https://"
-    return explain(
-        "not an etcd that we can talk to", str(address), got=cause(details), expected="etcd's gRPC port", remedy=remedy
-    )
+    what, expected = "not an etcd that we can talk to", "etcd's gRPC port"
+    return StoreRefused(what, str(address), got=cause(details), expected=expected, remedy=remedy)
 
 
-def refused(what: str, where: str, code: str, details: str) -> str:
-    """The message for an answer that says no, with the remedy for the usual ones."""
-    text = details.lower()
-    remedy = ""
-    if "user name is empty" in text or "invalid user id or password" in text or code == "UNAUTHENTICATED":
-        remedy = "Check --etcd-user and --etcd-password-file, or use a client certificate"
-    elif "permission denied" in text:
-        remedy = "The etcd user needs readwrite permission on the prefix of the run"
-    elif "space exceeded" in text:
-        remedy = "etcd is full: compact and defragment it, or raise its quota"
-    elif code == "UNIMPLEMENTED":
-        remedy = "Is this etcd 3.4 or newer?"
-    return explain(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
+def refused(what: str, where: str, code: str, details: str) -> StoreRefused:
+    """The error for an answer that says no, with the remedy for the usual ones."""
+    text = f"{code} {details}".lower()
+    remedy = next((remedy for words, remedy in _REMEDIES.items() if words in text), "")
+    kind = StoreFull if "space exceeded" in text else StoreRefused
+    return kind(f"etcd refused to {what}", where, got=details or code, remedy=remedy)
 
 
-def _password(credentials: Credentials) -> str:
-    assert credentials.password_file is not None, "a login has both"
+_CHECK_LOGIN = "Check --etcd-user and --etcd-password-file, or use a client certificate"
+_REMEDIES = {
+    "user name is empty": _CHECK_LOGIN,
+    "invalid user id or password": _CHECK_LOGIN,
+    "unauthenticated": _CHECK_LOGIN,
+    "permission denied": "The etcd user needs readwrite permission on the prefix of the run",
+    "space exceeded": "etcd is full: compact and defragment it, or raise its quota",
+    "unimplemented": "Is this etcd 3.4 or newer?",
+}
+"""By a part of the code and text of a refusal."""
+
+
+def read_file(path: str, errors: str = "strict") -> str:
+    """The text of a file of credentials; `errors`: what to do with bytes that are not UTF-8. Raises ConfigError."""
     try:
-        return Path(credentials.password_file).read_text(encoding="utf-8").rstrip("\r\n")
+        return Path(path).read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            explain(
-                "the password file is unreadable",
-                credentials.password_file,
-                got=error,
-                remedy="Check the path and its permissions",
-            )
-        ) from error
+        remedy = "Check the path and its permissions"
+        raise ConfigError("a credentials file is unreadable", path, got=error, remedy=remedy) from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shutil
 import stat
 import subprocess
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,12 +78,13 @@ def find_or_start(run_id: str, *, listen: Address | None = None, linger_s: float
         record = record_of(directory, run_id)
         served = _found(record)
         if served is None:
+            # No keeper that was killed removes its own record, and its run may never come back.
             for path in directory.glob("*.json"):
-                _living(path)  # Removes the records of dead keepers of other runs.
+                _living(path)
             _start(run_id, record, lock_fd, listen, linger_s)
             served = _found(record)
             if served is None:
-                raise StoreError(explain("the embedded etcd ended at once", f"run {run_id}", remedy="Start again"))
+                raise StoreError("the embedded etcd ended at once", f"run {run_id}", remedy="Start again")
         return served
 
 
@@ -120,11 +120,12 @@ def locked() -> Iterator[tuple[Path, int]]:
     directory = runtime_directory()
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        # A blocking flock has no deadline, and one that hangs would hang every agent of this user.
         deadline = time.monotonic() + LOCK_S_MAX
         while not _locks(fd):
             if time.monotonic() >= deadline:
                 what = "the lock of the embedded etcd stays taken"
-                raise StoreError(explain(what, str(directory), got=f"{LOCK_S_MAX:g} s"))
+                raise StoreError(what, str(directory), got=f"{LOCK_S_MAX:g} s")
             time.sleep(0.002)
         yield directory, fd
     finally:
@@ -143,7 +144,7 @@ def _found(record: Path) -> Served | None:
     """The server of a record, whose keeper from now on waits for the agent that has found it."""
     served = _living(record)
     if served is not None:
-        os.utime(record)
+        os.utime(record)  # The keeper compares this time before it ends, see `embedded_supervisor.Need`.
     return served
 
 
@@ -180,27 +181,21 @@ def _start(run_id: str, record: Path, lock_fd: int, listen: Address | None, ling
             # This process will talk to the server: load the client while it starts.
             import elasticrt.store.etcd  # noqa: F401
 
-            assert keeper.stdout is not None
-            error = _answer(keeper.stdout.fileno())
+            error = _answer(keeper)
     except OSError as failure:
         got, remedy = etcd_server.in_our_words(str(failure))
         what = "the embedded etcd could not be started"
-        raise StoreError(explain(what, sys.executable, got=got, remedy=remedy)) from failure
+        raise StoreError(what, sys.executable, got=got, remedy=remedy) from failure
     if error:
         raise StoreError(error)
 
 
-def _answer(fd: int) -> str:
+def _answer(keeper: subprocess.Popen[bytes]) -> str:
     """What the keeper says when its server is there: "", or why it is not."""
-    deadline = time.monotonic() + START_S_MAX
-    text = b""
-    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        piece = os.read(fd, 4096)
-        if not piece:
-            break
-        text += piece
-    if text:
-        return str(json.loads(text))
+    with suppress(subprocess.TimeoutExpired):
+        text, _ = keeper.communicate(timeout=START_S_MAX)
+        if text:
+            return str(json.loads(text))
     what = "the keeper of the embedded etcd died while it started"
     return explain(what, sys.executable, remedy="Give --etcd HOST:PORT of a running etcd")
 
@@ -258,7 +253,9 @@ def runtime_directory() -> Path:
     uid = os.getuid()
     directory = Path(tempfile.gettempdir(), f"elasticrt-{uid}")
     for parent in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"):
-        if _is_private(parent, uid):
+        # Others may look into the parent, as long as they can make nothing there.
+        writable = Path(parent).is_absolute() and os.access(parent, os.W_OK | os.X_OK)
+        if writable and not what_is_unsafe(Path(parent).resolve(), 0o022):
             directory = Path(parent, "elasticrt")
             break
     try:
@@ -267,20 +264,20 @@ def runtime_directory() -> Path:
         pass
     except OSError as error:
         remedy = "Set XDG_RUNTIME_DIR to a directory of this user alone"
-        raise ConfigError(
-            explain("the runtime directory can't be made", str(directory), got=error, remedy=remedy)
-        ) from error
+        raise ConfigError("the runtime directory can't be made", str(directory), got=error, remedy=remedy) from error
     problem = what_is_unsafe(directory)
     if problem:
         expected = "a directory of this user alone (mode 0700)"
         remedy = "Somebody else may control it: remove it, or set XDG_RUNTIME_DIR"
-        message = explain("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
-        raise ConfigError(message)
+        raise ConfigError("unsafe runtime directory", str(directory), got=problem, expected=expected, remedy=remedy)
     return directory
 
 
-def what_is_unsafe(directory: Path) -> str:
-    """Why others than this user can get at what is in there; "" when they can't, and when there is nothing."""
+def what_is_unsafe(directory: Path, forbidden: int = 0o077) -> str:
+    """Why others than this user can get at what is in there; "" when they can't, and when there is nothing.
+
+    `forbidden`: the bits of its mode that let others in.
+    """
     try:
         found = directory.lstat()
     except FileNotFoundError:
@@ -291,12 +288,4 @@ def what_is_unsafe(directory: Path) -> str:
         return "not a directory"
     if found.st_uid != os.getuid():
         return f"owned by user {found.st_uid}"
-    return f"mode {stat.S_IMODE(found.st_mode):04o}" if found.st_mode & 0o077 else ""
-
-
-def _is_private(parent: str, uid: int) -> bool:
-    """Whether only this user can make directories there."""
-    if not Path(parent).is_absolute() or not os.access(parent, os.W_OK | os.X_OK):
-        return False
-    found = Path(parent).stat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
+    return f"mode {stat.S_IMODE(found.st_mode):04o}" if found.st_mode & forbidden else ""

@@ -14,12 +14,11 @@ import math
 import ssl
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.store import etcd_messages, proto
-from elasticrt.store.connection import Connections
+from elasticrt.store.connection import Connections, read_file
 from elasticrt.store.protocol import (
     Address,
     Credentials,
@@ -31,6 +30,7 @@ from elasticrt.store.protocol import (
     Txn,
     TxnResult,
     WatchSink,
+    bracketed,
 )
 from elasticrt.store.watcher import EtcdWatch, Watcher
 
@@ -142,7 +142,7 @@ def _dial(address: Address, credentials: Credentials) -> Any:
     """An etcd3 client for one address; it connects with its first RPC."""
     if address.scheme == "unix":  # Both together are gRPC's name of the target.
         return etcd3.client(host="unix", port=address.host, grpc_options=CHANNEL_OPTIONS)
-    host = f"[{address.host}]" if ":" in address.host else address.host
+    host = bracketed(address.host)
     if address.scheme == "http":
         return etcd3.client(host=host, port=address.port, grpc_options=CHANNEL_OPTIONS)
     _check_files(credentials)
@@ -159,40 +159,29 @@ def _dial(address: Address, credentials: Credentials) -> Any:
 def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
     if not hasattr(etcd3, "Etcd3Client"):
         raise ConfigError(
-            explain(
-                "another package took the name of the etcd client",
-                str(getattr(etcd3, "__file__", "etcd3")),
-                expected="the module of the PyPI package etcd3",
-                remedy="pip uninstall etcd3-py; pip install --force-reinstall etcd3",
-            )
+            "another package took the name of the etcd client",
+            str(getattr(etcd3, "__file__", "etcd3")),
+            expected="the module of the PyPI package etcd3",
+            remedy="pip uninstall etcd3-py; pip install --force-reinstall etcd3",
         )
     tls_files = (credentials.ca_file, credentials.cert_file, credentials.key_file)
     if any(tls_files) and not all(address.scheme == "https" for address in addresses):
         got = ", ".join(str(address) for address in addresses)
-        raise ConfigError(explain("TLS files for an endpoint without TLS", "--etcd", got=got, expected="https://"))
+        raise ConfigError("TLS files for an endpoint without TLS", "--etcd", got=got, expected="https://")
     if (credentials.cert_file is None) != (credentials.key_file is None):
-        raise ConfigError(explain("half a client certificate", "--etcd-cert-file", expected="--etcd-key-file as well"))
+        raise ConfigError("half a client certificate", "--etcd-cert-file", expected="--etcd-key-file as well")
     if (credentials.user is None) != (credentials.password_file is None):
-        raise ConfigError(explain("half a login", "--etcd-user", expected="--etcd-password-file with --etcd-user"))
+        raise ConfigError("half a login", "--etcd-user", expected="--etcd-password-file with --etcd-user")
     if any(address.scheme == "https" for address in addresses):
         _check_files(credentials)
     if credentials.password_file is not None:
-        _check_readable(credentials.password_file)
+        read_file(credentials.password_file)
 
 
 def _check_files(credentials: Credentials) -> None:
     trusted = credentials.ca_file or ssl.get_default_verify_paths().cafile
     if trusted is None:
-        raise ConfigError(explain("no certificate authority to trust", "--etcd", expected="--etcd-ca-file"))
+        raise ConfigError("no certificate authority to trust", "--etcd", expected="--etcd-ca-file")
     for path in (trusted, credentials.cert_file, credentials.key_file):
         if path is not None:
-            _check_readable(path)
-
-
-def _check_readable(path: str) -> None:
-    try:
-        Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            explain("a credentials file is unreadable", path, got=error, remedy="Check the path and its permissions")
-        ) from error
+            read_file(path, errors="replace")  # Certificates may have comments in any encoding.

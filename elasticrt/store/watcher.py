@@ -137,15 +137,11 @@ class Watcher:
             # A bug, here or in a sink. Every watch is ended with a reason, so that its owner does not wait for a thread
             # that has ended. A new watch gets another thread.
             _logger.exception("the watch thread failed")
-            for watch in self._abandon():
-                if watch.active:
-                    watch.sink(Resync("cancelled: the watch thread failed"))
-
-    def _abandon(self) -> list[EtcdWatch]:
-        with self._lock:
-            self._thread = None
-            watches, self._watches = list(self._watches.values()), {}
-        return watches
+            with self._lock:
+                self._thread = None
+                watches, self._watches = self._watches, {}
+            for watch in watches.values():
+                self._tell(watch, Resync("cancelled: the watch thread failed"))
 
     def _stream(self) -> bool:
         """One stream from its start to its end: whether the server answered at all."""

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from elasticrt import errors
 from elasticrt.agent.store_discovery import address_towards
-from elasticrt.errors import ConfigError, ElasticError, StoreError, explain
+from elasticrt.errors import ConfigError, ElasticError, StoreError
 from elasticrt.option_values import as_name, check_name
 from elasticrt.spec import RunSpec
 from elasticrt.store.address import check_security, parse_endpoints
@@ -243,8 +243,8 @@ def _options(parameters: RendezvousParameters) -> dict[str, Any]:
     unknown = ", ".join(sorted(set(parameters.config) - set(OPTIONS) - IGNORED))
     if unknown:
         what, expected = "options that this back end does not have", ", ".join(sorted(OPTIONS))
-        raise ConfigError(explain(what, "--rdzv-conf", got=unknown, expected=expected))
+        raise ConfigError(what, "--rdzv-conf", got=unknown, expected=expected)
     join = parameters.get("join", "now")
     if join not in ("now", "failure"):
-        raise ConfigError(explain("no such way", "--rdzv-conf join", got=join, expected="now, failure"))
+        raise ConfigError("no such way", "--rdzv-conf join", got=join, expected="now, failure")
     return {name: parameters.get(name, default) for name, default in OPTIONS.items()}

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from elasticrt.agent.edges import Edges
@@ -39,27 +40,6 @@ class Turn:
     generation: Generation
     seat: Seat
     listen: socket.socket | None
-
-
-@dataclass(frozen=True)
-class _Back:
-    """torchrun's agent has no workers of this generation any more, and waits for the next."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """torchrun's agent is starting workers of this generation."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class _Going:
-    """torchrun's agent leaves; with `close` it ends the run for all nodes."""
-
-    close: bool
 
 
 class Participant(Side):
@@ -142,14 +122,14 @@ class Participant(Side):
         The leader ends a run that waits longer than the join timeout, and a lost etcd ends the wait after a quarter of
         an hour. Raises the error that has made taking part impossible.
         """
-        self.loop.queue.put(_Back(after))
+        self.loop.queue.put(partial(self._back, after))
         with self._changed:
             self._changed.wait_for(lambda: self._problem or self._ended or self._has(after))
             if self._problem is not None:
                 raise self._problem
             if self._turn is None or not self._has(after):
                 return None
-            self.loop.queue.put(_Taken(self._turn.generation.number))
+            self.loop.queue.put(partial(self._runs, self._turn.generation.number))
             return self._turn
 
     def has(self, *, after: int) -> bool:
@@ -167,7 +147,7 @@ class Participant(Side):
     def close(self, *, run_too: bool) -> None:
         """Leave, telling the others; with `run_too` end the run for everybody."""
         if self._thread is not None:
-            self.loop.queue.put(_Going(run_too))
+            self.loop.queue.put(partial(self._going, run_too))
             self._thread.join(CLOSE_S)
         self._probes.close()
         self.loop.prober.close()
@@ -229,7 +209,7 @@ class Participant(Side):
             self._changed.notify_all()
 
     def left_out(self, reason: str) -> bool:
-        """See `Side`. `_Back` comes when the workers have ended."""
+        """See `Side`. `_back` is called when the workers have ended."""
         log.info("this node comes back as a new member: %s", reason)
         with self._changed:
             self._left = True
@@ -252,20 +232,12 @@ class Participant(Side):
         self.member.drain()
 
     def handle(self, event: Any) -> None:
-        """See `Side`."""
-        match event:
-            case _Taken(generation=generation):
-                self._update(running=generation, record=_running(self._record, generation))
-            case _Back(generation=generation):
-                self._back(generation)
-            case _Going(close=close):
-                if close:
-                    self._finish_run()
-                self._update(leaving="told to leave")
+        """See `Side`. Here an event is a call of `_runs`, `_back` or `_going`, from the thread of torchrun's agent."""
+        event()
 
     def _back(self, generation: int) -> None:
-        """The workers of a generation have ended. If it still is the current one, they failed."""
-        self._update(running=0, record=_running(self._record, 0))
+        """It has no workers of `generation` any more, and waits for the next. If that is still current, they failed."""
+        self._runs(0)
         if self._left:
             self.member.begin_life()
         if self._left or generation == 0 or generation != self.member.me.started:
@@ -273,6 +245,16 @@ class Participant(Side):
         summary = f"workers on {self._record.node} ended or could not start"
         failure = Failure(rank=0, code=1, collateral=False, summary=summary)
         self._update(report=self._report("failed", failure=failure), failed_at=self._clock.monotonic())
+
+    def _going(self, close: bool) -> None:
+        """It leaves; with `close` it ends the run for all nodes."""
+        if close:
+            self._finish_run()
+        self._update(leaving="told to leave")
+
+    def _runs(self, generation: int) -> None:
+        """Note which generation has workers here; 0: none."""
+        self._update(running=generation, record=self._record.model_copy(update={"generation": generation}))
 
     def _report(self, status: Any, **more: Any) -> Report:
         where: dict[str, Any] = {"node": self._record.node, "incarnation": self._record.incarnation}
@@ -302,7 +284,3 @@ class Participant(Side):
             self.loop.driver.run(self.member.leave(seat_too=left))
         except StoreError as error:
             log.warning("etcd could not be told: %s; the lease will tell the others", error)
-
-
-def _running(record: MemberRecord, generation: int) -> MemberRecord:
-    return record.model_copy(update={"generation": generation})

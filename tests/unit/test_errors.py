@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from elasticrt.errors import GOT_MAX, explain
+from elasticrt.errors import GOT_MAX, ConfigError, explain
 
 FULL = (28, "No space left on device")
 
@@ -28,3 +30,12 @@ def test_what_follows_what_was_found(got: object, shown: str) -> None:
     assert explain("full", "/data", got=got, expected="room", remedy="Make room") == (
         f"full (/data): got {shown}; expected room. Make room"
     )
+
+
+def test_an_error_makes_its_message_from_its_arguments() -> None:
+    """It is that of `explain`, or the one that is given whole; a copy in another process has the same."""
+    error = ConfigError("full", "/data", got="0 bytes", expected="room", remedy="Make room")
+    assert str(error) == explain("full", "/data", got="0 bytes", expected="room", remedy="Make room")
+    assert str(ConfigError("full (/data)")) == "full (/data)"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (ConfigError, str(error))

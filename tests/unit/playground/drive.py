@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from elasticrt.playground.fault_plan import parse_fault
-from elasticrt.playground.local_cluster import Simulation, play
-from elasticrt.playground.screen import Screen
+from elasticrt.playground.local_cluster import Screen, Simulation, play
 
 nodes, behaviour, steps, directory, *faults = sys.argv[1:]
 simulation = Simulation(

@@ -16,9 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrt.playground.local_cluster import descends
+from elasticrt.playground.local_cluster import Screen, descends
 from elasticrt.playground.narration import Line
-from elasticrt.playground.screen import Screen
 
 HERE = Path(__file__).parent
 DEADLINE_S = 20.0

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrt import events
-from elasticrt.cli.resize import _consequence
+from elasticrt.cli.change_run import _consequence
 from elasticrt.cli.status import describe
 from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Generation, Member, SpecRecord

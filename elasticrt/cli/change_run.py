@@ -1,6 +1,7 @@
-"""`elasticrt drain` and `elasticrt stop`: one node of a live run, or all of them, save the present step and leave.
+"""`elasticrt drain`, `stop` and `resize`: change a live run from outside.
 
-Each node is asked in its own key; the run's own agents do the rest.
+They write one wish into etcd: into a node's key that it shall save the present step and leave, into the spec how many
+nodes may take part. The run's own agents do the rest.
 """
 
 from __future__ import annotations
@@ -8,24 +9,28 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from elasticrt.cli.control import LeaveOptions
 from elasticrt.cli.live_run import LiveRun, live_run, options_given
-from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, explain
+from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
 from elasticrt.ipc.wording import counted
 from elasticrt.rendezvous import transactions
 from elasticrt.rendezvous.records import Member, Result
-from elasticrt.store.protocol import Txn
+from elasticrt.run_options import EtcdOptions
+from elasticrt.store.protocol import KeyValue, Txn
 
 ASKED_AT_ONCE = 64
 """Nodes that one transaction asks to leave; etcd takes 128 operations."""
 
+RESIZE_TRIES = 20
+"""The spec changes only by another `resize`, or a new start of the run: so many in a row are an error."""
 
-def main(arguments: argparse.Namespace) -> int:
+
+def drain(arguments: argparse.Namespace) -> int:
     """Have one node leave, and wait for that. Raises ConfigError, RendezvousTimeoutError, StoreError."""
     options = options_given(arguments, LeaveOptions())
     name = arguments.name
@@ -35,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise run.without_nodes()
         if name not in members:
             expected = f"one of {', '.join(members)}"
-            raise ConfigError(explain("no such node", f"run {run.keys.run_id}", got=name, expected=expected))
+            raise ConfigError("no such node", f"run {run.keys.run_id}", got=name, expected=expected)
         life = members[name][0].incarnation
         # A node that has left may come back, as another member.
         _leave(run, lambda member: (member.node, member.incarnation) == (name, life), options.timeout_s)
@@ -61,6 +66,24 @@ def stop(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def resize(arguments: argparse.Namespace) -> int:
+    """Change the bounds. Raises ConfigError, StoreError."""
+    options = options_given(arguments, EtcdOptions())
+    least, most = arguments.nodes
+    with live_run(arguments, options) as run:
+        for _ in range(RESIZE_TRIES):
+            (record, seen), members, where = run.spec(), run.members(), f"run {run.keys.run_id}"
+            if not members:
+                raise run.without_nodes()
+            changed = record.spec.model_copy(update={"min_nodes": least, "max_nodes": most})
+            new = record.model_copy(update={"spec": changed, "resized": True})
+            if changed == record.spec or run.store.commit(transactions.resize(run.keys, new, seen)).succeeded:
+                text = f"{where} may have {least} to {counted(most, 'node')}; it has {len(members)}"
+                write(sys.stdout, text + _consequence(least - len(members), members.values()) + "\n")
+                return EXIT_OK
+        raise StoreError("the run's options keep changing", where, remedy="Try again")
+
+
 def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> None:
     """Ask the members for which `leaves` is true to drain, also those that come meanwhile; wait until they have left.
 
@@ -70,13 +93,11 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> 
     while left := {name: found for name, found in run.members().items() if leaves(found[0])}:
         if time.monotonic() >= deadline:
             raise RendezvousTimeoutError(
-                explain(
-                    "nodes are still there",
-                    f"run {run.keys.run_id}",
-                    got=f"{', '.join(left)} after {timeout_s:g} s",
-                    expected="all of them to save and leave",
-                    remedy="They go on trying: look again with `elasticrt status`, or end their agents by SIGTERM",
-                )
+                "nodes are still there",
+                f"run {run.keys.run_id}",
+                got=f"{', '.join(left)} after {timeout_s:g} s",
+                expected="all of them to save and leave",
+                remedy="They go on trying: look again with `elasticrt status`, or end their agents by SIGTERM",
             )
         asked = [
             transactions.drain(run.keys, value, member.model_copy(update={"draining": True}))
@@ -89,3 +110,12 @@ def _leave(run: LiveRun, leaves: Callable[[Member], bool], timeout_s: float) -> 
         compares = tuple(compare for each in asked for compare in each.compares)
         operations = tuple(operation for each in asked for operation in each.operations)
         run.store.commit(Txn(compares, operations, why=f"{counted(len(asked), 'node')} are asked to drain"))
+
+
+def _consequence(missing: int, members: Iterable[tuple[Member, KeyValue]]) -> str:
+    """What follows for a run of these members, which lacks so many nodes."""
+    if missing <= 0:
+        return ""
+    if any(member.ready and member.has_state for member, _ in members):
+        return f": it saves, and waits for {counted(missing, 'more node')}"
+    return ": it trains on, as its workers could only be ended; from the next change on it waits with fewer"
