@@ -3,10 +3,12 @@
 After the loss of a rank the survivors differ by at most one finished step, and newcomers have no state. So every rank
 says how far it is, and the ranks behind receive the state of the first of those that are furthest.
 
-The state travels along a chain of TCP connections: each rank passes on what it receives. Every wait ends after
-`STALL_S` without a byte, or when another generation begins, so that a rank that dies or stops costs seconds. Structure
-and plain values come first, in one small message that is read with `weights_only`; then the bytes of each tensor; then
-a checksum of them all, of 64 bits. With 400 MB it takes 0.03 s of each rank's time; a CRC-32 takes 0.10 s.
+The state travels along a chain of TCP connections: each rank passes on what it receives. The ranks of a node follow one
+another, so that it comes to each node once. Every wait ends after `STALL_S` without a byte, or when another generation
+begins, so that a rank that dies or stops costs seconds. Structure and plain values come first, in one small message
+that is read with `weights_only`; then the bytes of each tensor; then a checksum of them all, of 64 bits. With 400 MB it
+takes 0.03 s of each rank's time; a CRC-32 takes 0.10 s. With NCCL, tensors on GPUs go along the same chain in the group
+itself (`group_line`).
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ import contextlib
 import ctypes
 import io
 import json
+import operator
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elasticrt.checkpoint import group_line
 from elasticrt.checkpoint.checkpoint_dir import parse
+from elasticrt.checkpoint.group_line import GroupLine
+from elasticrt.checkpoint.snapshot import gpus_with_room
 from elasticrt.distributed.regroup import Meeting, Overtaken
 from elasticrt.errors import explain
 from elasticrt.ipc.cgroups import available_bytes
@@ -84,6 +91,15 @@ def plan(standings: Sequence[Standing]) -> Plan | None:
     return Plan(level[0], behind)
 
 
+def chain(agreed: Plan, addresses: Sequence[str]) -> tuple[int, ...]:
+    """The order in which the state travels: from the source to the others of its node, then node by node. Pure.
+
+    `addresses`: by rank, that of its node.
+    """
+    nodes = [addresses[rank] for rank in (agreed.source, *agreed.behind)]
+    return (agreed.source, *sorted(agreed.behind, key=lambda rank: nodes.index(addresses[rank])))
+
+
 class Spare:
     """Memory of a newcomer for the optimizer state that it has not yet, touched while no rank waits for it.
 
@@ -137,19 +153,24 @@ def share(
         agreed = plan([Standing(step, whole) for step, whole, *_ in peers])
         if agreed is None:
             raise RuntimeError(explain("no rank of this generation has a state", "share", expected="one that lives on"))
-        chain = (agreed.source, *agreed.behind)
-        if meeting.rank not in chain:
+        order = chain(agreed, [address for _, _, address, _ in peers])
+        if meeting.rank not in order:
             return None
-        place = chain.index(meeting.rank)
-        before = behind = None
-        if place:
-            before = stack.enter_context(_connected(tuple(peers[chain[place - 1]][2:]), meeting))
-        if place + 1 < len(chain):
-            behind = stack.enter_context(_accepted(listening, chain[place + 1], meeting))
-        if before is not None:
-            return _receive(state(), spare or Spare(), before, behind, overwrites, keeps=mine.whole)
-        if behind is not None:
-            _send(state(), behind)
+        place = order.index(meeting.rank)
+        rank_before = order[place - 1] if place else None
+        rank_behind = order[place + 1] if place + 1 < len(order) else None
+        here = _Place()
+        if rank_before is not None:
+            here.before = stack.enter_context(_connected(tuple(peers[rank_before][2:]), meeting))
+        if rank_behind is not None:
+            here.behind = stack.enter_context(_accepted(listening, rank_behind, meeting))
+        device = group_line.device()
+        if device is not None:
+            here.lane = GroupLine(device, rank_before, rank_behind, STALL_S, meeting.over)
+        if here.before is not None:
+            return _receive(state(), spare or Spare(), here, overwrites, keeps=mine.whole)
+        if here.behind is not None:
+            _send(state(), here.behind, here.lane)
     return None
 
 
@@ -208,6 +229,23 @@ class Line:
         raise Overtaken
 
 
+@dataclass
+class _Place:
+    """A rank's place in the chain: whom it receives from and sends to, and how tensors travel that the group sends."""
+
+    before: Line | None = None
+    behind: Line | None = None
+    lane: GroupLine | None = None
+
+    def passed(self, room: Room) -> Room:
+        """Receive until `room` is full, and pass that on."""
+        assert self.before is not None, "a receiver has one before it"
+        self.before.fill(room)
+        if self.behind is not None:
+            self.behind.send(room)
+        return room
+
+
 def _lost(how: str) -> Exception:
     error: Exception = dist.DistNetworkError(f"the state of another rank has not come through: {how}")
     return error
@@ -251,40 +289,48 @@ def _accepted(listening: socket.socket, rank: int, meeting: Meeting) -> Line:
     raise Overtaken
 
 
-def _send(state: dict[str, Any], behind: Line) -> None:
+def _send(state: dict[str, Any], behind: Line, lane: GroupLine | None) -> None:
     tensors: list[torch.Tensor] = []
     outline = _outlined(state, tensors)
     behind.send(_NUMBER.pack(len(outline)) + outline)
     checksum = 0
-    for tensor in tensors:
+    through_host, through_group = _parted(tensors, lane)
+    for tensor in through_host:
         host = tensor.cpu().contiguous()
         for piece in _pieces(host):
             behind.send(piece)
             checksum = _added(piece, checksum)
+    if lane is not None:
+        checksum ^= lane.carry([each.contiguous() for each in through_group])
     behind.send(_NUMBER.pack(checksum))
 
 
+def _parted(tensors: Sequence[torch.Tensor], lane: GroupLine | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that travel by way of the host, and those that the group carries."""
+    carried = [lane is not None and lane.carries(each) for each in tensors]
+    return list(compress(tensors, map(operator.not_, carried))), list(compress(tensors, carried))
+
+
 def _receive(
-    own: dict[str, Any], spare: Spare, before: Line, behind: Line | None, overwrites: Callable[[], None], *, keeps: bool
+    own: dict[str, Any], spare: Spare, here: _Place, overwrites: Callable[[], None], *, keeps: bool
 ) -> dict[str, Any]:
     """Receive a state into `own` where it fits, and pass it on. With `keeps` beside it, where there is room."""
-
-    def passed(room: Room) -> Room:
-        before.fill(room)
-        if behind is not None:
-            behind.send(room)
-        return room
-
-    (outline_bytes,) = _NUMBER.unpack(passed(bytearray(_NUMBER.size)))
+    (outline_bytes,) = _NUMBER.unpack(here.passed(bytearray(_NUMBER.size)))
     outline = bytearray(outline_bytes)
-    passed(outline)
+    here.passed(outline)
     places: list[torch.Tensor] = []
     filled: dict[str, Any] = _filled(parse(outline), own, spare, places)
-    beside = keeps and sum(each.nbytes for each in places) < available_bytes() // 2
-    targets = [torch.empty(each.shape, dtype=each.dtype) for each in places] if beside else places
-    if not beside:
+    through_host, through_group = _parted(places, here.lane)
+    places = through_host + through_group
+    targets = places
+    beside = keeps and _has_room(through_host, through_group)
+    if beside:
+        through_host = [torch.empty(each.shape, dtype=each.dtype) for each in through_host]
+        through_group = [torch.empty_like(each) for each in through_group]
+        targets = through_host + through_group
+    else:
         overwrites()
-    _fill(targets, passed)
+    _fill(through_host, through_group, here)
     if beside:
         overwrites()
         for place, target in zip(places, targets, strict=True):
@@ -292,17 +338,29 @@ def _receive(
     return filled
 
 
-def _fill(targets: Sequence[torch.Tensor], passed: Callable[[Room], Room]) -> None:
+def _has_room(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Tensor]) -> bool:
+    """Whether all of this fits beside what is there: what the group carries on its GPU, the rest on the host."""
+    on_gpu = [each for each in through_group if each.is_cuda]
+    on_host = sum(each.nbytes for each in through_host)
+    return on_host < available_bytes() // 2 and (not on_gpu or bool(gpus_with_room(on_gpu)))
+
+
+def _fill(through_host: Sequence[torch.Tensor], through_group: Sequence[torch.Tensor], here: _Place) -> None:
     """Receive the content of all tensors. Raises RuntimeError when their checksum is another than the sender's."""
     checksum = 0
-    for target in targets:
+    for target in through_host:
         direct = target.is_cpu and target.is_contiguous()
         host = target if direct else torch.empty(target.shape, dtype=target.dtype)
         for piece in _pieces(host):
-            checksum = _added(passed(piece), checksum)
+            checksum = _added(here.passed(piece), checksum)
         if not direct:
             target.copy_(host)
-    if _NUMBER.unpack(passed(bytearray(_NUMBER.size))) != (checksum,):
+    if here.lane is not None:
+        flat = [each.contiguous() for each in through_group]
+        checksum ^= here.lane.carry(flat)
+        for target, each in zip(through_group, flat, strict=True):
+            target.copy_(each)  # Does nothing if both are the same tensor.
+    if _NUMBER.unpack(here.passed(bytearray(_NUMBER.size))) != (checksum,):
         remedy = "If it happens again, the memory or the network of this node is bad"
         raise RuntimeError(explain("the state has changed on its way to this rank", "share", remedy=remedy))
 

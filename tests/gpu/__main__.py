@@ -2,7 +2,8 @@
 
     python -m tests.gpu                  # on a machine with a GPU; without one it says so, and ends with 0
     python -m tests.gpu --device cpu     # the same with gloo and CPU tensors: the rows that need no GPU
-    python -m tests.gpu --write DIR      # also writes DIR/<device>.json, .md and .svg
+    python -m tests.gpu --write DIR      # also writes DIR/<device>.json and .md
+    python -m tests.gpu.picture          # draws docs/img/sizes.svg of tests/gpu/results
 
 It needs torch and this checkout, no etcd, no grpc and no network: the agents' part is played (`tests.gpu.station`), so
 the times are without what agents agree on, some milliseconds. Each row checks what it measures: weights that are equal
@@ -23,7 +24,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from tests.gpu import rows
-from tests.gpu.picture import draw
 from tests.gpu.rows import Failed, Machine, Row
 
 SIZES_MB = (12.0, 400.0, 4000.0)
@@ -60,7 +60,7 @@ def tasks(machine: Machine, device: str, workers: int, sizes: Sequence[float]) -
         yield Row("kill, join, save, restore", "nccl, cuda", note=no_nccl, ok=None)
     for size_mb, stall_mb in zip_longest(sizes, STALLS_MB):
         if stall_mb is not None:
-            missing = _lacks(device, 1, stall_mb, machine)
+            missing = _lacks(device, 2 * stall_mb, machine, rows.snapshot_needs_bytes(device, stall_mb))
             run = partial(rows.stall, device, stall_mb)
             yield (
                 Row("snapshot", device, stall_mb, note=missing, ok=None)
@@ -93,17 +93,17 @@ def _sized(
     machine: Machine, backend: str, device: str, workers: int, size_mb: float, *, env: dict[str, str] | None = None
 ) -> Task | Row:
     what, where = "kill, join, save, restore", f"{backend}, {device}, {workers} workers"
-    if missing := _lacks(device, workers, size_mb, machine):
+    if missing := _lacks(device, (workers + 1) * size_mb, machine, rows.needs_bytes(device, workers, size_mb)):
         return Row(what, where, size_mb, note=missing, ok=None)
     return what, where, size_mb, partial(rows.changes, backend, device, workers, size_mb, env)
 
 
-def _lacks(device: str, workers: int, size_mb: float, machine: Machine) -> str:
-    """Why a size is left out, "" if it is not."""
-    needed, free = rows.needs_bytes(device, workers, size_mb), rows.free_bytes() - rows.SPARE_BYTES
+def _lacks(device: str, on_gpu_mb: float, machine: Machine, needed: int) -> str:
+    """Why a size is left out that takes so much on the GPU and `needed` bytes on the host, "" if it is not."""
+    free = rows.free_bytes() - rows.SPARE_BYTES
     if needed > free:
         return f"left out: needs {needed / 1e9:.0f} GB of memory, {max(free, 0) / 1e9:.0f} GB can be had"
-    on_gpu = (workers + 1) * size_mb * 1e6
+    on_gpu = on_gpu_mb * 1e6
     if device == "cuda" and on_gpu > machine.gpu_bytes:
         return f"left out: needs {on_gpu / 1e9:.0f} GB on the GPU, {machine.gpu_bytes / 1e9:.0f} GB are free"
     return ""
@@ -132,16 +132,6 @@ def expected_s(size_mb: float, known: Sequence[tuple[float, float]]) -> float:
 HEAD = "| what | where | state of each | median or time | | |\n|---|---|---|---|---|---|"
 
 
-def chart(found: Sequence[Row]) -> str:
-    """A picture of time against size."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in found:
-        for name in ("recovery", "pause", "save", "restore", "stall"):
-            if row.size_mb and name in row.seconds:
-                lines.setdefault(f"{row.what}: {name} ({row.where})", []).append((row.size_mb, row.seconds[name]))
-    return draw(lines)
-
-
 def main() -> int:
     """Run, print, write; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="What runs on a GPU, in one table.")
@@ -160,8 +150,8 @@ def main() -> int:
         return 1
     if arguments.device == "cuda" and not machine.gpus:
         print(
-            f"Nothing was run: torch {machine.torch} sees no GPU on this machine. `python -m tests.gpu --device cpu` "
-            "runs what needs none."
+            f"Nothing was run: torch {machine.torch} sees no GPU here. Missing: {'; '.join(machine.missing)}.\n"
+            "`python -m tests.gpu --device cpu` runs what needs none."
         )
         return 0
     devices = ", ".join(machine.gpus) if arguments.device == "cuda" else "CPU"
@@ -195,7 +185,6 @@ def main() -> int:
             json.dumps({"machine": title, "rows": [asdict(row) for row in found]}, indent=1) + "\n"
         )
         name.with_suffix(".md").write_text("\n".join([title, "", HEAD, *map(shown, found), ""]))
-        name.with_suffix(".svg").write_text(chart(found))
     return int(any(row.ok is False for row in found))
 
 

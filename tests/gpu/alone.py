@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +28,20 @@ def facts() -> dict[str, Any]:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return {
         "torch": torch.__version__,
+        "missing": [] if gpus else missing(),
         "gpus": [torch.cuda.get_device_name(each) for each in range(gpus)],
         "gpu_bytes": torch.cuda.mem_get_info()[0] if gpus else 0,
         "nccl": list(torch.cuda.nccl.version()) if nccl and gpus else None,
     }
+
+
+def missing() -> list[str]:
+    """What a process on this machine lacks to use a GPU, in words."""
+    found = [] if torch.version.cuda else ["a torch that is built with CUDA"]
+    found += [] if list(Path("/dev").glob("nvidia[0-9]*")) else ["a GPU with NVIDIA's driver (/dev/nvidia0)"]
+    found += [] if shutil.which("nvidia-smi") else ["nvidia-smi"]
+    found += ["a GPU in CUDA_VISIBLE_DEVICES"] if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") else []
+    return found or ["something that torch.cuda.init() names"]
 
 
 def snapshot(device: str, size_mb: float) -> dict[str, Any]:
@@ -51,14 +63,13 @@ def snapshot(device: str, size_mb: float) -> dict[str, Any]:
         stalls_s.append(time.monotonic() - began)
         for each in state.values():  # What the next step does to it must not be in the copy.
             each.add_(1.0)
-        with tempfile.TemporaryFile() as file:
+        with tempfile.NamedTemporaryFile() as file:
             began = time.monotonic()
             size, _ = taken.write_to(file.fileno())
             written_s.append(time.monotonic() - began)
             assert size >= size_mb * 1e6, "all of it is in the file"
-            os.lseek(file.fileno(), 0, os.SEEK_SET)
             if number == ROUNDS:
-                found = torch.load(file, map_location="cpu", weights_only=True, mmap=False)
+                found = torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
                 assert all(bool((each == 0.5 + number).all()) for each in found.values()), "a copy is not of its moment"
     return {"first_s": stalls_s[0], "stall_s": sorted(stalls_s[1:])[ROUNDS // 2], "written_s": min(written_s)}
 

@@ -1,15 +1,34 @@
-"""Seconds against the size of the state, both logarithmic, as an SVG made by hand. Pure."""
+"""Seconds against the size of the state, both logarithmic, of all results: `python -m tests.gpu.picture`."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
+from tests.gpu.station import ROOT
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PICTURE = ROOT / "docs" / "img" / "sizes.svg"
+SHOWN = ("recovery", "pause", "save", "restore", "stall")
 COLOURS = ("#0b7a75", "#c8553d", "#c9a227", "#5b7db1", "#6d3b47", "#4fb3a9", "#8a8a8a")
 LEFT, TOP, WIDTH, HEIGHT = 60, 20, 460, 300
 MB_MIN, MB_MAX = 10.0, 10_000.0
 S_MIN, S_MAX = 0.001, 100.0
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """By name, pairs of megabytes and seconds, from rows as `python -m tests.gpu --write` has written them."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for name in SHOWN:
+            if row["size_mb"] and name in row["seconds"]:
+                place = lines.setdefault(f"{row['what']}: {name} ({row['where']})", [])
+                place.append((row["size_mb"], row["seconds"][name]))
+    return lines
 
 
 def draw(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
@@ -32,7 +51,8 @@ def draw(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         top = TOP + 12 + 16 * index
         body.append(f'<rect x="{LEFT + WIDTH + 14}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
         body.append(_words(LEFT + WIDTH + 30, top, name))
-    size = f'width="{LEFT + WIDTH + 300}" height="{TOP + HEIGHT + 30}"'
+    width, height = LEFT + WIDTH + 300, max(TOP + HEIGHT + 30, TOP + 20 + 16 * len(lines))
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([start, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>", ""])
 
@@ -47,3 +67,14 @@ def _y(seconds: float) -> float:
 
 def _words(x: float, y: float, text: str, *, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#222">{escape(text)}</text>'
+
+
+def main() -> None:
+    """Draw the picture that the documentation shows."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    PICTURE.write_text(draw(lines_of([row for each in found for row in each["rows"]])))
+    print(PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,8 +26,8 @@ GO_ON_S_MAX = 60.0
 SPARE_BYTES = 3 << 30
 """Memory that a measurement leaves to others."""
 
-RESTORING = 3
-"""How many times a worker that restores has the state on the host, beside its own."""
+PROCESS_BYTES = 1 << 29
+"""Of a process with torch in it, at the most."""
 
 FROZEN_SUM = 2 * 0.5
 """What a worker's sample of a frozen piece is: the first and the last number of it."""
@@ -56,10 +56,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to run on. `gpus`: their names; `nccl`: its version; `free_bytes`: of the host's memory."""
+    """What there is to run on. `gpus`: their names; `missing`: what it lacks to have any; `nccl`: its version;
+    `free_bytes`: of the host's memory."""
 
     torch: str
     gpus: tuple[str, ...]
+    missing: tuple[str, ...]
     gpu_bytes: int
     nccl: tuple[int, ...] | None
     free_bytes: int
@@ -69,7 +71,8 @@ class Machine:
         """Ask torch, in a process of its own. Raises Failed when there is none."""
         found = ask("facts")
         gpus, nccl = tuple(found["gpus"]), found["nccl"]
-        return Machine(found["torch"], gpus, found["gpu_bytes"], nccl and tuple(nccl), free_bytes())
+        missing = tuple(found["missing"])
+        return Machine(found["torch"], gpus, missing, found["gpu_bytes"], nccl and tuple(nccl), free_bytes())
 
 
 def free_bytes() -> int:
@@ -175,7 +178,7 @@ class Peaks:
     def highest(cls, station: Station) -> str:
         """The same of all that workers have done since they were started."""
         most = sum(cls._word(worker.process.pid, "VmHWM") for worker in station.workers.values())
-        return f"peak of all workers: {most / 1e6:,.0f} MB"
+        return f"peak of all workers: {most / 1e6:,.0f} MB, the checkpoint that they share counted in each"
 
     @staticmethod
     def _word(pid: int, name: str) -> int:
@@ -309,5 +312,13 @@ def attempt(what: str, where: str, size_mb: float, run: Callable[[], list[Row]])
 
 
 def needs_bytes(device: str, workers: int, size_mb: float) -> int:
-    """Memory of the host that a run of `changes` takes: what each worker holds while all restore, and the processes."""
-    return workers * int((RESTORING + (device == "cpu")) * size_mb * 1e6) + workers * (1 << 29)
+    """Memory of the host that a run of `changes` takes: on the CPU the workers' states, a checkpoint and its copy, once
+    for all workers, and the processes."""
+    states = 2 + (workers if device == "cpu" else 0)
+    return int(states * size_mb * 1e6) + workers * PROCESS_BYTES
+
+
+def snapshot_needs_bytes(device: str, size_mb: float) -> int:
+    """The same for a run of `stall`: the copy, on the CPU the state, and the process."""
+    states = 2 if device == "cpu" else 1
+    return int(states * size_mb * 1e6) + PROCESS_BYTES

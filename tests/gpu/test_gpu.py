@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.gpu import rows
-from tests.gpu.__main__ import MB_PER_S, MULTI_RANK, MULTI_RANK_SINCE, ROW_S, expected_s
+from tests.gpu import picture, rows
+from tests.gpu.__main__ import MB_PER_S, MULTI_RANK, MULTI_RANK_SINCE, ROW_S, SIZES_MB, STALLS_MB, expected_s
 from tests.gpu.rows import Machine
 from tests.gpu.station import ROOT
 
@@ -48,13 +51,30 @@ def test_how_long_a_row_will_take(size_mb: float, known: list[tuple[float, float
 
 
 def test_without_a_gpu_the_table_says_so() -> None:
-    """One sentence, and the exit code of a success."""
+    """What is missing, in one line, and the exit code of a success."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "Nothing was run" in done.stdout
+    assert re.search(r"Nothing was run: .* Missing: .*CUDA", done.stdout)
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_the_largest_state_fits_on_a_machine_of_24_gb() -> None:
+    """22 GB of it can be had, and some are left to others: two workers with 4 GB each, and a snapshot of 7 GB."""
+    largest = rows.needs_bytes("cpu", 2, SIZES_MB[-1]), rows.snapshot_needs_bytes("cpu", STALLS_MB[-1])
+    assert max(largest) < 22e9 - rows.SPARE_BYTES
+
+
+def test_the_picture_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the documentation shows is drawn from all results that are there: `python -m tests.gpu.picture`."""
+    shown = picture.PICTURE.read_text()
+    monkeypatch.setattr(picture, "PICTURE", tmp_path / "sizes.svg")
+    picture.main()
+    assert picture.PICTURE.read_text() == shown
+    rows_of = [json.loads(path.read_text())["rows"] for path in picture.RESULTS.glob("*.json")]
+    assert shown.count("<polyline") == len({name for each in rows_of for name in picture.lines_of(each)}) > 0
 
 
 @pytest.mark.gpu

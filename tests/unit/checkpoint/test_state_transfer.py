@@ -12,14 +12,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from elasticrt.checkpoint import state_transfer
-from elasticrt.checkpoint.state_transfer import Line, Plan, Spare, Standing, plan, rehearse, share
+from elasticrt.checkpoint import group_line, state_transfer
+from elasticrt.checkpoint.group_line import GroupLine, parcels
+from elasticrt.checkpoint.state_transfer import Line, Plan, Spare, Standing, chain, plan, rehearse, share
 from elasticrt.distributed.group_store import GroupStore, GroupStoreServer
 from elasticrt.distributed.regroup import Meeting, Overtaken
 
@@ -47,6 +49,20 @@ def test_who_sends(standings: list[Standing], expected: Plan | None) -> None:
     assert plan(standings) == expected
 
 
+@pytest.mark.parametrize(
+    ("agreed", "nodes", "order"),
+    [
+        (Plan(0, ()), "a", (0,)),
+        (Plan(0, (1, 2, 3)), "aabb", (0, 1, 2, 3)),
+        (Plan(2, (0, 1, 3)), "aabb", (2, 3, 0, 1)),
+        (Plan(3, (0, 1, 2, 4, 5)), "abcacb", (3, 0, 1, 5, 2, 4)),
+    ],
+)
+def test_the_state_comes_to_each_node_once(agreed: Plan, nodes: str, order: tuple[int, ...]) -> None:
+    """First to the other ranks of the sender's node; then one rank of each node gets it, and gives it to the others."""
+    assert chain(agreed, list(nodes)) == order
+
+
 def _rank(number: int, world: int, listening: socket.socket, work: Callable[[Meeting], Any], answers: Any) -> None:
     torch.set_num_threads(1)
     if number == 0:
@@ -61,6 +77,31 @@ def _rank(number: int, world: int, listening: socket.socket, work: Callable[[Mee
     answers.join_thread()
     time.sleep(0 if number else 1)  # The others may still be asking its store.
     os._exit(0)
+
+
+def by_group(work: Callable[[Meeting], Any], meeting: Meeting) -> Any:
+    """Do `work` where the group itself sends tensors, as NCCL does on GPUs: here gloo, on the host, in many parcels."""
+    store = dist.PrefixStore("group", meeting.store)  # type: ignore[attr-defined]  # torch does not declare it.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=meeting.world_size)
+    group_line.device = lambda: torch.device("cpu")
+    group_line.PARCEL_BYTES = 4096
+    real = GroupLine.carry
+
+    def carry(line: GroupLine, tensors: Any) -> int:
+        assert sum(each.nbytes for each in tensors) > 10 * group_line.PARCEL_BYTES or not tensors
+        Line.fill = Line.send = lambda *_: pytest.fail("by way of the host")  # type: ignore[method-assign]
+        try:
+            return real(line, tensors)
+        finally:
+            Line.fill, Line.send = fill, send  # type: ignore[method-assign]
+
+    fill, send = Line.fill, Line.send
+    GroupLine.carry = carry  # type: ignore[method-assign]
+    return work(meeting)
+
+
+WAYS = pytest.mark.parametrize("way", [lambda work: work, lambda work: partial(by_group, work)], ids=["host", "group"])
 
 
 def ranks(work: Callable[[Meeting], Any], world: int = 2, dead: int = 0) -> list[Any]:
@@ -138,9 +179,10 @@ def _exchange(meeting: Meeting) -> Any:
     return called == [1]
 
 
-def test_tensors_of_all_kinds_arrive_in_place() -> None:
+@WAYS
+def test_tensors_of_all_kinds_arrive_in_place(way: Any) -> None:
     """Odd types, views, a scalar, an empty one: each is equal afterwards, and the receiver's own tensor holds it."""
-    assert ranks(_exchange) == [True, True]
+    assert ranks(way(_exchange)) == [True, True]
 
 
 def _to_a_newcomer(meeting: Meeting) -> Any:
@@ -156,9 +198,10 @@ def _to_a_newcomer(meeting: Meeting) -> Any:
     )
 
 
-def test_who_lacks_parts_gets_them() -> None:
+@WAYS
+def test_who_lacks_parts_gets_them(way: Any) -> None:
     """A newcomer whose optimizer has no state yet, and whose tensor has another shape, gets new ones; three ranks."""
-    assert ranks(_to_a_newcomer, 3) == [True, True, True]
+    assert ranks(way(_to_a_newcomer), 3) == [True, True, True]
 
 
 def _to_one_with_spare_memory(meeting: Meeting) -> Any:
@@ -337,3 +380,104 @@ def test_a_rehearsal_leaves_the_state_where_and_as_it_is() -> None:
     for name, tensor in state["model"].items():
         assert told["model"][name] is tensor
         assert torch.equal(tensor, expected["model"][name])
+
+
+# By the group itself.
+
+
+def test_parcels_hold_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors share one, a large one goes through several, nothing is sent for an empty one."""
+    monkeypatch.setattr(group_line, "PARCEL_BYTES", 16)
+    tensors = [torch.arange(3, dtype=torch.int16), torch.empty(0), torch.tensor(7.0), torch.arange(5).double()]
+    found = [[each.numel() for each in parcel] for parcel in parcels(tensors)]
+    assert found == [[6, 4, 6], [16], [16], [2]]
+    sent = torch.cat([part for parcel in parcels(tensors) for part in parcel])
+    assert sent.tolist() == [byte for each in tensors for byte in bytes(each.reshape(-1).view(torch.uint8).tolist())]
+    assert not list(parcels([]))
+
+
+def _with_a_flipped_bit_in_the_group(meeting: Meeting) -> Any:
+    if meeting.rank == 0:
+        real = group_line._unpack
+
+        def unpack(stage: torch.Tensor, parcel: Any) -> None:
+            stage[5] ^= 16
+            real(stage, parcel)
+
+        group_line._unpack = unpack
+    return _with_its_own(meeting)
+
+
+def _with_its_own(meeting: Meeting) -> str:
+    return str(share(Standing(meeting.rank, True), meeting, lambda: _state(meeting.rank), lambda: None))
+
+
+def test_a_bit_that_the_group_flips_is_refused() -> None:
+    """What a group of NCCL has received is not trusted either: an aborted kernel ends like any other."""
+    told, sent = ranks(partial(by_group, _with_a_flipped_bit_in_the_group))
+    assert "the state has changed on its way" in told
+    assert sent == "None"
+
+
+def _sender_of_the_group_is_lost(meeting: Meeting) -> Any:
+    if meeting.rank == 1:
+        real = group_line._pack
+        packed: list[int] = []
+
+        def pack(*args: Any) -> None:
+            packed.append(1)
+            if len(packed) == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(*args)
+
+        group_line._pack = pack
+        return share(Standing(8, True), meeting, lambda: _state(2), lambda: None)
+    own, called = _state(0), []
+    with pytest.raises(RuntimeError):
+        share(Standing(7, True), meeting, lambda: own, lambda: called.append(1))
+    expected = _leaves(_state(0))
+    found = _leaves(own)
+    return not called and all(torch.equal(found[k], v) for k, v in expected.items() if isinstance(v, torch.Tensor))
+
+
+def test_a_sender_in_the_group_that_is_lost_in_the_middle() -> None:
+    """Who was a step behind has that step's state still, whole."""
+    assert ranks(partial(by_group, _sender_of_the_group_is_lost), dead=1) == [True]
+
+
+def _line(events: list[list[bool]], over: list[bool]) -> GroupLine:
+    """A line with so many parcels under way; each answers whether it is done, and the last answer stands."""
+    line = GroupLine(torch.device("cpu"), 0, None, 0.2, lambda: over.pop(0) if len(over) > 1 else over[0])
+    for answers in events:
+        query = lambda answers=answers: answers.pop(0) if len(answers) > 1 else answers[0]  # noqa: E731
+        line._under_way.append(SimpleNamespace(query=query))  # type: ignore[arg-type]
+    return line
+
+
+def test_a_gpu_is_waited_for_with_a_limit() -> None:
+    """Until as few parcels as wanted are under way; what does not come is a lost rank."""
+    line = _line([[False, True], [True], [False]], [False])
+    line._settle(1)
+    assert len(line._under_way) == 1
+    with pytest.raises(dist.DistNetworkError, match=r"nothing has moved for 0\.2 s"):
+        line._settle(0)
+
+
+@pytest.mark.parametrize(("done", "over"), [(False, [False, True]), (True, [True])])
+def test_another_generation_ends_a_wait_for_a_gpu(*, done: bool, over: list[bool]) -> None:
+    """At once; and a send that has ended counts for nothing then, because an abort ends it as well."""
+    with pytest.raises(Overtaken):
+        _line([[done]], over)._settle(0)
+
+
+def test_only_nccl_carries_tensors_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not without a group, and not with gloo, which brings tensors of a GPU to the host for each send."""
+    assert group_line.device() is None
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for backend, expected in (("gloo", None), ("nccl", torch.device("cuda", 3))):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        assert group_line.device() == expected
+    line = GroupLine(torch.device("cuda", 3), 0, None, 1.0, lambda: False)
+    assert not line.carries(torch.zeros(1)), "an optimizer counts its steps on the host"
+    assert line.carries(SimpleNamespace(device=torch.device("cuda", 1)))  # type: ignore[arg-type]
