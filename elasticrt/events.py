@@ -222,7 +222,7 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Step:
-    """A step is done, by rank 0: at most ten times a second, from the agent of its node.
+    """A step is done, by rank 0: at most four times a second, from the agent of its node.
 
     Attributes:
         generation: the generation.

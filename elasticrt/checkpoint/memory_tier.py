@@ -29,7 +29,7 @@ from elasticrt.ipc.messages import Copied, Damaged
 
 _log = logging.getLogger(__name__)
 
-BUDGET = 0.01
+BUDGET = 0.002
 """The share of the training time that copies may take, by default."""
 
 FIRST_S = 1.0

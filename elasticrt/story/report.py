@@ -97,7 +97,7 @@ def is_uncounted(story: Story) -> bool:
 def made(story: Story) -> int:
     """The steps that the run has made, from its first resume point.
 
-    Steps have events at most ten times a second; the last step is known by its commit. A run that was at its end
+    Steps have events at most four times a second; the last step is known by its commit. A run that was at its end
     already commits what it has found, and makes no step.
     """
     if story.first_step_at is None:

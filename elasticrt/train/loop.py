@@ -51,7 +51,7 @@ class Loop:
         resume: "auto": go on from the newest checkpoint; "fresh": start over (a restart after a failure goes on).
         seed: of the random numbers of each step, rank by rank: after any restart at the same world size each rank draws
             what it would have drawn. None: only rank 0 does, and of generators that the script seeds alike all ranks.
-        memory: the share of the time, 0.01 by default, that copies of the state in the memory of each node may take; 0
+        memory: the share of the time, 0.002 by default, that copies of the state in the memory of each node may take; 0
             for none. After a failure training goes on from the newest of them that has survived, else from disk.
         ledger: a directory to note in which samples each step has trained, for `elasticrt ledger check`.
         **stateful_objects: everything else to save, by name: model, optimizer, scheduler, scaler, ... with state_dict()

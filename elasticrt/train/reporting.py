@@ -14,7 +14,7 @@ from elasticrt.errors import explain
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.status_page import StatusPage
 
-_REPORT_NS = 100_000_000
+_REPORT_NS = 250_000_000
 _READ_NS = 1_000_000_000
 _SCALARS_MAX = 64
 _NAME_MAX = 64
@@ -81,7 +81,7 @@ class Waits:
 
 
 class Reporter:
-    """Reports every step on the page, and in messages the first of the process, then at most ten a second.
+    """Reports every step on the page, and in messages the first of the process, then at most four a second.
 
     Args:
         objects: the Loop's objects.
