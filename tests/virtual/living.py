@@ -290,6 +290,8 @@ class Worker:
         if self.asleep:
             self.sim.engine.after(POLL_S, self.seat_comes, env)
             return
+        if env.generation < (self.seat or self.own).generation:
+            return  # What an agent says comes in order.
         self.seat = env
         if self.group is not None:
             self.group.cut(self)
