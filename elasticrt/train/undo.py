@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,18 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import rng_state, stateful
-from elasticrt.checkpoint.state_copy import Note
+from elasticrt.checkpoint.state_copy import Note, same
 from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
 """Objects that only an optimizer's step changes, and what belongs to it."""
+
+
+WATCHED_FIRST = 20
+WATCH_S, WATCH_SHARE = 0.1, 0.005
+"""The first steps are watched for changes before their optimizer begins, then one in WATCH_S, or fewer: watching takes
+at most WATCH_SHARE of the time."""
 
 
 class Undo:
@@ -25,7 +32,8 @@ class Undo:
     Buffers, gradients, random numbers and variables are noted when a step begins. Parameters and optimizers are not: a
     rank whose optimizer has stepped in an undone step gets the state of another rank. They are copied only in scripts
     whose steps communicate in or after an optimizer's step (a closure, two models in turn, a sum of the losses at the
-    end), because there all ranks can be in that state at once.
+    end), because there all ranks can be in that state at once. What a script changes before its optimizer steps (an
+    average of the weights, an object of its own) is noted as well, once a step has been seen to change it there.
 
     Args:
         state: the Loop's.
@@ -55,7 +63,13 @@ class Undo:
         self._numbers: dict[str, Any] | None = None
         self._vars: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None
-        self._between: tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]] | None = None
+        self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # What steps change before their optimizer begins.
+        self._early_parameters: list[torch.Tensor] = []
+        self._early_objects: set[str] = set()
+        self._objects: dict[str, Any] = {}  # The states of these when the step began.
+        self._seen: tuple[list[int], dict[str, Any]] | None = None  # As the step began, if it is watched.
+        self._watched, self._watch_at = 0, 0.0
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
@@ -85,6 +99,7 @@ class Undo:
     def optimizer_begins(self) -> None:
         """An optimizer is about to step. Copy all of the state if the step will communicate afterwards."""
         if not self.touched:
+            self._learn()
             # Before the step: the collectives of a closure (LBFGS) are inside of it, and leave all ranks there at once.
             self._collectives = collectives.sequence_number()
             if self._communicates_late:
@@ -94,11 +109,45 @@ class Undo:
     def step_ends(self) -> None:
         """The whole step is done: note whether it had collectives since its first optimizer began."""
         self.accumulates = not self.stepped
+        if not self.touched:
+            self._learn()
         if self.stepped and collectives.sequence_number() != self._collectives:
             self._communicates_late = True
 
     def _has_stepped(self, *_: Any) -> None:
         self.stepped = True
+
+    def _watch(self) -> None:
+        """Look at what this step may change before its optimizer, if it is to be watched."""
+        began = time.monotonic()
+        self._seen = None
+        if self._watched < WATCHED_FIRST or began >= self._watch_at:
+            self._watched += 1
+            self._seen = copy.deepcopy(self._look())
+            self._watch_at = began + max(WATCH_S, (time.monotonic() - began) * 2 / WATCH_SHARE)
+
+    def _learn(self) -> None:
+        """The optimizer begins, or the step ends without one: what has changed by now is noted in all further steps."""
+        if self._seen is None:
+            return
+        (versions, states), self._seen = self._seen, None
+        versions_now, states_now = self._look()
+        known = {id(each) for each in self._early_parameters}
+        for parameter, before, now in zip(self._parameters(), versions, versions_now, strict=False):
+            if before != now and id(parameter) not in known:
+                self._early_parameters.append(parameter)
+        self._early_objects |= {name for name, state in states_now.items() if not same(states.get(name), state)}
+
+    def _look(self) -> tuple[list[int], dict[str, Any]]:
+        """The versions of all parameters, by which torch counts their changes, and the states of other objects."""
+        return [each._version for each in self._parameters()], self._states()
+
+    def _states(self) -> dict[str, Any]:
+        """The states of all objects but modules and optimizers, by name, and of the latter all but their tensors."""
+        plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
+        # A scheduler writes the learning rate to its optimizer.
+        rates = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+        return {**stateful.collect(plain), stateful.OURS: rates}
 
     def note(self) -> None:
         """The step begins: note everything that it may change, but for parameters and optimizers."""
@@ -109,6 +158,7 @@ class Undo:
             layers = [layer for module in self._modules for layer in module.modules()]
             self._owners = [layer._buffers for layer in layers]
         buffers = [each for owner in self._owners for each in owner.values() if each is not None]
+        buffers += self._early_parameters
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
             self._buffers, self._kept = buffers, [each.detach().clone() for each in buffers]
         elif buffers:
@@ -116,6 +166,9 @@ class Undo:
                 torch._foreach_copy_(self._kept, buffers)
         self._numbers = None if self._seeded else rng_state.note()
         self._vars = dict(self._training.vars)
+        states = self._states() if self._early_objects else {}
+        self._objects = copy.deepcopy({name: states[name] for name in self._early_objects})
+        self._watch()
         self._gradients = None
         if self.accumulates:
             owners = self._parameters()
@@ -128,6 +181,7 @@ class Undo:
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)
+        self._load(self._objects)
         self._drop_gradients()
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
@@ -155,24 +209,25 @@ class Undo:
 
     def note_between(self) -> None:
         """The step is undone: note what the script may change between this and the next try."""
-        plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
-        # A scheduler that steps after the block writes the learning rate to its optimizer.
-        rates = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
-        self._between = copy.deepcopy((stateful.collect(plain), dict(self._training.vars), rates))
+        self._between = copy.deepcopy((self._states(), dict(self._training.vars)))
 
     def forget_between(self) -> None:
         """The next try begins: undo what the script has changed since `note_between`."""
         if self._between is None:
             return
-        (states, kept, rates), self._between = self._between, None
-        objects = {name: self._training.objects[name] for name in states}
-        stateful.put_back(objects, states, "the beginning of the step")
+        (states, kept), self._between = self._between, None
+        self._load(states)
         self._set_vars(kept)
-        for group, values in zip(self._groups(), rates, strict=False):  # The script may have added a group.
-            group.update(values)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for each in self._optimizers for group in each.param_groups]
+
+    def _load(self, states: dict[str, Any]) -> None:
+        """Put back what `_states` has given, or a part of it."""
+        objects = {name: self._training.objects[name] for name in states if name != stateful.OURS}
+        stateful.put_back(objects, states, "the beginning of the step")
+        for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):
+            group.update(values)  # The script may have added a group since, which has none.
 
     def _set_vars(self, values: dict[str, Any]) -> None:
         self._training.vars.clear()

@@ -35,6 +35,7 @@ FAST: tuple[Case, ...] = (
     ("frozen", 1, 12, "backward"),
     ("caught", 2, 11, "begin"),
     ("scheduled_after", 0, 11, "backward"),
+    ("changed_early", 1, 9, "backward"),
 )
 SLOW: tuple[Case, ...] = (
     ("plain", 0, 17, "begin"),

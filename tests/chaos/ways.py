@@ -383,6 +383,48 @@ def summed_late(trial: Trial) -> None:
     trial.end(model)
 
 
+class Book:
+    """An object of the script's own that counts."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What it has counted."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self.steps = state["steps"]
+
+
+def changed_early(trial: Trial) -> None:
+    """An average, a schedule and a count go on before the optimizer steps, and ranks communicate after that."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    ctx = elasticrt.init()
+    data, sampler, model, optimizer = parts()
+    ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    scheduler, book = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7), Book()
+    loop = trial.loop(sampler=sampler, model=model, optimizer=optimizer, ema=ema, scheduler=scheduler, book=book)
+    for _ in loop.epochs(EPOCHS):
+        for _, x, y in loop.batches(DataLoader(data, batch_sampler=sampler)):
+            with loop.step():
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                ema.update_parameters(model.module)
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # The schedule warns of its order.
+                scheduler.step()
+                book.steps += 1
+                trial.at("backward")
+                loop.report(loss=ctx.sum(loss * len(x)) / BATCH)
+                optimizer.step()
+                optimizer.zero_grad()
+            trial.done()
+    assert book.steps == loop.steps_done
+    trial.end(model, ema)
+
+
 def in_a_closure(trial: Trial) -> None:
     """The optimizer calls forward and backward itself, and several times."""
     data, sampler, model, _ = parts()
@@ -691,8 +733,9 @@ WAYS: dict[str, Callable[[Trial], None]] = {
     way.__name__: way
     for way in (
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
-        accumulated, no_sync, evaluated, early, own_rate, summed_late, in_a_closure, outside, simple, compiled,
-        compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided, without_sampler, frozen,
+        accumulated, no_sync, evaluated, early, own_rate, summed_late, changed_early, in_a_closure, outside, simple,
+        compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided,
+        without_sampler, frozen,
         caught, grouped, scheduled_after, wrapped_anew,
     )
 }  # fmt: skip
