@@ -102,7 +102,7 @@ class RunOptions(EtcdOptions):
     )  # fmt: skip
     max_restarts: int | None = _nodes(
         "--max-restarts N", None, "restarts in all; lost and joining nodes cost none", parse.whole(0, 10**6),
-        default=f"{RESTARTS} without newly committed steps",
+        default=f"{RESTARTS} without a new step",
     )  # fmt: skip
     join: Literal["now", "budget", "failure"] = _nodes(
         "--join WHEN", "budget", "when newcomers are let in: now, budget (changes cost at most 5 percent of the time), "

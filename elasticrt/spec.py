@@ -45,7 +45,7 @@ class RunSpec(BaseModel):
         max_nodes: nodes beyond this stand by.
         command: what a worker runs, with its arguments. It is compared with ours, never executed from etcd.
         max_restarts: restarts allowed, see `restarts_reset`.
-        restarts_reset: whether new committed steps give the whole restart budget back.
+        restarts_reset: whether progress (see `leader_context.counting`) gives the whole restart budget back.
         join_timeout_s: how long to wait for min_nodes.
         lease_ttl_s: lease asked of etcd for every member.
         join: when a newcomer is let in: "now", "budget" (re-forms cost at most 5 % of the time), "failure" (only

@@ -38,7 +38,7 @@ class Failure:
         stalled: no process ended, but no step was made for too long.
         unmet: the worker could not reach another one. In a node's report: not for several generations in a row.
         early: a digest of the error before the first step, and its place. If it comes twice, it will come again.
-        beats: optimizer steps that the worker made, in a script without a Loop.
+        beats: steps of the run that the worker had finished; in a script without a Loop, optimizer steps that it made.
         loaded: when the newest snapshot was written from which it made them, in microseconds since the epoch, or 0.
     """
 

@@ -333,9 +333,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     restarts = led.generation.restarts if first.misfit else counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
-        what = (
-            f"without {'getting further' if restarts.beats else 'new committed steps'} " if spec.restarts_reset else ""
-        )
+        what = "without getting further " if spec.restarts_reset else ""
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     return re_form(led, "failure", _named(first, led.generation), restarts)

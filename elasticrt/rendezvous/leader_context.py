@@ -371,8 +371,9 @@ script reads its snapshots with `torch.load`. A failure that comes at once does 
 def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -> Restarts:
     """The restarts once this failure is counted. After progress the count begins at one again.
 
-    Progress is a new committed step. A script without a Loop commits none: there a generation makes progress when it
-    makes more optimizer steps than any before it, or some from a newer snapshot, or lasts for LONG_S. So no run
+    Progress is a new committed step, or a step further than at any failure before: survivors keep it unsaved. A script
+    without a Loop commits none: there a generation makes progress when it makes more optimizer steps than any before
+    it, or some from a newer snapshot, or lasts for LONG_S. So no run
     restarts for ever without writing a snapshot and stepping from it: the time of the newest snapshot only grows, and
     one that a worker writes and reads itself does not count.
     """

@@ -174,9 +174,8 @@ class Restarts(BaseModel):
     """The failures of an attempt so far, and how far the run had come at the last one that was counted.
 
     `spent` counts failures since there was progress, `total` all of this attempt. `step` is the head's step at the last
-    one; `beats` the most optimizer steps that a generation of a script without a Loop had made by then, `loaded` the
-    time of the newest snapshot that one had gone on from, in microseconds since the epoch; `early` that failure's, if
-    it came before the first step.
+    one; `beats` the most that any failure has told by then (see `Failure`), `loaded` the time of the newest snapshot
+    that one had gone on from, in microseconds since the epoch; `early` the failure's, if it came before the first step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -86,7 +86,7 @@ class Remains:
         last_lines: the end of its error output; `log_path`: the file with all of it, "" when it is not kept.
         step: the last global step that it is known to have finished.
         stepped: whether it had made a step; None when that cannot be seen.
-        beats: optimizer steps that it made, in a script without a Loop; `loaded`: as in `Failure`.
+        beats, loaded: as in `Failure`.
         start_error: why it could not be started, "" if it was.
         lost: why its parent ended, if that ended the worker as well.
         oom: the kernel's count of processes killed for memory went up meanwhile.

@@ -311,7 +311,7 @@ class WorkerIO:
                 log_path=worker.output.path,
                 step=worker.page.step or None,
                 stepped=_stepped(worker),
-                beats=0 if worker.page.entered else worker.page.beats,
+                beats=worker.page.step if worker.page.entered else worker.page.beats,
                 loaded=max((page.loaded for page in pages if page.beats), default=0),
                 start_error=start_error,
                 lost=lost,

@@ -119,13 +119,15 @@ def run(
     epochs: int,
     timeout_s: float = 100,
     join: str = "now",
+    restarts: str = "1000",
 ) -> Run:
     """Run the script under one agent with `workers` workers, which do to themselves what the plan says."""
     for number, each in enumerate(plan):
         each.setdefault("world", workers)
         each.setdefault("step", 3 if number else 2)
     (directory / "faults.json").write_text(json.dumps(plan))
-    options = ["--nproc-per-node", str(workers), "--max-restarts", "1000", "--join", join]
+    options = ["--nproc-per-node", str(workers), "--join", join]
+    options += ["--max-restarts", restarts] if restarts else []
     script = [str(SCRIPT), str(directory), str(epochs), *words]
     with Cluster(directory, f"place-{secrets.token_hex(4)}", options, script) as cluster:
         cluster.start("n0")
@@ -217,6 +219,29 @@ def test_an_error_of_the_script(tmp_path: Path, tmp_path_factory: pytest.TempPat
     text = found.cluster.agents["n0"].text()
     assert text.count("ValueError: a fault of the script's own at after forward") >= 1, text
     assert "in one_after_the_other" not in text
+
+
+def test_more_failures_than_restarts_before_the_first_save(tmp_path: Path) -> None:
+    """W01, W02: steps that survivors have finished are progress, so five kills between two saves do not end the run."""
+    plan = [fault("last bucket", number % 3) for number in range(5)]
+    run(tmp_path, plan, "every=1000 steps", workers=3, epochs=6, restarts="").check_all()
+
+
+def test_a_step_that_fails_on_every_rank(tmp_path: Path) -> None:
+    """W01, W13: an error that comes again whoever makes the step is no progress: after three restarts the run ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.read_text().replace(
+            "FAULTS.pace()", "FAULTS.pace()\n                if loop.steps_done == 4: raise ValueError('batch 5')"
+        )
+    )
+    options = ["--nproc-per-node", "3", "--join", "now"]
+    words = [str(script), str(tmp_path), "2", "every=1000 steps"]
+    with Cluster(tmp_path, f"again-{secrets.token_hex(4)}", options, words) as cluster:
+        cluster.start("n0")
+        assert cluster.ended() == {"n0": 1}, cluster.story()
+        (result,) = cluster.events("result")
+        assert result["reason"].endswith("ValueError: batch 5 (3 restarts without getting further spent)")
 
 
 @pytest.mark.slow
