@@ -10,6 +10,7 @@ from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
+from elasticrt.story.sentences import slow
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -34,8 +35,9 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
-    """How far the run came, its goodput, and what changes have cost."""
-    return [line for line in (paces(story), worth(story, now), changes(story)) if line]
+    """A slow node that is known, how far the run came, its goodput, and what changes have cost."""
+    found = slow(story.slow) if story.slow is not None and story.result is None else ""
+    return [line for line in (found, paces(story), worth(story, now), changes(story)) if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -44,7 +46,7 @@ def summary(story: Story) -> list[str]:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    return [pace, *sums(story)[1:]]
+    return [line for line in (pace, worth(story), changes(story)) if line]
 
 
 def body(story: Story, now: float | None = None) -> list[str]:
@@ -62,6 +64,8 @@ def state(story: Story, now: float | None = None) -> str:
         here, needed = len(story.chapter.nodes), story.min_nodes
         since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
         return f"waiting for nodes {since}: {here} of at least {needed} here"
+    if now is not None and story.stand is not None:
+        return story.standing(now)
     if now is not None:
         return "running"
     if story.alive():
@@ -155,6 +159,8 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "begin": story.begin,
         "last": story.last,
         "nodes_alive": list(story.alive()),
+        "standing": None if story.stand is None else {"since": story.stand.since, **vars(story.stand.culprit)},
+        "slow": None if story.slow is None else vars(story.slow),
         "step": story.step,
         "epoch": story.epoch,
         "scalars": dict(story.scalars),
