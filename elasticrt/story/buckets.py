@@ -234,6 +234,15 @@ class LifeSpans:
         found, self._spans = totals(self._spans), []
         return found
 
+    def count_on(self, now: float) -> None:
+        """Paint up to `now` what it is known to be for: a wait for nodes, and a hang whose culprit is known."""
+        stands_since = self._course.stands_since
+        if self._mode == "waiting":
+            self._to(now, WAITING)
+        elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
+            self._train_to(stands_since)
+            self._to(now, DETECT)
+
     # Events.
 
     def _seated(self, event: events.Generation, at: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -206,21 +207,20 @@ def share(spent_s: float, total_s: float) -> str:
 def generation_table(story: Story) -> list[str]:
     """A row for each generation with its cost; if there are very many, for the first and the last ones."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
-    left_out = len(story.chapters) - CHANGES_SHOWN
+    left_out, first = len(story.chapters) - CHANGES_SHOWN, 0
     for place, chapter in enumerate(story.chapters):
         if left_out > 0 and 1 <= place <= left_out:
             continue
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
         redone = "-" if chapter.redone is None else f"{chapter.redone:,}"
-        rows.append((str(chapter.number), shortened(chapter.cause), *counts, pause, redone, longest(chapter)))
+        cause, *more = textwrap.wrap(chapter.cause, CAUSE_SHOWN) or [""]
+        rows.append((str(chapter.number), cause, *counts, pause, redone, longest(chapter)))
+        rows += [("", part, "", "", "", "", "", "") for part in more]
+        first = len(rows) if place == 0 else first
     lines = table(rows)
-    return [*lines[:3], f"... {counted(left_out, 'generation')} ...", *lines[3:]] if left_out > 0 else lines
-
-
-def shortened(cause: str) -> str:
-    """A cause that fits into a table. Events and `--json` have all of it."""
-    return cause if len(cause) <= CAUSE_SHOWN else cause[: CAUSE_SHOWN - 3].rstrip() + "..."
+    between = [f"... {counted(left_out, 'generation')} ..."] if left_out > 0 else []
+    return [*lines[: first + 1], *between, *lines[first + 1 :]]
 
 
 def longest(chapter: Chapter) -> str:
