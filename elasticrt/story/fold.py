@@ -31,6 +31,9 @@ WORK_MAX = 400
 SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
 
+WORD_S, WORD_SHARE = 12.0, 0.002
+"""The same while workers train: then agents write every 5 s, and files keep a line in a thousandth of the time."""
+
 SILENT = "(no answer"
 """These words are in the evidence against a node that was taken out because it was silent."""
 
@@ -41,6 +44,9 @@ _FINISHED = (
     | events.Stalled | events.Culprit
 )  # fmt: skip
 """Events whose `step` was finished in their `generation`."""
+
+_TURNS = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded
+"""After these it may take long until workers train again."""
 
 
 class Series(list[Value]):
@@ -91,6 +97,7 @@ class Life:
             was left to notice.
         loss: that it was taken out, as a failure.
         spans: how its time was spent.
+        tells: whether its workers train, so that it writes their progress.
     """
 
     node: str
@@ -102,6 +109,7 @@ class Life:
     code: int | None = None
     gone_at: float | None = None
     loss: Trouble | None = None
+    tells: bool = False
 
 
 @dataclass
@@ -339,6 +347,7 @@ class Story:
             short = isinstance(event, events.Recovery) and self._was_short(event.generation)
             life.spans.tell(event, at, short=short)
             life.last, life.gone_at = max(life.last, at), None
+            life.tells = isinstance(event, events.Progress) or (life.tells and not isinstance(event, _TURNS))
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
@@ -567,8 +576,11 @@ class Story:
 
     def present(self, now: float) -> float | None:
         """`now`, if the run goes on then, as far as its events tell: sums reach until then. Else None."""
-        silent_s = max(SILENT_S, SILENT_SHARE * (self.last - self.begin))
-        return now if self.result is None and self.alive() and now - self.last < silent_s else None
+        alive, age_s = self.alive(), self.last - self.begin
+        seated = [self._present[node] for node in alive if self.chapter is not None and node in self.chapter.nodes]
+        tell = bool(seated) and all(life.tells for life in seated)
+        silent_s = WORD_S + WORD_SHARE * age_s if tell else max(SILENT_S, SILENT_SHARE * age_s)
+        return now if self.result is None and alive and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
         """The same for each node: the spans of all its agents, one after the other."""

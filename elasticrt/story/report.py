@@ -71,7 +71,7 @@ def state(story: Story, now: float | None = None) -> str:
         return "running"
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
-        return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
+        return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
     newest = {life.node: life for life in story.lives}.values()
     if {life.code for life in newest if life.gone_at is None} == {EXIT_TERMINATED}:
         saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
