@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elasticrt import events
 from elasticrt.rendezvous.decision import Me
 from elasticrt.rendezvous.outage import Outage
 from elasticrt.rendezvous.records import Seat
 from elasticrt.rendezvous.view import View
+from elasticrt.story.fold import no_step
 
 CUT_OFF_S = 10.0
 """Other nodes are asked once a second, and their agents answer in milliseconds, whatever their workers do."""
@@ -30,6 +32,21 @@ class Finding:
 
     ok: bool
     reason: str
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """It was found for whom the others wait, since no step was made.
+
+    Attributes:
+        culprit: the finding.
+        at: when, on the monotonic clock, in seconds.
+        step: the last step of this node's workers then.
+    """
+
+    culprit: events.Culprit
+    at: float
+    step: int | None
 
 
 @dataclass(frozen=True)
@@ -140,14 +157,22 @@ def live(noted: HealthState, now: float) -> Finding:
     return Finding(True, f"the agent's last turn was {still_s:.1f} s ago")
 
 
-def ready(noted: HealthState, now: float) -> Finding:
-    """Whether the node is ready, by what its agent has `noted`, at `now`."""
+def ready(noted: HealthState, now: float, standstill: Standstill | None = None) -> Finding:
+    """Whether the node is ready, by what its agent has `noted`, at `now`.
+
+    The newest `standstill` is in the reason while it lasts. The node stays ready: its replacement may be no remedy.
+    """
     alive = live(noted, now)
     if not alive.ok:
         return alive
     if noted.phase != "member" or noted.readiness is None:
         return Finding(False, f"{noted.phase}: not a member of the run")
-    return noted.readiness
+    lasts = standstill and (standstill.culprit.generation, standstill.step) == (noted.generation, noted.step)
+    if standstill is None or not lasts or not noted.readiness.ok:
+        return noted.readiness
+    age_s = standstill.culprit.age_s + now - standstill.at
+    reason = noted.readiness.reason.replace("trains in", "stands still in", 1)
+    return Finding(True, f"{reason}; {no_step(standstill.culprit, age_s)}")
 
 
 def body(noted: HealthState, finding: Finding) -> dict[str, Any]:

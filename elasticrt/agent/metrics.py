@@ -43,6 +43,7 @@ class Metrics:
         self._copied: events.Copied | None = None
         self._noted: HealthState | None = None
         self._now = 0.0
+        self._told_at = 0.0  # The same in the story's time.
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -60,6 +61,11 @@ class Metrics:
     def text(self, noted: HealthState, now: float) -> bytes:
         """All of them, with what the agent has `noted`, at `now` (monotonic seconds)."""
         self._noted, self._now = noted, now
+        for life in self._story.lives[-1:]:  # An agent has one.
+            self._told_at = life.begin - life.started_at + now
+            if life.code is None:
+                life.spans.count_on(self._told_at)
+                self._spent.update(life.spans.painted())
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -67,7 +73,7 @@ class Metrics:
         if self._noted is None:
             return
         yield from self._of_node(self._noted)
-        yield from self._of_story(self._story)
+        yield from self._of_story(self._story, self._noted.node)
 
     def _of_node(self, noted: HealthState) -> Iterator[Metric]:
         about = {"run_id": noted.run_id, "node": noted.node, "version": elasticrt.__version__}
@@ -82,7 +88,7 @@ class Metrics:
         yield _gauge("world_size", "Workers of the generation.", noted.world_size)
         yield _gauge("step", "The last step that all workers of this node have finished.", noted.step)
 
-    def _of_story(self, story: Story) -> Iterator[Metric]:
+    def _of_story(self, story: Story, node: str) -> Iterator[Metric]:
         kinds = Counter(chapter.kind for chapter in story.chapters)
         yield _counter("generations", "Generations that this node has seen, by why they were made.", "kind", kinds)
         restarts = story.chapter.restarts if story.chapter is not None else 0
@@ -95,9 +101,13 @@ class Metrics:
             own_work.add_metric([str(rank)], known[-1][1])
         yield own_work
         yield _recoveries(story)
-        redone, failed = sum(chapter.redone or 0 for chapter in story.chapters), len(story.troubles)
+        redone = sum(chapter.redone or 0 for chapter in story.chapters)
+        failed = sum(not each.hang or each.node == node for each in story.troubles)  # All nodes tell of a hang.
+        since = story.stand.since if story.stand is not None else story.waits_since
+        standing_s = self._told_at - since if since is not None else 0.0
+        yield _gauge("standing_seconds", "For how long no step has been made, once it is known why.", standing_s)
         yield _counter("steps_redone", "Steps that this node has done again.", "", {"": redone})
-        yield _counter("failures", "This node's failed workers, hangs, and nodes it has taken out.", "", {"": failed})
+        yield _counter("failures", "Its workers that failed or hung, and nodes it has taken out.", "", {"": failed})
         if story.samples:
             yield _gauge("samples", "Samples that the run has trained on, over all epochs.", story.samples)
         yield _counter("checkpoints", "Checkpoints that this node has committed.", "", {"": story.checkpoints})

@@ -54,7 +54,8 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
         since = story.waits_since if story is not None else None
         with opened(run_id, directory, options) as run:
             without_nodes = "nobody is here" if story is None or story.alive() else state(story)
-            show(run, without_nodes, waited_s=None if since is None else time.time() - since)
+            standing = story.standing(time.time()) if story is not None else ""
+            show(run, without_nodes, waited_s=None if since is None else time.time() - since, standing=standing)
     except ConfigError:
         if story is None or options.etcd:  # Where an etcd was named, it should know of the run.
             raise
@@ -65,7 +66,7 @@ def _look(run_id: str, directory: Path, arguments: argparse.Namespace, options: 
     return story is not None and story.result is not None
 
 
-def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None) -> None:
+def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None, standing: str = "") -> None:
     """Print what etcd knows of the run. For more see `describe`. Raises ConfigError for no such run."""
     spec, _ = run.spec()
     lines = describe(
@@ -77,6 +78,7 @@ def show(run: LiveRun, without_nodes: str, *, waited_s: float | None = None) -> 
         result=run.record(run.keys.result(spec.attempt), Result),
         without_nodes=without_nodes,
         waited_s=waited_s,
+        standing=standing,
     )
     write(sys.stdout, "\n".join(lines) + "\n")
 
@@ -91,15 +93,17 @@ def describe(
     result: Result | None,
     without_nodes: str,
     waited_s: float | None = None,
+    standing: str = "",
 ) -> list[str]:
     """The lines about a run with this spec, members, current generation, newest checkpoint and result. Pure.
 
     `without_nodes`: the state of a run that has neither members nor a result. `waited_s`: for how many seconds it has
-    been waiting for nodes; None: not known.
+    been waiting for nodes; None: not known. `standing`: that no step is made, and for whom the others wait; "": steps
+    are made, as far as is known.
     """
     members, waits = list(members), generation is not None and generation.waits
     missing = spec.spec.min_nodes - len(members)
-    said = f"{result.status}: {result.reason}" if result else "alive" if members else without_nodes
+    said = f"{result.status}: {result.reason}" if result else (standing or "alive") if members else without_nodes
     if members and result is None and missing > 0 and (waits or not any(member.generation for member in members)):
         said = f"waits for {counted(missing, 'more node')}"
         left_s = spec.spec.join_timeout_s - (waited_s or 0.0)
@@ -112,7 +116,7 @@ def describe(
         lines.append(f"newest checkpoint: step {saved.step} of generation {saved.generation}")
     for member in members:
         running = generation is not None and member.generation == generation.number
-        runs = "waiting" if waits else "training"
+        runs = "waiting" if waits else "standing still" if standing else "training"
         word = "draining" if member.draining else runs if running else "standby" if member.warm else "starting"
         lines.append(
             f"  {member.node}: {word}, {counted(member.workers, 'worker')}, {member.address}, pid {member.pid}"

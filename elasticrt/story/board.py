@@ -89,11 +89,14 @@ def _nodes(story: Story) -> list[dict[str, str]]:
     """Each node with its state, those that train first."""
     chapter, alive, found = story.chapter, story.alive(), []
     seated = chapter.nodes if chapter is not None else ()
+    blamed = story.stand.culprit.nodes if story.stand is not None else None
     for name in dict.fromkeys([*seated, *(life.node for life in story.lives)]):
         generation, pids = story.workers.get(name, (0, {}))
         trains = name in seated and name in alive
         ranks = ", ".join(map(str, pids)) if trains and chapter is not None and generation == chapter.number else ""
         seated_word = "waiting" if chapter is not None and chapter.waits else "training"
+        if blamed is not None:
+            seated_word = "waited for" if name in blamed else "standing still"
         word = seated_word if trains else "standing by" if name in alive else "gone"
         found.append({"name": name, "state": word if story.result is None else "ended", "ranks": ranks})
     return found
@@ -104,6 +107,9 @@ def _sentences(story: Story) -> list[list[Any]]:
     found: list[tuple[float, str, str]] = []
     for each in story.troubles:
         found.append((each.at, "bad", each.what if each.node in each.what else f"{each.node}: {each.what}"))
+    found += [(at, "bad", sentences.standing(culprit)) for at, culprit in story.stands]
+    if story.slow is not None:
+        found.append((story.slow_at, "bad", sentences.slow(story.slow)))
     for place, chapter in enumerate(story.chapters):
         found.append((chapter.begin, "", sentences.beginning(chapter, first=place == 0)))
         if chapter.stepped_at is not None:

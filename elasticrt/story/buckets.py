@@ -103,7 +103,7 @@ class Course:
         saved: whether a checkpoint was committed in it.
         waits: whether it makes no step, because there are too few nodes.
         stands: the times in which its steps stood still, the newest ones; the last one may have no end yet.
-        blamed: the newest finding about whom the others wait for.
+        blamed: the newest finding about whom the others wait for; None again when the steps go on.
         hung: whether it has ended because its steps stood still.
     """
 
@@ -129,13 +129,19 @@ class Course:
             self.redone_until = before_at + share * (at - before_at)
         if self.stands and self.stands[-1][1] == math.inf:
             self.stands[-1] = (self.stands[-1][0], at)
+            self.blamed = None
         self.step, self.step_at = step, at
 
-    def stood(self, step: int, since: float, now: float) -> None:
-        """After `step` there has been none from `since` to `now`. Without a Loop it is not known when they go on."""
+    def stood(self, step: int, since: float, now: float, blamed: events.Culprit | None = None) -> None:
+        """After `step` there has been none from `since` to `now`. Without a Loop it is not known when they go on.
+
+        Some ranks may have made one step more than those that are `blamed`, and wait for them in the next.
+        """
         looped = self.step > 0
-        if step < self.step and looped:
+        if step + (blamed is not None) < self.step and looped:
             return
+        self.blamed = blamed or self.blamed
+        step = max(step, self.step)
         if looped and step == self.step:  # The workers were looked at a moment before `now`.
             since = min(since, self.step_at)
         if self.stands and self.stands[-1][1] >= since:
@@ -143,6 +149,11 @@ class Course:
         if looped:
             self.step, self.step_at = step, since
         self.stands.append((since, math.inf if looped else now))
+
+    @property
+    def stands_since(self) -> float | None:
+        """Since when there has been no step, if it is known for whom the others wait; else None."""
+        return self.stands[-1][0] if self.blamed and self.stands and self.stands[-1][1] == math.inf else None
 
     def standing_s(self, begin: float, end: float) -> float:
         """Seconds from `begin` to `end` in which the steps stood still."""
@@ -222,6 +233,15 @@ class LifeSpans:
         """Take out the seconds by bucket that are final. Summed over all calls they only grow."""
         found, self._spans = totals(self._spans), []
         return found
+
+    def count_on(self, now: float) -> None:
+        """Paint up to `now` what it is known to be for: a wait for nodes, and a hang whose culprit is known."""
+        stands_since = self._course.stands_since
+        if self._mode == "waiting":
+            self._to(now, WAITING)
+        elif self._mode == "training" and stands_since is not None and self._turn_at is self._failed_at is None:
+            self._train_to(stands_since)
+            self._to(now, DETECT)
 
     # Events.
 

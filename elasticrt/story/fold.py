@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -19,7 +20,7 @@ from typing import TypeVar
 from elasticrt import events
 from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import ANEW
-from elasticrt.story.buckets import TRAIN, Course, LifeSpans, Span, together, totals
+from elasticrt.story.buckets import STANDS_KEPT, TRAIN, Course, LifeSpans, Span, together, totals
 
 POINTS_MAX = 4000
 """How many points of the curve of scalars are kept."""
@@ -29,6 +30,9 @@ WORK_MAX = 400
 
 SILENT_S, SILENT_SHARE = 60.0, 0.01
 """A run whose agents have written nothing for so long, or for such a share of its time, is taken to have ended."""
+
+WORD_S, WORD_SHARE = 12.0, 0.002
+"""The same while workers train: then agents write every 5 s, and files keep a line in a thousandth of the time."""
 
 SILENT = "(no answer"
 """These words are in the evidence against a node that was taken out because it was silent."""
@@ -40,6 +44,9 @@ _FINISHED = (
     | events.Stalled | events.Culprit
 )  # fmt: skip
 """Events whose `step` was finished in their `generation`."""
+
+_TURNS = events.Generation | events.StandsBy | events.Restarted | events.WorkerEnded
+"""After these it may take long until workers train again."""
 
 
 class Series(list[Value]):
@@ -90,6 +97,7 @@ class Life:
             was left to notice.
         loss: that it was taken out, as a failure.
         spans: how its time was spent.
+        tells: whether its workers train, so that it writes their progress.
     """
 
     node: str
@@ -101,6 +109,7 @@ class Life:
     code: int | None = None
     gone_at: float | None = None
     loss: Trouble | None = None
+    tells: bool = False
 
 
 @dataclass
@@ -167,12 +176,31 @@ class Trouble:
         node: where.
         what: a description.
         generation: in which.
+        hang: whether steps stood still: of that all nodes tell.
     """
 
     at: float
     node: str
     what: str
     generation: int
+    hang: bool = False
+
+
+@dataclass(frozen=True)
+class Stand:
+    """No step is made, and it is known for whom the others wait.
+
+    Attributes:
+        since: when the last step was made.
+        culprit: the newest finding.
+    """
+
+    since: float
+    culprit: events.Culprit
+
+    def told(self, now: float) -> str:
+        """The sentence about it, as of `now`."""
+        return no_step(self.culprit, now - self.since)
 
 
 class Story:
@@ -194,6 +222,8 @@ class Story:
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
+        slow: the node that is slow in the newest generation, `slow_at`: when that was found; None: none is known.
+        stands: what was found while steps stood still, and when, the newest ones.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
     """
@@ -216,6 +246,9 @@ class Story:
         self.samples = 0
         self.work: dict[int, Series[tuple[float, float]]] = {}
         self.troubles: list[Trouble] = []
+        self.slow: events.Straggler | None = None
+        self.slow_at = 0.0
+        self.stands: deque[tuple[float, events.Culprit]] = deque(maxlen=STANDS_KEPT)
         self.result: events.Result | None = None
         self.ended_at = math.inf
         self.text = ""
@@ -235,6 +268,17 @@ class Story:
         """Since when the newest generations have been waiting for nodes; None: the newest does not."""
         waiting = list(takewhile(lambda chapter: chapter.waits, reversed(self.chapters)))
         return waiting[-1].begin if waiting and self.result is None else None
+
+    @property
+    def stand(self) -> Stand | None:
+        """That no step is made, and why; None: steps are made, or it is not known for whom the others wait."""
+        course = self._courses.get(self.chapter.number) if self.chapter is not None else None
+        since = course.stands_since if course is not None and self.result is None and self.alive() else None
+        return Stand(since, course.blamed) if course is not None and course.blamed and since is not None else None
+
+    def standing(self, now: float) -> str:
+        """The sentence about that, as of `now`; "" for None."""
+        return self.stand.told(now) if self.stand is not None else ""
 
     def alive(self) -> tuple[str, ...]:
         """The nodes whose agents run, as far as is known."""
@@ -289,6 +333,8 @@ class Story:
                 self.saves.add((at, event))
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
                 self._stood(event, node, at)
+            case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
+                self.slow, self.slow_at = event, at
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.Failure():
@@ -301,6 +347,7 @@ class Story:
             short = isinstance(event, events.Recovery) and self._was_short(event.generation)
             life.spans.tell(event, at, short=short)
             life.last, life.gone_at = max(life.last, at), None
+            life.tells = isinstance(event, events.Progress) or (life.tells and not isinstance(event, _TURNS))
         return at
 
     def _agent_started(self, event: events.AgentStarted, record: events.Record, at: float) -> None:
@@ -327,9 +374,12 @@ class Story:
         cause, kind = event.cause, event.kind
         step, follows = 0, None
         if before is not None:
-            before.end = self._courses[before.number].over_at = at
+            stand, before.end = self.stand, at
+            self._courses[before.number].over_at = at
             if event.cause == ANEW:
                 cause, kind = self._why_anew(before, kind)
+            if stand is not None:
+                cause = self._hung(stand, cause, at)
             step = before.reached if before.first_step is not None else before.step_before
             follows = before.nodes if anew or event.number == before.number + 1 else None
             if event.kind in ("failure", "lost", "drain") and event.cause != ANEW and follows is not None:
@@ -355,6 +405,7 @@ class Story:
             needed=self.min_nodes,
         )
         self.chapters.append(chapter)
+        self.slow = None
         self._numbers[event.number] = chapter
         self._courses[event.number] = Course(waits=event.waits)
 
@@ -412,7 +463,10 @@ class Story:
             self.points.add((at, event))
 
     def _progressed(self, event: events.Progress, node: str, at: float) -> None:
-        if event.step > self.newest:  # A file leaves out most events of steps.
+        blamed = self.stand.culprit if self.stand is not None else None
+        # The nodes that wait have made that step before they did.
+        ahead = blamed is not None and node not in blamed.nodes and event.step == blamed.step + 1
+        if event.step > self.newest and not ahead:  # A file leaves out most events of steps.
             self._stepped(event.generation, event.step, at)
         self.samples = event.samples or self.samples
         generation, pids = self.workers.get(node, (0, {}))
@@ -436,16 +490,30 @@ class Story:
         course = self._courses.get(event.generation)
         if course is None:
             return
-        course.stood(event.step, at - event.age_s, at)
         if isinstance(event, events.Culprit):
-            course.blamed = event
-        elif event.final and event.stacks and not course.hung:  # Without stacks the end of its worker tells of it.
+            course.stood(event.step, at - event.age_s, at, event)
+            if course.blamed is event and not (self.stands and self.stands[-1][1].reason == event.reason):
+                self.stands.append((at, event))
+            return
+        course.stood(event.step, at - event.age_s, at)
+        if event.final and not course.hung:
             course.hung, culprit = True, course.blamed
+            if not event.stacks:  # The end of its worker tells of it.
+                return
             nodes: tuple[str, ...] = (node,)
             what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
-            if culprit is not None and culprit.step == event.step:
+            if culprit is not None and event.step - 1 <= culprit.step <= event.step:  # See `Course.stood`.
                 what, nodes = f"{what}: {culprit.reason}", culprit.nodes or nodes
-            self.troubles += [Trouble(at, each, what, event.generation) for each in nodes]
+            self.troubles += [Trouble(at, each, what, event.generation, hang=True) for each in nodes]
+
+    def _hung(self, stand: Stand, cause: str, at: float) -> str:
+        """The `cause` of the generation that has ended a `stand` at `at`, with that, which is a failure as well."""
+        culprit = stand.culprit
+        course = self._courses[culprit.generation]
+        if course.hung or (culprit.nodes and not culprit.ranks):
+            return cause  # It says so. Of nodes that do not answer their loss tells.
+        self.troubles += [Trouble(at, each, stand.told(at), culprit.generation, hang=True) for each in culprit.nodes]
+        return f"{cause}; before that no step for {at - stand.since:.0f} s: {culprit.reason}"
 
     def _member_lost(self, event: events.MemberLost, at: float) -> None:
         life = self._seated(event.lost)
@@ -508,8 +576,11 @@ class Story:
 
     def present(self, now: float) -> float | None:
         """`now`, if the run goes on then, as far as its events tell: sums reach until then. Else None."""
-        silent_s = max(SILENT_S, SILENT_SHARE * (self.last - self.begin))
-        return now if self.result is None and self.alive() and now - self.last < silent_s else None
+        alive, age_s = self.alive(), self.last - self.begin
+        seated = [self._present[node] for node in alive if self.chapter is not None and node in self.chapter.nodes]
+        tell = bool(seated) and all(life.tells for life in seated)
+        silent_s = WORD_S + WORD_SHARE * age_s if tell else max(SILENT_S, SILENT_SHARE * age_s)
+        return now if self.result is None and alive and now - self.last < silent_s else None
 
     def spans_by_node(self, now: float | None = None) -> dict[str, list[Span]]:
         """The same for each node: the spans of all its agents, one after the other."""
@@ -522,6 +593,11 @@ class Story:
         """The share of the run's time that went into steps that count, from 0 to 1."""
         spent = totals(self.spans(now))
         return spent.get(TRAIN, 0.0) / sum(spent.values()) if spent else 0.0
+
+
+def no_step(culprit: events.Culprit, age_s: float) -> str:
+    """`no step for 3 s after step 58: rank 1 on node-1 sleeps`, of a finding, `age_s` after that step."""
+    return f"no step for {age_s:.0f} s after step {culprit.step:,}: {culprit.reason}"
 
 
 def story_of(*sources: Iterable[events.Record]) -> Story:

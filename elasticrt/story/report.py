@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -10,6 +11,7 @@ from elasticrt.errors import EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
+from elasticrt.story.sentences import slow
 
 NODES_SHOWN = 4
 """More nodes share one column."""
@@ -34,8 +36,9 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 
 def sums(story: Story, now: float | None = None) -> list[str]:
-    """How far the run came, its goodput, and what changes have cost."""
-    return [line for line in (paces(story), worth(story, now), changes(story)) if line]
+    """A slow node that is known, how far the run came, its goodput, and what changes have cost."""
+    found = slow(story.slow) if story.slow is not None and story.result is None else ""
+    return [line for line in (found, paces(story), worth(story, now), changes(story)) if line]
 
 
 def summary(story: Story) -> list[str]:
@@ -44,7 +47,7 @@ def summary(story: Story) -> list[str]:
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
-    return [pace, *sums(story)[1:]]
+    return [line for line in (pace, worth(story), changes(story)) if line]
 
 
 def body(story: Story, now: float | None = None) -> list[str]:
@@ -62,11 +65,13 @@ def state(story: Story, now: float | None = None) -> str:
         here, needed = len(story.chapter.nodes), story.min_nodes
         since = f"for {seconds(now - story.waits_since)}, after step {story.chapter.step:,}"
         return f"waiting for nodes {since}: {here} of at least {needed} here"
+    if now is not None and story.stand is not None:
+        return story.standing(now)
     if now is not None:
         return "running"
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
-        return f"no end is told; its last event is of {last:%Y-%m-%d %H:%M:%S} UTC"
+        return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
     newest = {life.node: life for life in story.lives}.values()
     if {life.code for life in newest if life.gone_at is None} == {EXIT_TERMINATED}:
         saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
@@ -155,6 +160,8 @@ def as_object(story: Story, now: float | None = None) -> dict[str, Any]:
         "begin": story.begin,
         "last": story.last,
         "nodes_alive": list(story.alive()),
+        "standing": None if story.stand is None else {"since": story.stand.since, **vars(story.stand.culprit)},
+        "slow": None if story.slow is None else vars(story.slow),
         "step": story.step,
         "epoch": story.epoch,
         "scalars": dict(story.scalars),
@@ -200,21 +207,20 @@ def share(spent_s: float, total_s: float) -> str:
 def generation_table(story: Story) -> list[str]:
     """A row for each generation with its cost; if there are very many, for the first and the last ones."""
     rows = [("generation", "cause", "nodes", "world size", "from step", "pause", "steps done again", "longest phases")]
-    left_out = len(story.chapters) - CHANGES_SHOWN
+    left_out, first = len(story.chapters) - CHANGES_SHOWN, 0
     for place, chapter in enumerate(story.chapters):
         if left_out > 0 and 1 <= place <= left_out:
             continue
         pause = "-" if chapter.pause_s is None else f"{chapter.pause_s:.2f} s"
         counts = (str(len(chapter.nodes)), str(chapter.world_size), f"{chapter.resume_step:,}")
         redone = "-" if chapter.redone is None else f"{chapter.redone:,}"
-        rows.append((str(chapter.number), shortened(chapter.cause), *counts, pause, redone, longest(chapter)))
+        cause, *more = textwrap.wrap(chapter.cause, CAUSE_SHOWN) or [""]
+        rows.append((str(chapter.number), cause, *counts, pause, redone, longest(chapter)))
+        rows += [("", part, "", "", "", "", "", "") for part in more]
+        first = len(rows) if place == 0 else first
     lines = table(rows)
-    return [*lines[:3], f"... {counted(left_out, 'generation')} ...", *lines[3:]] if left_out > 0 else lines
-
-
-def shortened(cause: str) -> str:
-    """A cause that fits into a table. Events and `--json` have all of it."""
-    return cause if len(cause) <= CAUSE_SHOWN else cause[: CAUSE_SHOWN - 3].rstrip() + "..."
+    between = [f"... {counted(left_out, 'generation')} ..."] if left_out > 0 else []
+    return [*lines[: first + 1], *between, *lines[first + 1 :]]
 
 
 def longest(chapter: Chapter) -> str:

@@ -6,7 +6,7 @@ import signal
 
 from elasticrt import events
 from elasticrt.ipc.wording import counted
-from elasticrt.story.fold import Chapter, Story
+from elasticrt.story.fold import Chapter, Story, no_step
 
 
 def size(chapter: Chapter) -> str:
@@ -57,7 +57,13 @@ def cost(chapter: Chapter, since: float) -> str:
 
 def standing(event: events.Culprit) -> str:
     """`no step for 3 s after step 58: rank 1 on node-1 sleeps`."""
-    return f"no step for {event.age_s:.0f} s after step {event.step:,}: {event.reason}"
+    return no_step(event, event.age_s)
+
+
+def slow(event: events.Straggler) -> str:
+    """`b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it`."""
+    took = f"its own work takes {event.own_s * 1e3:.0f} ms of a step, that of the others {event.others_s * 1e3:.0f} ms"
+    return f"{event.slow} is slow: {took}, and they wait for it"
 
 
 def ending(result: events.Result) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,8 @@ def test_the_one_that_the_others_wait_for_is_named(tmp_path: Path, way: str, wor
         assert (named["ranks"], named["nodes"]) == ([1], [second]), run.story()
         assert re.search(rf"^rank 1 on {second} {words}", named["reason"]), named
         assert [event["number"] for event in run.events("generation") if event["node"] == "n0"] == [1]
+        told = story_of(*map(records, run.run_dir.glob("events-*.jsonl")))
+        assert told.standing(time.time()).endswith(named["reason"]), "the report says so while it lasts"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,6 +38,13 @@ def exported_text() -> str:
     for entry in TOLD:
         metrics.tell(record(*entry))
     return metrics.text(NOTED, 100.0).decode()
+
+
+def values(metrics: Metrics, node: str, now: float) -> dict[str, float]:
+    """Of all series of `node` at `now`: by the bucket, or by the name where there is none."""
+    text = metrics.text(replace(NOTED, node=node), now).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {each.labels.get("bucket") or each.name.removeprefix("elasticrt_"): each.value for each in samples}
 
 
 def exported_samples() -> list[Any]:

@@ -15,8 +15,19 @@ from typing import Any
 
 import pytest
 
+from elasticrt import events
 from elasticrt.agent.health_server import CLIENTS_MAX, REQUEST_MAX_BYTES, HealthServer
-from elasticrt.agent.health_state import CUT_OFF_S, LIVE_S, Finding, HealthState, live, member, readiness, ready
+from elasticrt.agent.health_state import (
+    CUT_OFF_S,
+    LIVE_S,
+    Finding,
+    HealthState,
+    Standstill,
+    live,
+    member,
+    readiness,
+    ready,
+)
 from elasticrt.errors import ConfigError
 from elasticrt.liveness.probe import ProbeServer
 from elasticrt.liveness.prober import Prober
@@ -64,6 +75,35 @@ def test_live(changes: dict[str, Any], after_s: float, expected: bool, reason: s
     finding = live(replace(TRAINS, **changes), 100.0 + after_s)
     assert finding.ok is expected
     assert reason in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "stands still in generation 3; no step for 75 s after step 41: rank 0 on a sleeps"),
+        ({"step": 42}, "trains in generation 3"),
+        ({"generation": 4, "readiness": Finding(True, "trains in generation 4")}, "trains in generation 4"),
+        ({"readiness": Finding(False, "on its way out: draining")}, "on its way out: draining"),
+    ],
+    ids=["while-it-lasts", "a-step-was-made", "another-generation", "not-ready-for-another-reason"],
+)
+def test_a_standstill_is_in_the_reason(changes: dict[str, Any], reason: str) -> None:
+    """The node stays ready, and the reason names whom the others wait for."""
+    standstill = Standstill(events.Culprit(3, 41, 5.0, (0,), ("a",), "rank 0 on a sleeps"), 90.0, 41)
+    finding = ready(replace(TRAINS, turned_at=160.0, **changes), 160.0, standstill)
+    assert (finding.ok, finding.reason) == (changes.get("readiness", finding).ok, reason)
+
+
+def test_the_port_hears_of_a_standstill() -> None:
+    """From the agent's own events."""
+    now = time.monotonic()
+    server = HealthServer("127.0.0.1", 0, replace(TRAINS, turned_at=now))
+    try:
+        server.tell(events.Record(events.Culprit(3, 41, 5.0, (0,), ("a",), "rank 0 on a sleeps"), "alpha", now, 0.0))
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as answer:
+            assert "after step 41: rank 0 on a sleeps" in json.load(answer)["reason"]
+    finally:
+        server.close()
 
 
 STANDS_BY: dict[str, Any] = {"seat": None, "running": 0}

@@ -10,9 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from elasticrt import events
 from elasticrt.agent.health_server import HealthServer
-from tests.unit.agent.exported import NOTED, TOLD, exported_samples
-from tests.unit.story.told import record
+from elasticrt.agent.metrics import Metrics
+from elasticrt.story.buckets import BUCKETS
+from tests.unit.agent.exported import NOTED, TOLD, exported_samples, values
+from tests.unit.story.test_too_few_nodes import BEGINS
+from tests.unit.story.told import THREE_STEPS, begun, record
 
 
 def value(name: str, **labels: str) -> float:
@@ -42,6 +46,38 @@ def test_the_time_in_buckets_adds_up_and_only_grows() -> None:
     spent = {each.labels["bucket"]: each.value for each in exported_samples() if "bucket_seconds" in each.name}
     assert sum(spent.values()) == pytest.approx(TOLD[-1][0])
     assert (spent["data wait"], spent["checkpoint stall"], spent["detect"]) == pytest.approx((0.5, 0.25, 0.03))
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_hang_is_counted_while_it_lasts_and_once_as_a_failure(node: str) -> None:
+    """Its seconds at each scrape; the failure for the node that the others have waited for, by that node."""
+    metrics = Metrics()
+    for entry in THREE_STEPS:
+        if entry[1] == node:
+            metrics.tell(record(*entry))
+    metrics.tell(record(8.0, node, events.Progress(1, 20, 0.0, 0.0, 0.0)))
+    metrics.tell(record(10.0, node, events.Culprit(1, 20, 4.0, (1,), ("b",), "rank 1 sleeps")))
+    found = [values(metrics, node, now) for now in (20.0, 50.0)]
+    assert [each["detect"] for each in found] == pytest.approx([14.0, 44.0])
+    assert [each["standing_seconds"] for each in found] == pytest.approx([14.0, 44.0])
+    metrics.tell(record(51.0, node, begun(2, "ab", "failure", "no progress")))
+    phases = {"detect": 44_900.0, "agree": 100.0, "script": 500.0, "first_step": 500.0}
+    metrics.tell(record(52.0, node, events.Recovery(2, 46.0, phases)))
+    after = values(metrics, node, 52.0)
+    assert (after["failures_total"], after["standing_seconds"]) == (float(node == "b"), 0.0)
+    assert after["detect"] == pytest.approx(44.9, abs=0.2)
+    assert sum(after[bucket] for bucket in BUCKETS) == pytest.approx(52.0 - (node == "b") * 0.5)
+
+
+def test_a_wait_for_nodes_is_counted_while_it_lasts() -> None:
+    """As the report does."""
+    metrics = Metrics()
+    for entry in BEGINS:
+        if entry[1] == "a":
+            metrics.tell(record(*entry))
+    found = [values(metrics, "a", now) for now in (20.5, 80.5)]
+    assert [each["waiting for nodes"] - 1.0 for each in found] == pytest.approx([10.0, 70.0])
+    assert [each["standing_seconds"] for each in found] == pytest.approx([10.0, 70.0])
 
 
 @pytest.mark.parametrize("installed", [True, False])

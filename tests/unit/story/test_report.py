@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from elasticrt import events
 from elasticrt.cli.main import main
 from elasticrt.story.page import page
-from elasticrt.story.report import head, report, seconds
+from elasticrt.story.report import generation_table, head, report, seconds
 from tests.unit.story.told import THREE_STEPS, begun, story, write
 
 PAUSE = {"detect": 100.0, "agree": 200.0, "stop": 0.0, "script": 50.0, "init": 50.0, "restore": 100.0}
@@ -75,6 +76,14 @@ def test_a_run_of_many_nodes_and_generations_is_short():
     assert "40 nodes: n0, n1, n2, n3, n4, and 35 more" in lines
     assert "... 47 generations ..." in lines
     assert any(line.endswith("all nodes") for line in lines)
+
+
+def test_a_long_cause_is_wrapped():
+    """What has hung, and who waits for it, may be at its end."""
+    cause = f"no progress for 30 s after step 20: rank 2 on b waits for its {'very ' * 20}own code, train.py:46"
+    text = "\n".join(generation_table(story([*THREE_STEPS, (10.0, "a", begun(2, "a", "failure", cause))])))
+    assert " ".join(re.sub(r" {2,}1 {2,}1 .*", "", text).split()).endswith(cause)
+    assert max(map(len, text.splitlines())) < 200
 
 
 def test_a_run_without_a_step_claims_nothing():

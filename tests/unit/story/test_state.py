@@ -8,7 +8,7 @@ from elasticrt import events
 from elasticrt.story.board import board
 from elasticrt.story.fold import SILENT_S
 from elasticrt.story.report import as_object, report, state
-from tests.unit.story.told import THREE_STEPS, Entry, story
+from tests.unit.story.told import THREE_STEPS, Entry, begun, story
 
 SAVED: list[Entry] = [*THREE_STEPS, (5.0, "a", events.Committed(3, 1))]
 
@@ -26,7 +26,20 @@ def test_a_silent_run_is_not_called_running() -> None:
     """Its agents may have been killed with their machine."""
     told = story(SAVED)
     assert told.present(5.0 + SILENT_S) is None
-    assert state(told).startswith("no end is told; its last event is of 1970-01-01 00:00:05")
+    assert state(told) == "no word since 1970-01-01 00:00:05 UTC, and no end is told"
+
+
+def test_agents_whose_workers_train_are_missed_soon() -> None:
+    """They write every few seconds, so the time after the last word is no training. Where workers start it may be."""
+    trains: list[Entry] = [(at, node, events.Progress(1, 9, 0.0, 0.0, 0.0)) for at in (5.0, 10.0) for node in "ab"]
+    told = story([*SAVED, *trains])
+    assert told.present(21.0) == 21.0
+    assert told.present(23.0) is None
+    assert told.goodput(told.present(23.0)) == told.goodput(10.0)
+    for event in (begun(2, "ab", "failure"), events.WorkerEnded(1, 1, 12, -9, "killed")):
+        assert story([*SAVED, *trains, (11.0, "b", event)]).present(40.0) == 40.0
+    long = [(at, node, event) for _, node, event in trains for at in (9_990.0, 10_000.0)]
+    assert story([*SAVED, *long]).present(10_020.0) == 10_020.0, "files of long runs have fewer lines"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from elasticrt import events
+from elasticrt.cli.status import describe
+from elasticrt.liveness.straggler import Straggler
+from elasticrt.story.board import board
 from elasticrt.story.buckets import totals
+from elasticrt.story.report import as_object, report, state
+from tests.unit.story.test_too_few_nodes import MEMBER, SPEC, agreed
 from tests.unit.story.told import THREE_STEPS, begun, story
 
 PAUSE = {"detect": 30_000.0, "agree": 200.0, "script": 300.0, "restore": 250.0, "first_step": 250.0}
@@ -150,3 +157,88 @@ def test_a_hang_that_ends_its_generation_is_a_failure(more, failures):
     for told in (story([*HANG, *more]), story([*HANG, *more, *ends])):
         assert {each.node: each.what for each in told.troubles} == failures
         assert len(told.troubles) == len(failures)
+
+
+REASON = "no step for 12 s after step 20: rank 1 sleeps"
+
+
+def test_all_views_say_that_no_step_is_made_while_it_lasts():
+    """The state, the object for programs, the dashboard and `status`, in the terminal's sentence, as old as it is."""
+    told = story(HANG)
+    now = 18.4
+    assert state(told, told.present(now)) == as_object(told, now)["state"] == board(told, now)["state"] == REASON
+    assert as_object(told, now)["standing"]["ranks"] == (1,)
+    shown = board(told, now)
+    assert [(each["name"], each["state"]) for each in shown["nodes"]] == [("a", "standing still"), ("b", "waited for")]
+    assert [9.5, "bad", "no step for 3 s after step 20: rank 1 sleeps"] in shown["sentences"]
+    lines = describe(
+        "r", SPEC, [MEMBER, MEMBER], generation=agreed(waits=False), saved=None, result=None, without_nodes="",
+        standing=told.standing(now),
+    )  # fmt: skip
+    assert lines[0] == f"run r: {REASON}"
+    goes_on = story([*HANG, (19.0, "a", events.Step(1, 21, 0, {}))])
+    assert (state(goes_on, 20.0), goes_on.standing(20.0)) == ("running", "")
+
+
+def test_a_step_that_the_others_made_before_they_waited_ends_no_hang():
+    """A rank hangs after its gradients were exchanged: the others finish that step, and tell it later."""
+    ahead = [(13.5, "a", progress(21)), (13.5, "b", progress(20))]
+    assert story([*HANG, *ahead]).standing(18.4) == REASON
+    told = story([*THREE_STEPS, (6.0, "a", events.Step(1, 21, 0, {})), (9.5, "a", culprit(20, 3.5))])
+    assert told.standing(18.0) == REASON
+    assert totals(told.spans_by_node(18.0)["a"])["detect"] == pytest.approx(12.0)
+    assert story([*HANG, (18.0, "b", progress(21))]).standing(18.4) == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "failures", "cause"),
+    [
+        pytest.param(
+            [(18.0, "b", events.AgentStopped(143)), (18.0, "a", begun(2, "a", "drain", "b left"))],
+            {"b": 1},
+            "b left; before that no step for 12 s: rank 1 sleeps",
+            id="drained",
+        ),
+        pytest.param(
+            [(17.9, "a", events.MemberLost("b", "b lost")), (18.0, "a", begun(2, "a", "lost", "b lost"))],
+            {"b": 2},
+            "b lost; before that no step for 12 s: rank 1 sleeps",
+            id="killed, which is a failure as well",
+        ),
+        pytest.param(
+            [
+                *[(18.0, each, events.Stalled(1, 20, 12.0, True, {"0": ("x",)})) for each in "ab"],
+                (18.1, "a", begun(2, "ab", "failure", "no progress for 12 s after step 20: rank 1 sleeps")),
+            ],
+            {"b": 1},
+            "no progress for 12 s after step 20: rank 1 sleeps",
+            id="by the hang timeout",
+        ),
+    ],
+)
+def test_what_has_ended_a_hang_names_it(more, failures, cause):
+    """In the row of the next generation, and once among the failures of the node that was waited for."""
+    told = story([*HANG, *more])
+    assert told.chapter.cause == cause
+    assert Counter(each.node for each in told.troubles) == failures
+    assert sum(each.hang for each in told.troubles) == 1
+
+
+def test_nodes_that_do_not_answer_are_lost_and_have_not_hung():
+    """Their loss is the failure, and the cause."""
+    silent = events.Culprit(1, 20, 3.0, (), ("b",), "b does not answer")
+    told = story([*THREE_STEPS, AT_SIX, (9.0, "a", silent), (11.0, "a", events.MemberLost("b", "b lost")),
+        (11.0, "a", begun(2, "a", "lost", "b lost"))])  # fmt: skip
+    assert (told.chapter.cause, len(told.troubles)) == ("b lost", 1)
+
+
+def test_a_slow_node_is_told_in_its_generation():
+    """In the report, and on the dashboard."""
+    entries = [*THREE_STEPS, (5.0, "a", events.Straggler(1, 10, "b", 0.04, 0.01))]
+    text = "b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it"
+    assert text == Straggler("b", 0.04, 0.01).reason, "as the terminal says"
+    told = story(entries)
+    assert text in report(told, 6.0)
+    assert [5.0, "bad", text] in board(told, 6.0)["sentences"]
+    assert as_object(told, 6.0)["slow"]["slow"] == "b"
+    assert text not in report(story([*entries, (7.0, "a", begun(2, "a"))]), 8.0)
