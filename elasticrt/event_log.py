@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 from elasticrt import events
@@ -27,8 +28,20 @@ OFTEN_SHARE = 1000
 
 
 def files(directory: Path) -> list[Path]:
-    """The event files of a run's directory, one for each node."""
-    return sorted(directory.glob("events-*.jsonl"))
+    """The event files of a run's directory, one for each node. What cannot be read as a file gets one warning."""
+    found = sorted(directory.glob("events-*.jsonl"))
+    # Opening a FIFO would wait for a writer.
+    read = [path for path in found if path.is_file() and os.access(path, os.R_OK)]
+    for path in found if len(read) < len(found) else ():
+        if path not in read:
+            _leave_out(path)
+    return read
+
+
+@cache
+def _leave_out(path: Path) -> None:
+    """Warn of a file, once: views look at the same directory again and again."""
+    log.warning("left out, as it is no regular file that can be read: %s", path)
 
 
 def records(path: Path, tail_bytes: int | None = None) -> Iterator[events.Record]:

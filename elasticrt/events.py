@@ -20,6 +20,10 @@ from elasticrt.ipc.typed import typed
 
 VERSION = 1
 
+SECONDS_MAX = 1e10
+COUNT_MAX = 2**63
+"""Larger numbers are nonsense, and cannot be reckoned with: a line that has one is no event."""
+
 
 @dataclass(frozen=True)
 class AgentStarted:
@@ -561,9 +565,11 @@ def decode(line: bytes | str) -> Record | None:
         kind = KINDS[found["event"]]
         event = typed(kind, {name: found[name] for name in kind.__dataclass_fields__ if name in found})
         record = Record(event, str(found["node"]), float(found["at"]), _seconds(found["time"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
-    return record
+    numbers = [value for value in vars(event).values() if isinstance(value, int | float)]
+    possible = all(abs(value) < (SECONDS_MAX if isinstance(value, float) else COUNT_MAX) for value in numbers)
+    return record if possible and abs(record.at) < SECONDS_MAX and 0 <= record.time < SECONDS_MAX else None
 
 
 def _seconds(text: str) -> float:

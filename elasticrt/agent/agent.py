@@ -30,6 +30,7 @@ from elasticrt.agent.store_proxy import StoreRequest
 from elasticrt.agent.supervisor import Supervisor
 from elasticrt.errors import (
     EXIT_BUG,
+    EXIT_CHECKPOINT,
     EXIT_OK,
     EXIT_TERMINATED,
     CheckpointError,
@@ -436,12 +437,15 @@ class Agent(Side):
                 told = self.membership.leave(self.member, seat_too=True)
                 # A signal that was added by --signals means something to the script, so it gets that signal.
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
+                saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
-                if self.console.narrates and (self.node.misfit is None or decision.saving):
-                    self.console.left(decision, self._newest() if told else None)
+                head = self._newest() if told and (saves or self.console.narrates) else None
+                lost = told and saves and (head is None or head.reached < decision.saving)
+                if self.node.misfit is None or decision.saving:
+                    self.console.left(decision, head, lost=lost)
                 if self.node.misfit is not None:
                     raise CheckpointError(self.node.misfit.summary)
-                return EXIT_TERMINATED
+                return EXIT_CHECKPOINT if lost else EXIT_TERMINATED
             case Halt():
                 self.node.kill()
                 self.membership.leave(self.member)

@@ -19,7 +19,7 @@ from elasticrt.ipc import std_streams
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Step
 from elasticrt.ipc.std_streams import Unwritable, write
-from elasticrt.ipc.wording import ANEW, counted
+from elasticrt.ipc.wording import ANEW, counted, which_steps_are_saved
 from elasticrt.rendezvous.decision import Leave, Me, Publish
 from elasticrt.rendezvous.leader_context import how_gone
 from elasticrt.rendezvous.records import Result
@@ -278,15 +278,22 @@ class Console:
         self.say(f"generation {new.number}: {new.cause}, {size} (standing by here{until})", "generation")
         return bool(self.story.chapters)
 
-    def left(self, decision: Leave, head: Commit | None) -> None:
-        """Say what is saved (`head`) when this node leaves by `decision`, and how to go on."""
+    def left(self, decision: Leave, head: Commit | None, *, lost: bool = False) -> None:
+        """Say what is saved (`head`) when this node leaves by `decision`, and how to go on.
+
+        `lost`: the step that this node was to save is not saved, and nobody saves it any more.
+        """
         if decision.others_go_on:
             self.say(f"to bring this node back: the same command, with --run-id {self._settings.run_id}")
             return
-        if decision.saving and (head is None or head.reached < decision.saving):
-            saved = f"the node of rank 0 is saving step {decision.saving:,}; "
+        reached = head.reached if head is not None else 0
+        behind = decision.saving if reached < decision.saving else 0
+        if lost:
+            self.say(which_steps_are_saved(reached, behind), "unsaved", level="error")
+        if behind and not lost:
+            saved = f"the node of rank 0 is saving step {behind:,}; "
         else:
-            saved = f"step {head.reached:,} is saved; " if head is not None else ""
+            saved = f"{which_steps_are_saved(reached)}; " if reached and not lost else ""
         self.say(f"{saved}to go on: the same command, with --run-id {self._settings.run_id}")
 
     def stopped(self, code: int) -> None:

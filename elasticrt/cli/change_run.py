@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 
 from elasticrt.cli.control import LeaveOptions
 from elasticrt.cli.live_run import LiveRun, live_run, options_given
-from elasticrt.errors import EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError
+from elasticrt.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError, RendezvousTimeoutError, StoreError
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.std_streams import write
 from elasticrt.ipc.time_bounds import LOOK_AGAIN_S
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import counted, which_steps_are_saved
 from elasticrt.rendezvous import transactions
-from elasticrt.rendezvous.records import Member, Result
+from elasticrt.rendezvous.records import HandoverRecord, Member, Result
 from elasticrt.run_options import EtcdOptions
 from elasticrt.store.protocol import KeyValue, Txn
 
@@ -60,10 +60,13 @@ def stop(arguments: argparse.Namespace) -> int:
         write(sys.stdout, f"run {run_id}: {counted(len(members), 'node')} told to save and leave\n")
         _leave(run, lambda _: True, options.timeout_s)
         result, saved = run.record(run.keys.result(attempt), Result), run.record(run.keys.checkpoint, Commit)
+        handover = run.record(run.keys.handover, HandoverRecord) if result is None else None
+        reached = saved.reached if saved is not None else 0
+        left_after = handover.step if handover is not None and handover.save else 0
         ended = f"{result.status}: {result.reason}" if result is not None else "stopped"
-        step = f"; step {saved.reached:,} is saved" if saved is not None else ""
-        write(sys.stdout, f"run {run_id} {ended}{step}\n")
-    return EXIT_OK
+        steps = f"; {which_steps_are_saved(reached, left_after)}" if reached or left_after else ""
+        write(sys.stdout, f"run {run_id} {ended}{steps}\n")
+    return EXIT_CHECKPOINT if left_after > reached else EXIT_OK
 
 
 def resize(arguments: argparse.Namespace) -> int:

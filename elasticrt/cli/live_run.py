@@ -14,6 +14,7 @@ from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.errors import ConfigError, explain
+from elasticrt.ipc.proc import stat
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
 from elasticrt.run_options import EtcdOptions
@@ -63,15 +64,29 @@ def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractCon
 
 def live_here(log_dir: str) -> list[Path]:
     """The runs below `log_dir` with agents on this machine, the newest first. Their etcd outlives them for a moment."""
-    served = [directory for directory in run_dir.newest(log_dir) if find(directory.name) is not None]
-    stories = {directory: run_dir.read(directory) for directory in served}
-    return [directory for directory, story in stories.items() if story.result is None and story.alive()]
+    return [directory for directory in run_dir.newest(log_dir) if _lives_here(directory)]
+
+
+def _lives_here(directory: Path) -> bool:
+    """Whether agents of a run live here: they serve its etcd, or use one that was named and are processes here."""
+    try:
+        story = run_dir.read(directory)
+    except ConfigError:  # Events without the start of an agent: nobody can tell where it lives.
+        return False
+    if story.result is not None:
+        return False
+    if find(directory.name) is not None:
+        return bool(story.alive())
+    # Without the process a killed agent would be taken for one that lives.
+    return story.etcd.startswith("http") and any(stat(story.pid(node)) is not None for node in story.alive())
 
 
 def which_run(live: Sequence[str] = ()) -> ConfigError:
     """The error where no run is named; `live`: those that may be meant."""
+    got = f"{len(live)} live runs" if live else "no live run here"
     expected = f"one of {', '.join(live)}" if live else "the name that `elasticrt run` has printed"
-    return ConfigError(explain("which run?", "--run-id", expected=expected))
+    remedy = "Name it as RUN, or its directory's parent with --log-dir; `elasticrt runs` lists them"
+    return ConfigError(explain("which run?", "--run-id", got=got, expected=expected, remedy=remedy))
 
 
 @dataclass(frozen=True)

@@ -10,3 +10,15 @@ not know."""
 def counted(number: int, noun: str) -> str:
     """`1 node`, `3 nodes`, `1,240 steps`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
+    """Up to which step a run is saved, and which of its steps are not, after a leave that was to save `left_after`.
+
+    `reached`: the step of its newest checkpoint, 0 without one.
+    """
+    saved = f"step {reached:,} is saved" if reached else "no step is saved"
+    if left_after <= reached:
+        return saved
+    lost = f"step {left_after:,} is" if left_after == reached + 1 else f"steps {reached + 1:,} to {left_after:,} are"
+    return f"{saved}, {lost} not: the last checkpoint could not be saved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import TOGETHER, Cluster
-from tests.integration.agent.test_narration import LOOP
+from tests.integration.agent.test_narration import LOOP, terminals
 
 
 def stop(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -43,6 +44,35 @@ def test_all_nodes_save_and_leave(tmp_path: Path, by: str) -> None:
         step = last.partition("; step ")[2].partition(" is saved")[0]
         assert last.startswith(f"run {run_id} stopped; step ")
         assert list((tmp_path / "ckpt").glob(f"step-{step.replace(',', '')}-*"))
+
+
+FULL = LOOP.replace(
+    "        time.sleep(0.05)",
+    """
+        if number == 2:
+            save, full = loop._saving.checkpointer, OSError(28, "No space left on device")
+            save.wait()
+            save._directory.write = lambda *_: (_ for _ in ()).throw(full)
+            print("the disk is full", flush=True)
+        time.sleep(0.05)
+""",
+).replace('"ckpt"', '"ckpt", every="1 steps"')
+
+
+def test_the_last_save_fails(tmp_path: Path) -> None:
+    """A01: the agent of rank 0 and `stop` end with 5, and say up to where the run is saved."""
+    with terminals(tmp_path, FULL, "a", "--log-dir", "run") as (terminal,):
+        terminal.wait_for("was not saved")
+        done = stop(tmp_path)
+        assert terminal.ended() == 5
+    said = r"step \d+ is saved, steps? [\d to]+ (is|are) not: the last checkpoint could not be saved"
+    assert (done.returncode, done.stderr) == (5, ""), done.stderr
+    assert re.search(f"run said-.* stopped; {said}", done.stdout), done.stdout
+    text = terminal.text()
+    assert "No space left on device" in text
+    assert re.search(said, text), text
+    assert text.splitlines()[-1].startswith("elasticrt: to go on: the same command, with --run-id said-")
+    assert "is saving" not in text
 
 
 def test_no_such_run(tmp_path: Path) -> None:

@@ -55,13 +55,24 @@ def test_the_only_live_run_is_meant() -> None:
         assert run.keys.run_id == "calm-fox"
 
 
+def test_the_only_live_run_may_use_a_named_etcd() -> None:
+    """It has no etcd of its own here. One whose agents were killed does not count."""
+    for name, pid in (("calm-fox", os.getpid()), ("dead-dove", 2**22 + 1)):  # No process has a greater id than 2**22.
+        log = EventLog("node-0", Path("runs", name))
+        log.write(events.AgentStarted(pid, name, "http://127.0.0.1:9", f"runs/{name}", "a machine", 1, 1))
+        log.close()
+    assert [path.name for path in live_here("runs")] == ["calm-fox"]
+    with live_run(_arguments(), EtcdOptions()) as run:
+        assert run.keys.run_id == "calm-fox"
+
+
 @pytest.mark.parametrize("command", [["stop"], ["drain", "node-0"], ["resize", "1:2"]], ids=lambda words: words[0])
 def test_of_several_live_runs_none_is_chosen(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A command that changes a run does not guess: exit code 2, and the names."""
     _run("keen-koala", lives=True)
     _run("calm-fox", lives=True)
     assert main([*command, "--log-dir", "runs"]) == 2
-    assert "which run? (--run-id): expected one of calm-fox, keen-koala" in capsys.readouterr().err
+    assert "which run? (--run-id): got 2 live runs; expected one of calm-fox, keen-koala" in capsys.readouterr().err
 
 
 def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

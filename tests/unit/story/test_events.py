@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
@@ -43,11 +45,17 @@ LINE = json.loads(events.encode(events.Committed(7, 2), "n1", 12.5, NOON))
         json.dumps({**LINE, "step": "7"}),
         json.dumps({**LINE, "step": True}),
         json.dumps({**LINE, "time": "noon"}),
+        json.dumps({**LINE, "time": "9999-12-31T23:59:59+00:00"}),
+        json.dumps({**LINE, "at": 10**400}),
+        json.dumps({**LINE, "at": float("inf")}),
+        json.dumps({**LINE, "at": float("nan")}),
+        json.dumps({**LINE, "took_s": 1e308}),
+        json.dumps({**LINE, "step": 10**30}),
         json.dumps({name: value for name, value in LINE.items() if name != "generation"}),
     ],
 )
 def test_what_says_nothing_is_left_out(line):
-    """Half a line, another version, an unknown kind, and fields that are missing or of another type give None."""
+    """Half a line, another version, an unknown kind, and fields that are missing, of another type or too large."""
     assert events.decode(line) is None
 
 
@@ -79,3 +87,14 @@ def test_a_file_has_few_of_those_that_come_often():
     assert sparse.due(events.Step, b"newest,", week[-1] + 1) == b""
     assert sparse.due(events.MemberLost, b"lost", week[-1] + 2) == b"newest,lost"
     assert sparse.rest() == b""
+
+
+def test_only_regular_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A link to nothing, a directory and a FIFO are left out, each with one warning."""
+    (tmp_path / "events-link.jsonl").symlink_to(tmp_path / "nothing")
+    (tmp_path / "events-dir.jsonl").mkdir()
+    os.mkfifo(tmp_path / "events-fifo.jsonl")
+    (tmp_path / "events-a.jsonl").touch()
+    for _ in range(2):
+        assert files(tmp_path) == [tmp_path / "events-a.jsonl"]
+    assert sorted(caplog.text.count(f"events-{name}.jsonl") for name in ("link", "dir", "fifo")) == [1, 1, 1]
