@@ -243,7 +243,8 @@ class Supervisor:
         if not state.running or state.seat is None or state.hung:
             return
         pids = {rank: pid for rank, pid in self.group.pids(state.number).items() if rank in state.seated}
-        found = self.hangs.stopped(now, pids, lambda rank: self.pages.is_awaited(state, rank))
+        holds = bool(state.holding)  # Then the others stand still until all have left after the agreed step.
+        found = self.hangs.stopped(now, pids, lambda rank: holds or self.pages.is_awaited(state, rank))
         if not found:
             return
         self.progress.remember()

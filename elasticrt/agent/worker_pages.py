@@ -60,7 +60,7 @@ class WorkerPages:
     def is_late(self, state: GroupState, local_rank: int) -> bool:
         """Whether a worker should have taken its new seat; not while it does something else than training."""
         began, restored = (self._word(local_rank, state.number, word) for word in ("init_at_ns", "restored_at_ns"))
-        return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") != 0)
+        return began < state.seated_ns and (restored < began or self._word(local_rank, state.number, "stepping") == 1)
 
     def is_awaited(self, state: GroupState, local_rank: int) -> bool:
         """Whether others wait for a worker that has made no step in this generation: it is late, or in its first."""

@@ -20,6 +20,9 @@ TEXT_BYTES = 1 << 17
 IN_PLACE, READY = 1, 2
 """The values of `in_place` besides 0."""
 
+FIRST_BATCH = 2
+"""The value of `stepping` besides 0 and 1."""
+
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 3
 """A worker that gets it writes the stacks of its threads behind the words. No known program uses this signal."""
 
@@ -45,8 +48,8 @@ class StatusPage:
         step, step_at_ns: the last finished global step, and when it finished.
         init_at_ns, joined_at_ns: when `elasticrt.init` was called, and when it had a process group.
         restored_at_ns: when the Loop had its state back; 0 while what it has is the state of no step.
-        stepping: 1 from an epoch's first batch to its last, when steps are to be expected; 0 while saving, in a pause,
-            between epochs and outside of a Loop.
+        stepping: 1 from an epoch's first batch to its last, when steps are to be expected; FIRST_BATCH while it waits
+            for the loader to begin; 0 while saving, in a pause, between epochs and outside of a Loop.
         beats, beat_at_ns: steps of optimizers, in any script, and when the newest one ended.
         first_beat_at_ns: when the first one ended.
         loaded: the modification time of the newest file that `torch.load` read before that, in microseconds since the

@@ -163,7 +163,7 @@ class HangMonitor:
         if not self._hang_s or now - self._stopped.looked_at < LOOK_IN_PLACE_S:
             return []
         stand = self.standing_since(now) is not None
-        moving = self._pace.expected and not stand
+        moving = self._pace.expected and self._pace.first and not stand
         found = [] if moving else [rank for rank, pid in pids.items() if self._state_of(pid) == "T"]
         self._stopped = self._stopped.looked(found, now)
         return self._stopped.over(now, [rank for rank in found if stand or is_awaited(rank)])
@@ -183,7 +183,7 @@ class HangMonitor:
         at = [last_ns(page) / 1e9 for page in pages]
         if not at or not all(at):
             return
-        step = sum(page.step or page.beats for page in pages)
+        step = sum(map(step_of, pages))
         made = all(page.step_at_ns or page.beat_at_ns for page in pages)
         bound_s = max(STANDING_FACTOR * self._pace.usual_s, CLOSER_S if made else FIRST_STEP_S)
         if self._hang_s:
@@ -194,7 +194,7 @@ class HangMonitor:
             self.positions, self._found = (), {}
         if self._stand.times > before.times:
             group.look(generation)
-            self.ask(group, Stacks("closer", generation, min(page.step for page in pages), now - max(at), False))
+            self.ask(group, Stacks("closer", generation, min(map(step_of, pages)), now - max(at), False))
 
     def placed(
         self, stacks: Stacks, ranks: Mapping[int, int], pages: Mapping[int, StatusPage], pids: Mapping[int, int]
@@ -214,7 +214,7 @@ class HangMonitor:
             found.append(
                 Position(
                     rank=ranks[local_rank],
-                    step=page.step or page.beats,
+                    step=step_of(page),
                     age_s=age_of(page),
                     stepping=bool(page.stepping or not page.entered),
                     state=self._state_of(pids.get(local_rank, 0)),
@@ -425,6 +425,11 @@ def last_ns(page: StatusPage) -> int:
     return max(page.step_at_ns, page.beat_at_ns, page.restored_at_ns)
 
 
+def step_of(page: StatusPage) -> int:
+    """The last step that a worker has done, or begins after; without a Loop the number of its optimizers' steps."""
+    return page.entered - 1 if page.entered else page.beats
+
+
 def age_of(page: StatusPage) -> float:
     """Seconds, in tenths, since the wait for a worker's next step began."""
     return round(max(0, time.monotonic_ns() - last_ns(page)) / 1e9, 1)
@@ -433,10 +438,8 @@ def age_of(page: StatusPage) -> float:
 def sight_of_steps(pages: Sequence[StatusPage], *, held: bool) -> Sight:
     """The sight of workers with a Loop: the one that is furthest behind. `held`: no step is expected."""
     last = min(pages, key=lambda page: page.step if page.step_at_ns else 0)
-    if not last.step_at_ns:
-        return Sight(0, 0.0, False)
     expected = not held and all(page.stepping for page in pages)
-    return Sight(last.step, last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
+    return Sight(step_of(last), last.step_at_ns / 1e9, expected, last.restored_at_ns / 1e9)
 
 
 def sight_of_beats(pages: Sequence[StatusPage], *, held: bool) -> Sight:

@@ -1,8 +1,8 @@
 """Whether a node's workers make steps. Pure.
 
-The agent looks at the status pages of its workers a few times a second (`Sight`). A Loop's steps are expected from an
-epoch's first batch to its last, except in a pause, a save, or the start of a generation. When expected steps do not
-come, there are two findings, whose limits follow from the run's own pace:
+The agent looks at the status pages of its workers a few times a second (`Sight`). A Loop's steps are expected from the
+wait for an epoch's first batch to its last one, except in a pause, a save, or the start of a generation. When expected
+steps do not come, there are two findings, whose limits follow from the run's own pace:
 
 * `standing_since`: none for several times as long as usual. After a power loss the other nodes see only this, because
   their collectives hang. It is a reason to probe, and no more.
@@ -41,7 +41,7 @@ class Sight:
     """The worker of a node that is furthest behind, at one moment. Times are seconds of the monotonic clock.
 
     Attributes:
-        step, at: its last step, and when it ended; both 0 before the first of this generation.
+        step, at: its last step, and when that ended: 0 before the first of this generation.
         expected: steps are expected of all workers.
         ready_at: when it was ready for its first step (without a Loop: when the script began); 0 if not known.
     """
@@ -60,7 +60,7 @@ class StallDetector:
         hang_s: the least seconds of a stall, as the user has chosen; 0: there is none.
         standing_s: the least seconds of standing steps.
         step: the newest step; `since`: the beginning of the wait for the next one.
-        first: the first step that was seen; 0 before.
+        first: the first step of this generation that was seen; 0 before.
         expected: whether steps were expected at the last look, at `looked_at`.
         recent: seconds of single steps, lately.
         longest: the longest time between two steps, in seconds.
@@ -85,8 +85,9 @@ class StallDetector:
         """The detector after a look at `now` (seconds of the monotonic clock), which saw `sight`."""
         away = self.looked_at > 0 and now - self.looked_at > AWAY_S
         pace = replace(self, looked_at=now, expected=sight.expected)
-        if not sight.step:
-            return pace
+        goes_on = self.expected and sight.expected
+        if not sight.at:
+            return replace(pace, step=sight.step, since=self.since if goes_on and not away else now)
         moved = sight.step - self.step
         if not self.first:
             # Until there is a second step, all the time since then counts as the time of a step.
@@ -94,7 +95,7 @@ class StallDetector:
             return replace(pace, step=sight.step, first=sight.step, since=sight.at, recent=known)
         if away:
             return replace(pace, step=sight.step, since=now)
-        if not (self.expected and sight.expected):
+        if not goes_on:
             return replace(pace, step=sight.step, since=now)
         if moved == 0:
             return pace
@@ -114,10 +115,10 @@ class StallDetector:
 
     def stalled_s(self, now: float, *, part: float = 1.0) -> float | None:
         """Seconds without a step at `now`, if they are at least `part` of the limit; else None."""
-        if not self.expected or not self.hang_s or not self.first:
+        if not self.expected or not self.hang_s:
             return None
         age, limit = now - self.since, max(self.hang_s, HANG_FACTOR * self.longest)
-        if self.step - self.first + 1 < EARLY_STEPS:
+        if not self.first or self.step - self.first + 1 < EARLY_STEPS:
             limit *= EARLY_FACTOR
         return age if age >= part * limit else None
 

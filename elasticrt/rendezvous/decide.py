@@ -70,7 +70,8 @@ from elasticrt.spec import RunSpec, difference, resized
 
 COLLATERAL_GRACE_S = 0.25
 """How long to wait for the cause when only collateral failures are reported. A killed worker is reported within
-milliseconds, and its peers' failing collectives after that, so the wait is rarely used up."""
+milliseconds, and its peers' failing collectives after that, so the wait is rarely used up. Also how long to wait
+for the copies of survivors that cannot go on in place."""
 
 STACKS_GRACE_S = 6.0
 """How long to wait for the stacks of all nodes after one has reported a hang: each finds it by its own clock."""
@@ -336,7 +337,23 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
         what = "without getting further " if spec.restarts_reset else ""
         reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
+    unheard = _copies_to_come(led, failed)
+    until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
+    if unheard and led.now < until:
+        return Wait(f"all restart; {list_names(seat.node for seat in unheard)} may have a newer copy", until)
     return re_form(led, "failure", _named(first, led.generation), restarts)
+
+
+def _copies_to_come(led: LeaderContext, failed: list[Stored[Report]]) -> list[Seat]:
+    """Seats whose nodes may still report a newer copy of the state, if all workers restart and copies are kept.
+
+    Workers that lose a peer in `loop.pause` leave their newest step behind and end. That they cannot go on in place is
+    in their nodes' keys before their ends are reported.
+    """
+    if led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed))):
+        return []
+    heard = [node for node, entry in led.reports.items() if entry.record.status != "holding"]
+    return [seat for seat in led.seats if seat.node not in heard and led.key_of(seat) is not None]
 
 
 _THEN = "; then "

@@ -23,6 +23,7 @@ from elasticrt.data.sampler import ElasticBatchSampler, ElasticDistributedSample
 from elasticrt.distributed import agent_client, handover, regroup
 from elasticrt.distributed.sigterm_guard import SigtermGuard
 from elasticrt.errors import ConfigError, explain
+from elasticrt.ipc.status_page import FIRST_BATCH
 from elasticrt.train import generator_exit, validation
 from elasticrt.train.batches import check_loader, check_resumable, feed, samples_per_step
 from elasticrt.train.reporting import Reporter
@@ -273,6 +274,8 @@ class Loop:
             # Without a sampler a step is done again with the batch at hand.
             if state.sampler is not None or not self._redo:
                 since_ns = time.monotonic_ns()
+                # How long it takes to draw the batches that are skipped says nothing about a hang.
+                self._page.stepping = self._page.stepping or (0 if skip else FIRST_BATCH)
                 batch, share = next(drawn, (None, None))
                 self._page.data_ns += time.monotonic_ns() - since_ns
             self._redo = False

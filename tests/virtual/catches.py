@@ -99,7 +99,7 @@ CATCHES: dict[str, tuple[str, int | str]] = {
     ),
     "a copy of a former life counts": ("S6", "a node dies after it has stated its copy"),
     "rank 0 is not where the copy is": ("S6", "the newest copy is not rank 0's"),
-    "copies of the last generation are kept": ("S6", "workers fail again before there is a new copy"),
+    "copies of the last generation are kept": ("S6", "some workers hang and their copy is not known"),
     "what a fenced node holds comes back with it": ("S6", "a node that was cut off comes back with its copies"),
     "a damaged copy is offered again": ("L6", "all copies are damaged"),
     "all start anew, whoever could go on": ("L9", "a worker is killed, and all others go on"),

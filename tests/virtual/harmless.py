@@ -42,6 +42,14 @@ HARMLESS: dict[str, str] = {
         "test_workers_that_never_meet watches the rule."
     ),
     "_after_failure without: first.stalled and len(failed) < len(led.seats)": _FOR_PEOPLE,
+    "_after_failure without: unheard and led.now < until": (
+        "harmless because a restart from an older copy costs steps, and no promise is made of how many; "
+        "test_a_restart_waits_for_the_copies_of_survivors watches the rule."
+    ),
+    "_copies_to_come without: led.in_place or not any((led.me.copy, *(entry.record.memory for entry in failed)": (
+        "harmless because it only spares the wait of a quarter of a second where no copy can come; "
+        "test_a_restart_does_not_wait_for_long_or_without_copies watches the rule."
+    ),
     "_asking_again without: absent and isinstance(decision, Wait)": (
         "harmless because an agent with a health page looks around once a second: who is asked again is asked a second "
         "later at most. The rule serves one that has been started without the page."

@@ -104,6 +104,14 @@ IN_PLACE: list[Plan] = [
         commits_within_s=4.0,
     ),
     _living(
+        "a signal stops a worker while it is agreed to let a newcomer in",
+        3,
+        Fault(0.0, "worker_stopped", "n1", on="n0.1 Ask"),
+        arrivals=(0.0, 0.1, 6.0),
+        commit_every=1,
+        commits_within_s=4.0,
+    ),
+    _living(
         "the rank that sends the state dies in the share",
         4,
         Fault(0.05, "worker_killed", "n0", on="goes on after step"),

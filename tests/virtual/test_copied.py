@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elasticrt.ipc.env import Commit, Copy
 from elasticrt.ipc.failure import Failure
+from elasticrt.rendezvous.decide import COLLATERAL_GRACE_S
 from elasticrt.store.protocol import Put, Txn
 from tests.virtual.world import VirtualMember, World, check_ranks, running
 
@@ -42,10 +43,36 @@ def test_a_failure_goes_back_to_the_newest_copy_that_was_stated() -> None:
     world = running(3)
     _fail(world.members["n1"], _copy(40))
     _fail(world.members["n2"], _copy(41))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     check_ranks(world, 2, ["n2", "n0", "n1"])
     generation, seat = world.members["n2"].ran[-1]
     assert (generation.memory, seat.rank_offset) == (_copy(41), 0)
+
+
+def test_a_restart_waits_for_the_copies_of_survivors() -> None:
+    """S5: they lost a peer in a pause, and their keys say so before they report the newest step."""
+    world = running(3)
+    _fail(world.members["n0"], _copy(204))
+    world.settle()
+    assert world.generations() == [1], "the others are still ending"
+    collateral = Failure(rank=1, code=1, collateral=True, summary="rank 1 lost a peer")
+    for name in ("n1", "n2"):
+        world.members[name].report("failed", collateral, memory=_copy(240))
+    before = world.now
+    world.settle()
+    assert (world.generations(), world.now) == ([1, 2], before), "all have reported"
+    assert world.members["n0"].ran[-1][0].memory == _copy(240)
+
+
+def test_a_restart_does_not_wait_for_long_or_without_copies() -> None:
+    """L1: workers that hang report nothing; and where no copies are kept there is nothing to wait for."""
+    world = running(3)
+    _fail(world.members["n0"], _copy(204))
+    world.pass_time(2 * COLLATERAL_GRACE_S)
+    assert world.members["n1"].ran[-1][0].memory == _copy(204)
+    _fail(world.members["n1"], None)
+    world.settle()
+    assert world.generations() == [1, 2, 3]
 
 
 def test_the_leader_need_not_report_its_own_copy() -> None:
@@ -64,7 +91,7 @@ def test_a_copy_that_is_older_than_the_checkpoint_is_not_used() -> None:
     world = running(2)
     _commit(world, 50)
     _fail(world.members["n1"], _copy(50))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     generation, _ = world.members["n0"].ran[-1]
     assert generation.number == 2
     assert generation.memory is None
@@ -78,7 +105,7 @@ def test_a_copy_of_another_life_or_generation_is_not_used() -> None:
     stranger = world.members["n0"]
     stranger.me = replace(stranger.me, copy=_copy(99), seated=0)
     _fail(world.members["n1"], _copy(40))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     assert world.members["n1"].ran[-1][0].memory == _copy(40)
 
 
@@ -86,10 +113,10 @@ def test_the_step_of_a_resumed_copy_stands_until_there_is_a_newer() -> None:
     """S5: a second failure at once goes back to the same copy, not to the checkpoint behind it."""
     world = running(2)
     _fail(world.members["n1"], _copy(40))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     assert world.members["n1"].ran[-1][0].memory == _copy(40)
     _fail(world.members["n1"], _copy(40))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     assert world.generations() == [1, 2, 3]
     assert world.members["n1"].ran[-1][0].memory == _copy(40)
 
@@ -98,11 +125,11 @@ def test_a_copy_that_was_refused_gives_way_to_another_node_s() -> None:
     """F06: who found its copy damaged states none; another node's copy of the same step is as good."""
     world = running(2)
     _fail(world.members["n0"], _copy(40))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     check_ranks(world, 2, ["n0", "n1"])
     _fail(world.members["n0"], None)
     _fail(world.members["n1"], _copy(40, "d"))
-    world.settle()
+    world.pass_time(2 * COLLATERAL_GRACE_S)
     check_ranks(world, 3, ["n0", "n1"])
     generation, seat = world.members["n1"].ran[-1]
     assert (generation.memory, seat.rank_offset) == (_copy(40, "d"), 0)

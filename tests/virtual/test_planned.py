@@ -122,7 +122,7 @@ def test_a_failure_after_a_handover_goes_back_to_its_step() -> None:
     kept = world.members["n0"].ran[-1][0].memory
     assert kept is not None
     world.members["n1"].report("failed", _failure("n1"), memory=kept)
-    world.settle()
+    world.pass_time(1.0)
     check_ranks(world, 3, ["n1", "n0", "n2"])
     generation, seat = world.members["n1"].ran[-1]
     assert (generation.memory, generation.kind, seat.rank_offset) == (kept, "failure", 0)

@@ -39,9 +39,15 @@ WAYS = {
     "is-stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "waits-for-more-than-others": dist.barrier,
 }
+class Data(TensorDataset):
+    def __getitem__(self, at):
+        if way == "draws" and ctx.rank == ctx.generation == 1:
+            stuck_here()
+        return super().__getitem__(at)
+
 directory, way, always = sys.argv[1:]
 ctx = elasticrt.init()
-data = TensorDataset(torch.randn(320, 2), torch.randn(320, 1))
+data = Data(torch.randn(320, 2), torch.randn(320, 1))
 sampler = elasticrt.ElasticBatchSampler(data, 8)
 model = DDP(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -116,6 +122,19 @@ def test_a_hang_is_shown_and_ended(tmp_path: Path, way: str, shows: str) -> None
         for rank in (0, 1):
             (path,) = (run.run_dir / "logs" / "generation-1").glob(f"rank-{rank}.*.stacks")
             assert path.read_text()
+
+
+def test_a_loader_that_does_not_begin_is_a_hang(tmp_path: Path) -> None:
+    """L5: no first batch comes; after three times the limit all restart, and nothing is said of a pause."""
+    with _run(tmp_path, "draws") as run:
+        run.start("n0")
+        run.start("n1")
+        assert run.ended() == {"n0": 0, "n1": 0}, run.story()
+        assert "in stuck_here" in _stacks(run)[1], run.story()
+        causes = [event["cause"] for event in run.events("generation") if event["node"] == "n0"]
+        assert len(causes) == 2, run.story()
+        assert re.search(r"no progress for [6-9] s after step 0", causes[1]), causes
+        assert run.events("paused") == []
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from elasticrt import events
 from elasticrt.event_log import EventLog
 from elasticrt.ipc.proc import state_of
-from elasticrt.ipc.status_page import StatusPage
+from elasticrt.ipc.status_page import FIRST_BATCH, StatusPage
 from elasticrt.liveness.hang_monitor import HangMonitor, cpu_s, where
 from elasticrt.liveness.stacks import Stacks
 from elasticrt.liveness.stall_detector import Idle, Stopped
@@ -128,7 +128,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     monitor = HangMonitor(settings, stacks.put, event_log, lambda _: None, take=take, state_of=lambda _: "S")
     page = StatusPage(StatusPage.create())
     page.step, page.step_at_ns = 5, time.monotonic_ns() - 4 * 10**9
-    page.entered = page.stepping = 1
+    page.entered, page.stepping = 6, 1
     group = SimpleNamespace(look=lambda _: None, pids=lambda _: {0: os.getpid()}, page=lambda *_: page)
     waits = [1, 5, 4.0, True, "S", "collective", "train.py:9 in f", 3, "", "", ""]
     others = {"n1": {"workers": [waits]}}
@@ -157,3 +157,29 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
     assert monitor.said["culprit"] == answer["culprit"]
     assert not re.search(r"\d s\b", found.reason), found.reason
     assert [(each.ranks, each.nodes, each.reason) for each in kept] == [(found.ranks, found.nodes, found.reason)]
+
+
+def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:
+    """L5: a restarted process that gets no first batch has failed after three times the limit, at the run's step."""
+    kept: list[Stacks] = []
+    settings = settings_of(tmp_path)
+    monitor = HangMonitor(
+        replace(settings, options=replace(settings.options, hang_timeout_s=12.0)),
+        lambda _: None,
+        EventLog("n0", None),
+        lambda _: None,
+        take=lambda _workers, _signal, _put, blank: kept.append(blank),
+        state_of=lambda _: "T",
+    )
+    group = SimpleNamespace(pids=lambda _: {0: 7}, page=lambda *_: page)
+    page = StatusPage(StatusPage.create())
+    page.entered, page.stepping = 119, FIRST_BATCH
+    for tick in range(400):
+        now = 100.0 + tick / 10
+        monitor.look(now, [page], held=False)
+        monitor.ask_if_stalled(now, group, 2)
+    asked = [(each.why, each.step, each.final, round(each.age_s)) for each in kept]
+    assert asked == [("stalled", 118, False, 18), ("stalled", 118, True, 36)]
+    # Before the first step nothing tells that steps are made, so a worker that a signal has stopped is looked for.
+    assert [monitor.stopped(now + tick / 2, {0: 7}, lambda _: True) for tick in range(1, 4)] == [[], [], [0]]
+    page.close()

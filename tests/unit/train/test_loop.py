@@ -19,7 +19,7 @@ from elasticrt.data import sample_order
 from elasticrt.distributed import agent_client
 from elasticrt.ipc.env import Commit
 from elasticrt.ipc.messages import Save, Step
-from elasticrt.ipc.status_page import STACKS_SIGNAL, StatusPage
+from elasticrt.ipc.status_page import FIRST_BATCH, STACKS_SIGNAL, StatusPage
 from tests.fake_worker import Agent, under
 
 SAMPLES, BATCH = 20, 6
@@ -619,15 +619,24 @@ def test_reports_to_the_agent(tmp_path, monkeypatch):
 
 
 def test_says_when_steps_are_to_be_expected(tmp_path, monkeypatch):
-    """L5: from an epoch's first batch to its last, but for pauses; not before, between epochs, or after."""
+    """L5: from the wait for an epoch's first batch to its last, but for pauses; not before, between, or after."""
     page_fd = StatusPage.create()
     page = StatusPage(page_fd)
+
+    class Watched:
+        def __iter__(self):
+            drawn = []
+            for batch in run.loader:
+                drawn.append(page.stepping)
+                yield batch
+            assert drawn == [FIRST_BATCH, *[1] * (PER_EPOCH - 1)]
+
     with under(Agent(), monkeypatch, page_fd=page_fd):
         run = Run(tmp_path)
         inside, paused, between = [], [], [page.stepping]
         for _ in run.loop.epochs(2):
             between.append(page.stepping)
-            for batch in run.loop.batches(run.loader):
+            for batch in run.loop.batches(Watched()):
                 inside.append(page.stepping)
                 with run.loop.pause("look"):
                     paused.append(page.stepping)
