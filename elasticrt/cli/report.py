@@ -15,6 +15,7 @@ from elasticrt.errors import EXIT_OK, ConfigError, explain
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import write
+from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
 from elasticrt.story.page import page
@@ -112,7 +113,10 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def show_runs(arguments: argparse.Namespace) -> int:
-    """Print a line for each run."""
+    """Print a line for each run. Raises ConfigError for a directory that is not there, unless it is the default one."""
+    if not Path(arguments.log_dir).is_dir() and arguments.log_dir != RunOptions.log_dir:
+        remedy = "Name the directory in which runs keep their logs"
+        raise ConfigError(explain("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy))
     rows = [("run", "begun", "nodes", "steps", "goodput", "")]
     found = run_dir.newest(arguments.log_dir)
     for directory in found[:RUNS_SHOWN]:
@@ -165,7 +169,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
     if not logs() and not arguments.follow:
         got = "no such rank" if rank is not None else "nothing was printed, or it was not kept"
-        raise ConfigError(explain("no logs", str(directory / "logs"), got=got, expected="files rank-R.NODE.out, .err"))
+        remedy = f"`elasticrt logs {directory}` prints those of all ranks" if rank is not None else ""
+        remedy = remedy or "Runs with --log-dir /dev/null keep none"
+        where, expected = str(directory / "logs"), "files rank-R.NODE.out, .err"
+        raise ConfigError(explain("no logs", where, got=got, expected=expected, remedy=remedy))
     before = None
     for batch in looks(logs, follow=arguments.follow):
         for path, text in batch.items():

@@ -156,7 +156,7 @@ def test_a_page_without_matplotlib(monkeypatch):
         ("logs calm-fox 0", 0, "==> logs/generation-1/rank-0.a.out <==\nhello\n"),
         ("logs calm-fox 7", 2, "no such rank"),
         ("report other", 2, "no such run (other)"),
-        ("runs --log-dir nowhere", 0, "no runs in nowhere"),
+        ("runs --log-dir nowhere", 2, "no such directory (--log-dir): got nowhere"),
         ("events --log-dir nowhere", 2, "there is no run here (nowhere)"),
     ],
 )
