@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from elasticrt.errors import EXIT_TERMINATED
+from elasticrt.errors import EXIT_CHECKPOINT, EXIT_TERMINATED
 from elasticrt.ipc.wording import counted
 from elasticrt.story.buckets import BUCKETS, TRAIN, totals
 from elasticrt.story.fold import Chapter, Story
@@ -72,10 +72,14 @@ def state(story: Story, now: float | None = None) -> str:
     if story.alive():
         last = datetime.fromtimestamp(story.last, timezone.utc)
         return f"no word since {last:%Y-%m-%d %H:%M:%S} UTC, and no end is told"
-    newest = {life.node: life for life in story.lives}.values()
-    if {life.code for life in newest if life.gone_at is None} == {EXIT_TERMINATED}:
+    newest = {life.node: life for life in story.lives}
+    first = newest.get(story.chapter.nodes[0]) if story.chapter is not None and story.chapter.nodes else None
+    unsaved = first is not None and first.code == EXIT_CHECKPOINT and made(story) > 0
+    left = {life.code for life in newest.values() if life.gone_at is None and not (unsaved and life is first)}
+    if left == {EXIT_TERMINATED} or (unsaved and not left):
+        failed = "the last checkpoint could not be saved; " if unsaved else ""
         saved = f"step {story.checkpoint:,} is saved; " if story.checkpoint else ""
-        return f"stopped; {saved}to go on: the same command, with --run-id {story.run_id}"
+        return f"stopped; {failed}{saved}to go on: the same command, with --run-id {story.run_id}"
     codes = ", ".join(sorted({"killed" if life.code is None else f"code {life.code}" for life in story.lives}))
     return f"ended without a result ({codes})" if story.lives else "nobody has joined it"
 

@@ -63,3 +63,14 @@ def test_a_run_that_failed_was_not_stopped() -> None:
     """One of its agents has another code."""
     entries: list[Entry] = [*SAVED, (6.0, "a", events.AgentStopped(143)), (6.0, "b", events.AgentStopped(4))]
     assert state(story(entries)) == "ended without a result (code 143, code 4)"
+
+
+def test_a_run_whose_last_save_failed_was_stopped_without_it() -> None:
+    """The agent of rank 0's node has code 5. With any other node's code 5 that node was refused."""
+    ends: list[Entry] = [(6.0, "a", events.AgentStopped(5)), (6.0, "b", events.AgentStopped(143))]
+    words = (
+        "the last checkpoint could not be saved; step 3 is saved; to go on: the same command, with --run-id calm-fox"
+    )
+    assert state(story([*SAVED, *ends])) == f"stopped; {words}"
+    ends = [(6.0, "a", events.AgentStopped(143)), (6.0, "b", events.AgentStopped(5))]
+    assert state(story([*SAVED, *ends])) == "ended without a result (code 143, code 5)"
