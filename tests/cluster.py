@@ -198,7 +198,10 @@ class Cluster:
 
 
 def assert_buckets_add_up(run_dir: Path) -> None:
-    """Of each agent's life every moment is in one bucket, from its start to its end (or to the last it has said)."""
+    """Of each agent's life every moment is in one bucket, from its start to its end, or to the last it has said.
+
+    A killed agent's goes on to the moment in which the others had noticed.
+    """
     story = read(run_dir)
     lives = [life for path in files(run_dir) for life in _lives_in(path)]
     assert len(lives) == len(story.lives), "every agent that has started is a life of the story"
@@ -206,6 +209,8 @@ def assert_buckets_add_up(run_dir: Path) -> None:
         spans = story.spans_of(life)
         spent_s = totals(spans)
         lived_s = max(until - since for node, since, until in lives if (node, since) == (life.node, life.started_at))
+        if life.gone_at is not None:
+            lived_s = max(lived_s, life.gone_at - life.begin)
         assert sum(spent_s.values()) == pytest.approx(lived_s, rel=0.005, abs=0.001), (life.node, spent_s)
         assert all(span.end > span.begin for span in spans), spans
     whole = story.spans()
