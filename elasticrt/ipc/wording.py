@@ -12,6 +12,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def slow_node(node: str, own_s: float, others_s: float) -> str:
+    """`b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it`; seconds."""
+    took = f"its own work takes {own_s * 1e3:.0f} ms of a step, that of the others {others_s * 1e3:.0f} ms"
+    return f"{node} is slow: {took}, and they wait for it"
+
+
 def which_steps_are_saved(reached: int, left_after: int = 0) -> str:
     """Up to which step a run is saved, and which of its steps are not, after a leave that was to save `left_after`.
 

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from elasticrt.ipc.wording import slow_node
 from elasticrt.rendezvous.records import Member
 
 RATIO = 1.5
@@ -47,10 +48,7 @@ class Straggler:
     @property
     def reason(self) -> str:
         """The finding, as a sentence."""
-        took = (
-            f"its own work takes {self.own_s * 1e3:.0f} ms of a step, that of the others {self.others_s * 1e3:.0f} ms"
-        )
-        return f"{self.node} is slow: {took}, and they wait for it"
+        return slow_node(self.node, self.own_s, self.others_s)
 
 
 @dataclass(frozen=True)

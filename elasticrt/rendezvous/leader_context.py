@@ -373,9 +373,9 @@ def counting(led: LeaderContext, first: Failure, failed: list[Stored[Report]]) -
 
     Progress is a new committed step, or a step further than at any failure before: survivors keep it unsaved. A script
     without a Loop commits none: there a generation makes progress when it makes more optimizer steps than any before
-    it, or some from a newer snapshot, or lasts for LONG_S. So no run
-    restarts for ever without writing a snapshot and stepping from it: the time of the newest snapshot only grows, and
-    one that a worker writes and reads itself does not count.
+    it, or some from a newer snapshot, or lasts for LONG_S. So no run restarts for ever without writing a snapshot and
+    stepping from it: the time of the newest snapshot only grows, and one that a worker writes and reads itself does not
+    count.
     """
     before, step = led.generation.restarts, led.view.head.record.reached if led.view.head else 0
     failures = [entry.record.failure for entry in failed if entry.record.failure]

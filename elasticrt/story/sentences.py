@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from elasticrt import events
-from elasticrt.ipc.wording import counted
+from elasticrt.ipc.wording import counted, slow_node
 from elasticrt.story.fold import Chapter, Story, no_step
 
 
@@ -61,9 +61,8 @@ def standing(event: events.Culprit) -> str:
 
 
 def slow(event: events.Straggler) -> str:
-    """`b is slow: its own work takes 40 ms of a step, that of the others 10 ms, and they wait for it`."""
-    took = f"its own work takes {event.own_s * 1e3:.0f} ms of a step, that of the others {event.others_s * 1e3:.0f} ms"
-    return f"{event.slow} is slow: {took}, and they wait for it"
+    """See `slow_node`."""
+    return slow_node(event.slow, event.own_s, event.others_s)
 
 
 def ending(result: events.Result) -> str:

@@ -68,7 +68,7 @@ class Undo:
         self._early_parameters: list[torch.Tensor] = []
         self._early_objects: set[str] = set()
         self._objects: dict[str, Any] = {}  # The states of these when the step began.
-        self._seen: tuple[list[int], dict[str, Any]] | None = None  # As the step began, if it is watched.
+        self._seen: tuple[list[int], dict[str, Note]] | None = None  # As the step began, if it is watched.
         self._watched, self._watch_at = 0, 0.0
         # What has happened since.
         self._handles: list[RemovableHandle] = []
@@ -123,7 +123,8 @@ class Undo:
         self._seen = None
         if self._watched < WATCHED_FIRST or began >= self._watch_at:
             self._watched += 1
-            self._seen = copy.deepcopy(self._look())
+            versions, states = self._look()
+            self._seen = versions, {name: Note(state) for name, state in states.items()}
             self._watch_at = began + max(WATCH_S, (time.monotonic() - began) * 2 / WATCH_SHARE)
 
     def _learn(self) -> None:
@@ -136,7 +137,7 @@ class Undo:
         for parameter, before, now in zip(self._parameters(), versions, versions_now, strict=False):
             if before != now and id(parameter) not in known:
                 self._early_parameters.append(parameter)
-        self._early_objects |= {name for name, state in states_now.items() if not same(states.get(name), state)}
+        self._early_objects |= {name for name, state in states_now.items() if not same(states[name].state, state)}
 
     def _look(self) -> tuple[list[int], dict[str, Any]]:
         """The versions of all parameters, by which torch counts their changes, and the states of other objects."""
