@@ -27,16 +27,7 @@ from elasticrt.ipc.collateral_errors import in_words
 from elasticrt.ipc.env import Copy
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Damaged, Left, Step, Warm
-from elasticrt.ipc.time_bounds import (
-    AGREE_S,
-    EXIT_HOOKS_S,
-    FOUND_S,
-    HOLD_SEEN_S,
-    LATE_S,
-    PARENT_END_S,
-    PLACES_S,
-    SEATED_S_MAX,
-)
+from elasticrt.ipc.time_bounds import EXIT_HOOKS_S, FOUND_S, HOLD_SEEN_S, LATE_S, PARENT_END_S, PLACES_S, SEATED_S_MAX
 from elasticrt.liveness.hang_monitor import HangMonitor
 from elasticrt.liveness.progress import Progress
 from elasticrt.liveness.stacks import Stacks
@@ -353,19 +344,15 @@ class Supervisor:
         self._start_if_possible()
 
     def hold(self, handover: int) -> None:
-        """Make all workers hold after a step that is a moment ahead, for `handover`, and note the furthest.
-
-        Until then they train, so that nobody waits while the agents agree.
-        """
+        """Make all workers hold at the end of their step, for `handover`, and note the furthest step that one began."""
         self.progress.disturbed()
         pages = self.pages.of(self._state)
-        stop = max((page.entered for page in pages), default=0) + self.progress.steps_in(AGREE_S)
         for page in pages:
             page.go = 0
-            page.stop = max(1, stop)
+            page.stop = 1
         self._clock.sleep(HOLD_SEEN_S)
         entered = [page.entered for page in pages]  # 0 outside of a Loop: such a script cannot hold.
-        furthest = max(stop, *entered) if entered and all(entered) else 0
+        furthest = max(entered) if entered and all(entered) else 0
         self._state = replace(self._state, holding=handover, entered=furthest, going=0)
 
     def go(self, step: int, *, save: bool) -> None:

@@ -1,10 +1,9 @@
 """Stopping together at an agreed step, without a collective: the worker's half of a handover.
 
-At the end of step s the worker writes `entered` = s + 1 on its page, and *then* reads `stop`. From step `stop` on it
-holds. The agents write a step that is a moment ahead as `stop`, then read every `entered`, agree on the largest of all
-these, T, and write it as `go`: usually before anybody has come to hold. A worker behind T trains on to T, because the
-others' collectives need it; after T all leave. No worker can be past T: it writes `entered` before it looks at `stop`.
-Where processes end, local rank 0 of each node first gives its agent a copy of the state (`memory_tier`).
+At the end of step s the worker writes `entered` = s + 1 on its page, and *then* reads `stop`. If that is set, it holds.
+The agents read every `entered`, agree on the largest, T, and write it as `go`. A worker behind T trains on to T,
+because the others' collectives need it; after T all leave. No worker can be past T: it writes `entered` before it looks
+at `stop`. Where processes end, local rank 0 of each node first gives its agent a copy of the state (`memory_tier`).
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ the agent ends it."""
 def must_leave(page: StatusPage, step: int) -> bool:
     """Called between `step`, which is finished, and the next. True: all leave after this step; False: train on.
 
-    From step `page.stop` on it holds until the agents have agreed, or have given the handover up.
+    Holds until the agents have agreed, or have given the handover up.
     """
     deadline = time.monotonic() + HOLD_S_MAX
     while page.stop:
         go = page.go
-        if go or step < page.stop:
-            return 0 < go <= step
+        if go:
+            return step >= go
         if time.monotonic() > deadline:
             _log.warning("held after step %d for %.0f s without a word from the agent; going on", step, HOLD_S_MAX)
             return False

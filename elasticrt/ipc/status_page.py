@@ -68,8 +68,8 @@ class StatusPage:
         samples: trained on by the run, over all epochs; 0 without a sampler.
 
     Written by the agent:
-        stop: not 0: hold after this step, or at once if that one is done.
-        go: with `stop`: the step after which all hand over; 0 while it is not known.
+        stop: not 0: hold at the end of the present step.
+        go: while workers hold: the step after which all hand over; 0 while it is not known.
         save: before `go`: rank 0 commits a checkpoint before it leaves (1), or not (0).
         ending: not 0: the next SIGTERM comes from the agent, and the worker obeys it.
     """

@@ -76,9 +76,6 @@ STACKS_LOOK_S = 0.02
 SAY_AFTER_S = 5.0
 """When others have ended, the workers that run on are reported after this time."""
 
-AGREE_S = 0.05
-"""How far ahead workers stop when they are to leave together. The agents agree within 5 to 20 ms on an idle machine."""
-
 HOLD_SEEN_S = 0.002
 """After this time a worker has either seen `stop`, or its `entered` can be read: store buffers need microseconds."""
 

@@ -251,12 +251,6 @@ class Progress:
         own = self._look()
         return min(page.step for page in own) if own and all(page.step_at_ns for page in own) else None
 
-    def steps_in(self, time_s: float) -> int:
-        """How many steps this node's workers make in `time_s` seconds, as fast as lately; 0 while that is not known."""
-        now_ns, work = self._clock.monotonic_ns(), self._work
-        known = [(page.step - work[page].step, now_ns - work[page].at_ns) for page in self._look() if page in work]
-        return min((int(time_s * 1e9) * steps // took_ns for steps, took_ns in known if steps > 0 < took_ns), default=0)
-
     def age_s(self) -> float:
         """Seconds since the last step of this node's workers; 0.0 if there was none."""
         newest_ns = max([self._last_ns, *(page.step_at_ns or page.beat_at_ns for page in self._look())])

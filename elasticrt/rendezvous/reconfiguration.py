@@ -2,8 +2,8 @@
 
 A planned change stops all workers together at an agreed step, in two rounds through the store:
 
-    leader: handover {step 0}      "hold": every agent makes its workers hold after a step that is a moment ahead, or
-    agents: report "holding"       after their present one if steps are long, and says which (`entered`);
+    leader: handover {step 0}      "hold": every agent makes its workers hold at the end of their present step,
+    agents: report "holding"       and says how far one of them has been let in (`entered`);
     leader: handover {step T}      "go": T is the furthest of these. None is past it, and one that is behind runs on,
     agents: report "held"          because others' collectives need it. After T the state is copied to memory;
     leader: generation g + 1       with `memory` = a copy of step T: nothing is lost, nothing done twice.

@@ -380,7 +380,7 @@ class Worker:
             self._reach_the_end()
         elif self.seat is not None:
             self.take()
-        elif not self.page.stop or self.step < (self.page.go or self.page.stop):
+        elif not self.page.stop or (self.page.go and self.step < self.page.go):
             self.page.stepping = 1
             group.enter(self)
         elif not self.page.go or (self.page.save and self.own.rank == 0 and not self._saved()):

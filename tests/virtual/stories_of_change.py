@@ -149,17 +149,6 @@ CHANGES: list[Plan] = [
         commit_every=50,
     ),
     story(
-        "a node joins while steps are so short that all agree before they hold",
-        3,
-        arrivals=(0.0, 0.1, 6.0),
-        loops=True,
-        lossless=True,
-        generations_max=2,
-        step_s=0.01,
-        ends_after=900,
-        commit_every=50,
-    ),
-    story(
         "news of a handover that was given up come while the next is under way",
         4,
         Fault(5.0, "hears_late", "n0", 0.4, "control/handover"),

@@ -2,8 +2,8 @@
 
 The model is the algorithm of `distributed/handover.py` (workers) and `agent/supervisor.py`,
 `rendezvous/reconfiguration.py` (agents), reduced to what can be interleaved: a worker's two accesses at the end of a
-step (write `entered`, read `stop`), and the agents' (for each worker read `entered`, write a step up to two further as
-`stop`, then read `entered` again; when all are read, write `go`).
+step (write `entered`, read `stop`), and the agents' (for each worker write `stop`, then read `entered`; when all are
+read, write `go`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import pytest
-
-AHEAD = (0, 1, 2)
-"""By how many steps `stop` may be further than `entered`."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +25,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class World:
-    """`stops`: each worker's `stop`, as far as set; `seen`: what was read, per worker; `go`: 0 or the agreed step."""
+    """`stopped`: workers whose `stop` is set; `seen`: `entered` as read, per worker; `go`: 0 or the agreed step."""
 
     workers: tuple[Worker, ...]
-    stops: tuple[int, ...] = ()
+    stopped: int = 0
     seen: tuple[int, ...] = ()
     go: int = 0
 
@@ -43,15 +40,12 @@ def successors(world: World, last: int, lockstep: bool, stop_before_read: bool) 
     for index, worker in enumerate(world.workers):
         after = _worker_moves(world, index, worker, last, lockstep)
         found += [replace(world, workers=(*world.workers[:index], one, *world.workers[index + 1 :])) for one in after]
-    if len(world.stops) < count:
-        entered = world.workers[len(world.stops)].entered
-        found += [replace(world, stops=(*world.stops, entered + ahead)) for ahead in AHEAD]
-    may_read = len(world.stops) > len(world.seen) or not stop_before_read
+    if world.stopped < count:
+        found.append(replace(world, stopped=world.stopped + 1))
+    may_read = world.stopped > len(world.seen) or not stop_before_read
     if may_read and len(world.seen) < count:
-        index = len(world.seen)
-        entered = max(world.workers[index].entered, *world.stops[index : index + 1], 0)
-        found.append(replace(world, seen=(*world.seen, entered)))
-    if len(world.seen) == len(world.stops) == count and world.go == 0:
+        found.append(replace(world, seen=(*world.seen, world.workers[len(world.seen)].entered)))
+    if len(world.seen) == world.stopped == count and world.go == 0:
         found.append(replace(world, go=max(world.seen)))
     return found
 
@@ -63,8 +57,7 @@ def _worker_moves(world: World, index: int, worker: Worker, last: int, lockstep:
         if worker.step < last and (together or not lockstep):
             return [Worker(worker.step + 1, "wrote", worker.step + 2)]
     elif worker.place == "wrote":
-        holds = index < len(world.stops) and worker.step >= world.stops[index]
-        return [replace(worker, place="hold" if holds or (world.go and worker.step >= world.go) else "train")]
+        return [replace(worker, place="hold" if index < world.stopped else "train")]
     elif worker.place == "hold" and world.go:
         return [replace(worker, place="left" if worker.step >= world.go else "train")]
     return []

@@ -131,8 +131,8 @@ class Group:
         for page in self.pages:
             if not page.stop:
                 page.entered = step + self.ahead
-            else:
-                page.entered = max(page.entered, min(step + self.ahead, page.go or page.stop))
+            elif page.go:
+                page.entered = max(page.entered, page.go)
 
     def has_to_leave(self, step: int) -> bool:
         """Whether all its workers were told to leave after `step`, or one before."""

@@ -27,9 +27,6 @@ def page() -> Iterator[StatusPage]:
     ("stop", "go", "step", "leaves"),
     [
         (0, 0, 5, False),
-        (6, 0, 5, False),  # Not asked to hold before the next step is done.
-        (6, 7, 6, False),
-        (6, 7, 7, True),
         (0, 5, 5, False),  # Given up: what was agreed before counts no more.
         (1, 5, 4, False),  # Others are further, and need this worker in their collectives.
         (1, 5, 5, True),

@@ -111,17 +111,3 @@ def test_what_a_workers_own_work_takes(looks: list[tuple[int, int, int, int, int
     for step, at, besides, waited, waits in looks:
         work = work.looked(step, at * MS, besides * MS, waited * MS, waits)
     assert work.own_s * 1e3 == pytest.approx(own_ms)
-
-
-@pytest.mark.parametrize(("steps", "ahead"), [(0, 0), (1, 0), (15, 1), (25, 2), (404, 40)])
-def test_how_many_steps_fit(steps: int, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 0.1 s, after so many steps in the one second since the generation's first; none of a worker that waits."""
-    page, kept = Words(), Kept()
-    progress = Progress(lambda: [page], kept, time)
-    assert progress.steps_in(0.1) == 0
-    progress.replaced(1)
-    page.finished(1, SECOND)
-    progress.stepped(1, Step(1, 0, SECOND, 0, True))
-    page.finished(1 + steps, 2 * SECOND)
-    monkeypatch.setattr(time, "monotonic_ns", lambda: 2 * SECOND)
-    assert progress.steps_in(0.1) == ahead
