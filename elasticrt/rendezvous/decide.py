@@ -335,7 +335,7 @@ def _after_failure(led: LeaderContext, failed: list[Stored[Report]]) -> Decision
     restarts = led.generation.restarts if first.misfit else counting(led, first, failed)
     if (restarts.spent if spec.restarts_reset else restarts.total) > spec.max_restarts:
         what = "without getting further " if spec.restarts_reset else ""
-        reason = f"{first.summary} ({counted(spec.max_restarts, 'restart')} {what}spent)"
+        reason = f"{_named(first, led.generation)} ({counted(spec.max_restarts, 'restart')} {what}spent)"
         return Finish(reason, "failed", EXIT_WORKERS, text_of(first, failed))
     unheard = _copies_to_come(led, failed)
     until = min(entry.since for entry in failed) + COLLATERAL_GRACE_S
@@ -360,7 +360,10 @@ _THEN = "; then "
 
 
 def _named(first: Failure, before: Generation) -> str:
-    """The cause of the next generation. A collateral failure keeps the cause of the generation that it follows from."""
+    """The cause of the next generation, or of the run's end.
+
+    A collateral failure keeps the cause of the generation that it follows from.
+    """
     if first.collateral and before.in_place and before.kind in ("failure", "lost"):
         return before.cause.partition(_THEN)[0] + _THEN + first.summary
     return first.summary

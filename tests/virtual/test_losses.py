@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elasticrt.ipc.failure import ENDED_EARLY, Failure
 from elasticrt.rendezvous.decision import End, Halt, Publish, Rejoin
+from elasticrt.rendezvous.records import Restarts
 from elasticrt.store.protocol import Delete, Txn
 from tests.virtual.world import World, check_ranks, running, spec
 
@@ -165,6 +168,21 @@ def test_steps_from_a_newer_snapshot_are_progress(loaded: tuple[int, ...], survi
         world.settle()
     ended = [member.ended.result.code for member in world.members.values() if isinstance(member.ended, End)]
     assert ended == ([] if survives else [1, 1])
+
+
+def test_the_end_names_the_cause_behind_a_collateral_failure() -> None:
+    """W13: the restarts are spent by workers that were lost on their way from a failure into the next generation."""
+    world = running(2)
+    replica = world.members["n0"].member.replica
+    stored = replica.view.generation
+    assert stored is not None
+    update = {"in_place": True, "kind": "failure", "cause": "rank 1 raised", "restarts": Restarts(spent=3, total=3)}
+    replica.view = replace(replica.view, generation=replace(stored, record=stored.record.model_copy(update=update)))
+    world.members["n1"].fail(collateral=True)
+    world.pass_time(0.5)
+    ended = world.members["n1"].ended
+    assert isinstance(ended, End)
+    assert ended.result.reason == "rank 1 raised; then rank 1 on n1 (3 restarts without getting further spent)"
 
 
 @pytest.mark.parametrize(("second", "ended"), [("a", [1, 1]), ("b", []), ("", [])])
