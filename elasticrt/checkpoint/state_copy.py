@@ -77,20 +77,6 @@ def plain_copy(value: object, where: str, buffers: Buffers | None = None, *, on_
     return copied
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two states are equal. What cannot be told apart for sure, such as two NaN, counts as different."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and one.device == other.device and one.equal(other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):  # Of arrays: they compare element by element.
-        return False
-
-
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
     """The tensors in a state."""
     if isinstance(value, torch.Tensor):

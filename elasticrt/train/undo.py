@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,18 +11,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from elasticrt.checkpoint import rng_state, stateful
-from elasticrt.checkpoint.state_copy import Note, same
+from elasticrt.checkpoint.state_copy import Note
 from elasticrt.distributed import collectives
 from elasticrt.train.training_state import TrainingState
 
 LARGE = (torch.nn.Module, torch.optim.Optimizer)
 """Objects that only an optimizer's step changes, and what belongs to it."""
-
-
-WATCHED_FIRST = 20
-WATCH_S, WATCH_SHARE = 0.1, 0.005
-"""The first steps are watched for changes before their optimizer begins, then one in WATCH_S, or fewer: watching takes
-at most WATCH_SHARE of the time."""
 
 
 class Undo:
@@ -32,8 +25,9 @@ class Undo:
     Buffers, gradients, random numbers and variables are noted when a step begins. Parameters and optimizers are not: a
     rank whose optimizer has stepped in an undone step gets the state of another rank. They are copied only in scripts
     whose steps communicate in or after an optimizer's step (a closure, two models in turn, a sum of the losses at the
-    end), because there all ranks can be in that state at once. What a script changes before its optimizer steps (an
-    average of the weights, an object of its own) is noted as well, once a step has been seen to change it there.
+    end), because there all ranks can be in that state at once. What a script changes before its optimizer steps is
+    noted as well: states of its own objects at once, parameters (an average of the weights) and large tensors of these
+    objects once a step has changed them there. That step itself cannot be undone.
 
     Args:
         state: the Loop's.
@@ -55,6 +49,9 @@ class Undo:
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
+        # Not a GradScaler's state, which waits for the GPU, and changes only after the optimizer's step.
+        others = (*LARGE, torch.amp.GradScaler)
+        self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         # As of the beginning of the step.
         self._owners: list[dict[str, torch.Tensor | None]] | None = None
         self._buffers: list[torch.Tensor] = []
@@ -64,12 +61,13 @@ class Undo:
         self._vars: dict[str, Any] = {}
         self._state: dict[str, Any] | None = None
         self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
-        # What steps change before their optimizer begins.
+        self._objects: dict[str, Any] = {}  # The states of other objects, or their Notes.
+        self._versions: list[int] = []  # Torch's counts of the changes of all parameters.
+        self._watched: list[torch.nn.Parameter] = []
+        # What steps have changed before their optimizer began, and what is copied at each step since.
         self._early_parameters: list[torch.Tensor] = []
         self._early_objects: set[str] = set()
-        self._objects: dict[str, Any] = {}  # The states of these when the step began.
-        self._seen: tuple[list[int], dict[str, Note]] | None = None  # As the step began, if it is watched.
-        self._watched, self._watch_at = 0, 0.0
+        self._unknown = False  # Whether this step was the first that did.
         # What has happened since.
         self._handles: list[RemovableHandle] = []
         self._collectives = 0  # Begun before the first optimizer of the step began.
@@ -117,47 +115,37 @@ class Undo:
     def _has_stepped(self, *_: Any) -> None:
         self.stepped = True
 
-    def _watch(self) -> None:
-        """Look at what this step may change before its optimizer, if it is to be watched."""
-        began = time.monotonic()
-        self._seen = None
-        if self._watched < WATCHED_FIRST or began >= self._watch_at:
-            self._watched += 1
-            versions, states = self._look()
-            self._seen = versions, {name: Note(state) for name, state in states.items()}
-            self._watch_at = began + max(WATCH_S, (time.monotonic() - began) * 2 / WATCH_SHARE)
-
     def _learn(self) -> None:
-        """The optimizer begins, or the step ends without one: what has changed by now is noted in all further steps."""
-        if self._seen is None:
-            return
-        (versions, states), self._seen = self._seen, None
-        versions_now, states_now = self._look()
-        known = {id(each) for each in self._early_parameters}
-        for parameter, before, now in zip(self._parameters(), versions, versions_now, strict=False):
-            if before != now and id(parameter) not in known:
-                self._early_parameters.append(parameter)
-        self._early_objects |= {name for name, state in states_now.items() if not same(states[name].state, state)}
+        """The optimizer begins, or the step ends without one: copy in all further steps what has changed by now."""
+        if [each._version for each in self._watched] != self._versions:
+            known = {id(each) for each in self._early_parameters}
+            pairs = zip(self._watched, self._versions, strict=True)
+            new = [each for each, version in pairs if each._version != version and id(each) not in known]
+            self._early_parameters += new
+            self._unknown = self._unknown or bool(new)
+        large = {name for name, noted in self._objects.items() if isinstance(noted, Note) and noted.state is None}
+        self._early_objects |= large
+        self._unknown = self._unknown or bool(large)
 
-    def _look(self) -> tuple[list[int], dict[str, Any]]:
-        """The versions of all parameters, by which torch counts their changes, and the states of other objects."""
-        return [each._version for each in self._parameters()], self._states()
-
-    def _states(self) -> dict[str, Any]:
-        """The states of all objects but modules and optimizers, by name, and of the latter all but their tensors."""
-        plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
-        # A scheduler writes the learning rate to its optimizer.
-        rates = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
-        return {**stateful.collect(plain), stateful.OURS: rates}
+    def _rates(self) -> list[dict[str, Any]]:
+        """All of the optimizers but their tensors and states: a scheduler writes the learning rate to its optimizer."""
+        return [
+            {
+                name: each.clone() if isinstance(each, torch.Tensor) else each
+                for name, each in group.items()
+                if name != "params"
+            }
+            for group in self._groups()
+        ]
 
     def note(self) -> None:
         """The step begins: note everything that it may change, but for parameters and optimizers."""
         self._state = None
-        self.touched = False
+        self.touched = self._unknown = False
         if self._owners is None:
             # Once, as in DDP: walking through the modules takes longer than all the rest.
             layers = [layer for module in self._modules for layer in module.modules()]
-            self._owners = [layer._buffers for layer in layers]
+            self._owners, self._watched = [layer._buffers for layer in layers], self._parameters()
         buffers = [each for owner in self._owners for each in owner.values() if each is not None]
         buffers += self._early_parameters
         if len(buffers) != len(self._buffers) or not all(map(operator.is_, buffers, self._buffers)):
@@ -167,9 +155,12 @@ class Undo:
                 torch._foreach_copy_(self._kept, buffers)
         self._numbers = None if self._seeded else rng_state.note()
         self._vars = dict(self._training.vars)
-        states = self._states() if self._early_objects else {}
-        self._objects = copy.deepcopy({name: states[name] for name in self._early_objects})
-        self._watch()
+        self._versions = [each._version for each in self._watched]
+        self._objects = {
+            name: copy.deepcopy(each.state_dict()) if name in self._early_objects else Note(each.state_dict())
+            for name, each in self._noted.items()
+        }
+        self._objects[stateful.OURS] = self._rates()
         self._gradients = None
         if self.accumulates:
             owners = self._parameters()
@@ -178,11 +169,14 @@ class Undo:
 
     def put_back(self) -> bool:
         """Go back to the beginning of the step. False: the state before its optimizer's step is not known."""
-        known = not self.touched or self._put_back_state()
+        if not self.touched:
+            self._learn()
+        known = not self._unknown and (not self.touched or self._put_back_state())
         with torch.no_grad():
             if self._buffers:
                 torch._foreach_copy_(self._buffers, self._kept)
-        self._load(self._objects)
+        states = {name: noted.state if isinstance(noted, Note) else noted for name, noted in self._objects.items()}
+        self._load({name: state for name, state in states.items() if state is not None})
         self._drop_gradients()
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
@@ -210,7 +204,9 @@ class Undo:
 
     def note_between(self) -> None:
         """The step is undone: note what the script may change between this and the next try."""
-        self._between = copy.deepcopy((self._states(), dict(self._training.vars)))
+        plain = {name: each for name, each in self._training.objects.items() if not isinstance(each, LARGE)}
+        states = {**stateful.collect(plain), stateful.OURS: self._rates()}
+        self._between = copy.deepcopy((states, dict(self._training.vars)))
 
     def forget_between(self) -> None:
         """The next try begins: undo what the script has changed since `note_between`."""
@@ -224,7 +220,7 @@ class Undo:
         return [group for each in self._optimizers for group in each.param_groups]
 
     def _load(self, states: dict[str, Any]) -> None:
-        """Put back what `_states` has given, or a part of it."""
+        """Put back states of objects by name, and `_rates`."""
         objects = {name: self._training.objects[name] for name in states if name != stateful.OURS}
         stateful.put_back(objects, states, "the beginning of the step")
         for group, values in zip(self._groups(), states.get(stateful.OURS, ()), strict=False):

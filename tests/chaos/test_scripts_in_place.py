@@ -36,6 +36,7 @@ FAST: tuple[Case, ...] = (
     ("caught", 2, 11, "begin"),
     ("scheduled_after", 0, 11, "backward"),
     ("changed_early", 1, 9, "backward"),
+    ("changed_since", 1, 25, "backward"),
 )
 SLOW: tuple[Case, ...] = (
     ("plain", 0, 17, "begin"),

@@ -398,7 +398,7 @@ class Book:
         self.steps = state["steps"]
 
 
-def changed_early(trial: Trial) -> None:
+def changed_early(trial: Trial, since: int = 0) -> None:
     """An average, a schedule and a count go on before the optimizer steps, and ranks communicate after that."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -412,17 +412,24 @@ def changed_early(trial: Trial) -> None:
             with loop.step():
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
-                ema.update_parameters(model.module)
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # The schedule warns of its order.
-                scheduler.step()
-                book.steps += 1
+                if not since:
+                    ema.update_parameters(model.module)
+                if loop.steps_done >= since:
+                    optimizer._opt_called = True  # type: ignore[attr-defined]  # The schedule warns of its order.
+                    scheduler.step()
+                    book.steps += 1
                 trial.at("backward")
                 loop.report(loss=ctx.sum(loss * len(x)) / BATCH)
                 optimizer.step()
                 optimizer.zero_grad()
             trial.done()
-    assert book.steps == loop.steps_done
+    assert book.steps == loop.steps_done - since
     trial.end(model, ema)
+
+
+def changed_since(trial: Trial) -> None:
+    """The same, but nothing changes early before the step in which a rank is lost."""
+    changed_early(trial, 25)
 
 
 def in_a_closure(trial: Trial) -> None:
@@ -733,8 +740,8 @@ WAYS: dict[str, Callable[[Trial], None]] = {
     way.__name__: way
     for way in (
         plain, micro_batches, stateful_loader, loader_workers, persistent_workers, subgroups, gan, averaged, scaled,
-        accumulated, no_sync, evaluated, early, own_rate, summed_late, changed_early, in_a_closure, outside, simple,
-        compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided,
+        accumulated, no_sync, evaluated, early, own_rate, summed_late, changed_early, changed_since, in_a_closure,
+        outside, simple, compiled, compiled_inside, norm_of_all, drawn_by_hand, drawn_by_rank, drawn_in_epochs, strided,
         without_sampler, frozen,
         caught, grouped, scheduled_after, wrapped_anew,
     )
