@@ -164,12 +164,18 @@ def _import_if_there(name: str) -> None:
 
 
 def _train_a_little() -> None:
-    """One step on tiny tensors imports what no list could name. It must stay too small for a second thread."""
+    """A forward pass and a step of optimizers on tiny tensors import what no list could name.
+
+    No backward pass: it imports nothing, and where there are GPUs it starts a thread for each and asks CUDA for them,
+    after which no fork could use either. All must stay too small for a second thread.
+    """
     import torch
 
     model = torch.nn.Linear(1, 1)
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         optimizer = kind(model.parameters(), lr=0.0)
-        torch.nn.functional.mse_loss(model(torch.zeros(1, 1)), torch.zeros(1, 1)).backward()  # type: ignore[no-untyped-call]
+        torch.nn.functional.mse_loss(model(torch.zeros(1, 1)), torch.zeros(1, 1))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()

@@ -56,9 +56,6 @@ CUT_S_MAX = 60.0
 ABORTED = ("nccl",)
 """Backends whose groups are freed by aborting them: their kernels wait, not their sockets."""
 
-ABORT_S_MAX = 10.0
-"""How long aborting NCCL's communicators may take: it waits for kernels to end, which takes milliseconds."""
-
 KNOCK_S = 1.0
 """How long a connection to this process itself may take."""
 
@@ -243,16 +240,22 @@ def cut() -> None:
     SOCKETS.cut()
 
 
+_aborts: dict[Any, threading.Thread] = {}
+"""Groups that are being aborted, each by a thread. The kernels end at once. Then NCCL waits up to a second for threads
+of its own (2.28, 2.30), which nobody has to wait for."""
+
+
 def _abort() -> None:
-    """Abort all communicators of NCCL at once: one by one, each could wait for a kernel that waits for the next."""
+    """Begin to abort all communicators of NCCL at once: each could wait for a kernel that waits for the next."""
+    for group in _aborted_ones():
+        thread = threading.Thread(target=_abort_one, args=(group,), daemon=True)
+        if _aborts.setdefault(group, thread) is thread:
+            thread.start()
+
+
+def _aborted_ones() -> list[Any]:
     world: Any = dist.distributed_c10d._world
-    groups = [each for each in list(world.pg_names) if dist.get_backend(each) in ABORTED]
-    threads = [threading.Thread(target=_abort_one, args=(each,), daemon=True) for each in groups]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + ABORT_S_MAX
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+    return [each for each in list(world.pg_names) if dist.get_backend(each) in ABORTED]
 
 
 def _abort_one(group: Any) -> None:
@@ -274,21 +277,18 @@ def leave() -> None:
 
 
 def _end_group() -> None:
-    """Make torch forget the default group and all others. NCCL's are aborted, because ending one finishes its work."""
-    if dist.get_backend() not in ABORTED:
-        dist.destroy_process_group()
-        return
-    try:
-        dist.distributed_c10d._abort_process_group()
-    except RuntimeError as error:  # Aborted already, which not all kinds of NCCL's groups take twice.
-        _log.info("a process group was aborted before: %s", error)
-        dist.destroy_process_group()
+    """Make torch forget the default group and all others."""
+    names = dist.distributed_c10d._world.pg_names
+    for group in _aborted_ones():
+        del names[group]  # It is being aborted. Torch shuts down what is in this table, and would wait for that.
+    dist.destroy_process_group()
 
 
 def tidy() -> None:
     """Release the groups that were left long ago. Called where no collective is under way."""
     if _retired and time.monotonic() - _retired[0][0] > RETIRED_S and _idle():
         until = time.monotonic() - RETIRED_S
+        _aborts.clear()
         while _retired and _retired[0][0] < until:
             _, left = _retired.pop(0)
             process_groups.release(left)
@@ -301,7 +301,8 @@ def _idle() -> bool:
     The time alone is not enough: a process that was stopped, or had no share of the CPU, has older works than its clock
     says. It decides only where the kernel does not show system calls.
     """
-    return all(call is not None and not _has_limit(call) for call in _waits())
+    aborting = any(each.is_alive() for each in _aborts.values())
+    return not aborting and all(call is not None and not _has_limit(call) for call in _waits())
 
 
 def is_stuck() -> bool:
@@ -491,5 +492,7 @@ def warm_up(place: torch.device) -> None:
     """Make a step of a tiny model in the present group, because the first step takes ten times as long as the next."""
     with torch.random.fork_rng(devices=[]):
         layer = DistributedDataParallel(torch.nn.Linear(1, 1).to(place))
+    optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.zeros(1, 1, device=place)).sum().backward()
+    optimizer.step()
     _retired.append((time.monotonic(), [layer]))

@@ -11,6 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+PF_EXITING = 0x4
+"""The kernel's flag of a process that ends. Its files are closed then one by one, and its memory is given back."""
+
 
 @dataclass(frozen=True)
 class Stat:
@@ -21,12 +24,14 @@ class Stat:
         parent: its parent's pid.
         ticks: processor time, with that of its children that were reaped, in units of SC_CLK_TCK.
         start: when it started, in ticks since boot. Pid and start together are never used again.
+        leaving: how it ends, as `os.waitpid` will tell; 0 while it lives, for success, and where it is not shown.
     """
 
     state: str
     parent: int
     ticks: int
     start: int
+    leaving: int
 
     @property
     def ended(self) -> bool:
@@ -51,7 +56,8 @@ def stat(pid: int | str) -> Stat | None:
         return None
     # The name in parentheses may have spaces and parentheses. The fields start after the last one.
     fields = data[data.rindex(b")") + 2 :].split()
-    return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]))
+    leaving = int(fields[49]) if int(fields[6]) & PF_EXITING else 0
+    return Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])), int(fields[19]), leaving)
 
 
 def state_of(pid: int) -> str:

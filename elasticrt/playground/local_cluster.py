@@ -211,8 +211,9 @@ class _Player:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Agents and workers share the machine's cores here, which is what torchrun sets this for as well.
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                # Agents and workers share the machine's cores here, which is what torchrun sets this for as well. All
+                # nodes would take the same GPU, which NCCL refuses.
+                env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **os.environ},
                 pass_fds=(events_write,),
                 start_new_session=True,
             )

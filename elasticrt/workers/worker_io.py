@@ -22,6 +22,7 @@ from elasticrt.ipc.channel import Channel, ChannelClosed
 from elasticrt.ipc.env import WorkerEnv
 from elasticrt.ipc.failure import Failure
 from elasticrt.ipc.messages import Copied, Done, Exited, FromWorker, Message, Release, Started, Warm
+from elasticrt.ipc.proc import stat
 from elasticrt.ipc.selector_thread import READ, SelectorThread
 from elasticrt.ipc.status_page import StatusPage
 from elasticrt.option_values import ERR, OUT
@@ -252,9 +253,22 @@ class WorkerIO:
                 count += 1
         except (ChannelClosed, OSError):
             self._thread.forget(worker.channel)
+            self._leaves(worker)
         except ValueError as error:
             _LOG.warning("rank %d says what is no message, and is not read any more: %s", worker.env.rank, error)
             self._thread.forget(worker.channel)
+
+    def _leaves(self, worker: WorkerState) -> None:
+        """Report the failure of a process that has closed its channel, if that is because it is ending.
+
+        The kernel tells its parent of it later: it takes a tenth of a second or more to give a GPU's memory back.
+        """
+        process = stat(worker.pid) if worker.pid else None
+        began = _stepped(worker) is not None  # Why it could not begin only its parent knows.
+        if process is not None and process.leaving and began and not worker.gone:
+            self._read_rest(worker)
+            with self.seating:
+                self._ended(worker, os.waitstatus_to_exitcode(process.leaving))
 
     def _said(self, worker: WorkerState, message: Message, fds: list[int]) -> None:
         wanted = 1 if isinstance(message, Copied) else 0
@@ -272,9 +286,7 @@ class WorkerIO:
 
     def _gone(self, worker: WorkerState, code: int, *, start_error: str = "", lost: str = "") -> None:
         """The process has ended: read the rest of its output and messages, report its end, close its files."""
-        # The parent's message may overtake the worker's last words, which are in pipes of their own.
-        for stream in (OUT, ERR):
-            self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
+        self._read_rest(worker)
         if self._thread.watches(worker.channel):
             self._read_channel(worker)
         # A worker that is getting another seat ends either in its old generation or in the new one, and never in both.
@@ -284,6 +296,11 @@ class WorkerIO:
             generation = worker.env.generation
         if all(each.env.generation != generation for each in self._workers):
             self._sink(GroupEnded(generation))
+
+    def _read_rest(self, worker: WorkerState) -> None:
+        """Read a worker's last words, which are in pipes of their own: the news of its end may have overtaken them."""
+        for stream in (OUT, ERR):
+            self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
 
     def _forget(self, worker: WorkerState) -> None:
         self._workers.remove(worker)

@@ -7,6 +7,7 @@ python -m tests.gpu.alone fail KIND           # fails on the GPU, for good: memo
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -25,14 +26,21 @@ ROUNDS = 3
 def facts() -> dict[str, Any]:
     """Versions and devices."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    nccl = gpus and torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return {
         "torch": torch.__version__,
         "missing": [] if gpus else missing(),
         "gpus": [torch.cuda.get_device_name(each) for each in range(gpus)],
         "gpu_bytes": torch.cuda.mem_get_info()[0] if gpus else 0,
-        "nccl": list(torch.cuda.nccl.version()) if nccl and gpus else None,
+        "nccl": nccl_version() if nccl else None,
     }
+
+
+def nccl_version() -> list[int]:
+    """Of the library that is loaded: `torch.cuda.nccl.version()` is that of the one that torch was built with."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return [number.value // 10000, number.value // 100 % 100, number.value % 100]
 
 
 def missing() -> list[str]:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -270,3 +271,34 @@ def test_two_workers_have_different_keys(warm, tmp_path):
         "import multiprocessing as m; print(bytes(m.current_process().authkey).hex())", tmp_path, workers=2
     )
     assert len({*result.out.values()}) == 2
+
+
+def test_a_failure_is_told_while_the_kernel_still_ends_the_process(warm, tmp_path):
+    """It takes long to give back a GPU's memory; here a second thread stays, when the first has ended with a code."""
+    body = """
+        import ctypes, os, platform, stat, sys, threading, time
+        def stay():
+            while ") Z " not in open(f"/proc/self/task/{os.getpid()}/stat").read():
+                time.sleep(0.01)
+            for fd in map(int, os.listdir("/proc/thread-self/fd")):
+                if os.path.exists(f"/proc/thread-self/fd/{fd}") and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.close(fd)
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            os._exit(3)
+        threading.Thread(target=stay).start()
+        print("last words", file=sys.stderr, flush=True)
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 3)
+        """
+    (tmp_path / "script.py").write_text(textwrap.dedent(body))
+    warm.start(Command((str(tmp_path / "script.py"),)), tmp_path)
+    pid = warm.pids()[0]
+    ended = warm.wait(WorkerEnded)
+    assert ended.code == ended.failure.code == 3
+    assert "last words" in ended.failure.text
+    assert Path(f"/proc/{pid}").exists()
+    assert warm.group.pids(warm.generation) == {0: pid}
+    (tmp_path / "go").touch()
+    seen = []
+    warm.wait(GroupEnded, seen=seen)
+    assert not [each for each in seen if isinstance(each, WorkerEnded)], "it is told once"
