@@ -1,6 +1,6 @@
 """Warming up: import what workers will need, so that a forked worker has it already.
 
-That is torch, its optimizers, the parts that torch imports on first use, the well-known libraries that the script
+That is torch, the parts that torch imports on first use, the well-known libraries that the script
 begins with, and the modules of --preload. A trial fork then shows whether this process can be forked: it must have one
 thread, no children, no CUDA, and no new sockets.
 """
@@ -153,7 +153,8 @@ def _import_torch() -> int:
     ):
         _import_if_there(name)
     torch_versions.find_gloo()
-    _train_a_little()
+    # No optimizer's step and no backward pass, however small: where there are GPUs, both ask CUDA for them, and a
+    # thread stays.
     return threads
 
 
@@ -161,21 +162,3 @@ def _import_if_there(name: str) -> None:
     # Not in every version or installation; a script that needs it gets the error where it imports it.
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-
-
-def _train_a_little() -> None:
-    """A forward pass and a step of optimizers on tiny tensors import what no list could name.
-
-    No backward pass: it imports nothing, and where there are GPUs it starts a thread for each and asks CUDA for them,
-    after which no fork could use either. All must stay too small for a second thread.
-    """
-    import torch
-
-    model = torch.nn.Linear(1, 1)
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        optimizer = kind(model.parameters(), lr=0.0)
-        torch.nn.functional.mse_loss(model(torch.zeros(1, 1)), torch.zeros(1, 1))
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()

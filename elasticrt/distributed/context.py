@@ -33,11 +33,13 @@ SURVIVE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "NCCL_RAS_ENABLE": "0",
 }
 """Under an agent only `regroup` ends the work of NCCL. Torch's watchdog would end the process that lost a peer, and its
-monitor a process whose watchdog waits for a communicator that is being aborted. The agent notices hangs. NCCL's service
-for diagnosis listens outside of any communicator: once its socket is shut down, it tries again without end."""
+monitor a process whose watchdog waits for a communicator that is being aborted. Asked for dumps, the monitor looks into
+the store of a group that was left, and complains that it is gone. The agent notices hangs. NCCL's service for diagnosis
+listens outside of any communicator: once its socket is shut down, it tries again without end."""
 
 _MEETING = datetime.timedelta(days=7)
 

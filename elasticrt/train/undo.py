@@ -49,7 +49,7 @@ class Undo:
         self._modules = [each for each in objects if isinstance(each, torch.nn.Module)]
         self._optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
         self._scalers = [each for each in objects if isinstance(each, torch.amp.GradScaler)]
-        # Not a GradScaler's state, which waits for the GPU, and changes only after the optimizer's step.
+        # Not a GradScaler's state_dict, which waits for the GPU.
         others = (*LARGE, torch.amp.GradScaler)
         self._noted = {name: each for name, each in state.objects.items() if not isinstance(each, others)}
         # As of the beginning of the step.
@@ -59,6 +59,7 @@ class Undo:
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._numbers: dict[str, Any] | None = None
         self._vars: dict[str, Any] = {}
+        self._scales: list[tuple[torch.Tensor | None, ...]] = []
         self._state: dict[str, Any] | None = None
         self._between: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._objects: dict[str, Any] = {}  # The states of other objects, or their Notes.
@@ -155,6 +156,7 @@ class Undo:
                 torch._foreach_copy_(self._kept, buffers)
         self._numbers = None if self._seeded else rng_state.note()
         self._vars = dict(self._training.vars)
+        self._scales = [tuple(map(_clone, (each._scale, each._growth_tracker))) for each in self._scalers]
         self._versions = [each._version for each in self._watched]
         self._objects = {
             name: copy.deepcopy(each.state_dict()) if name in self._early_objects else Note(each.state_dict())
@@ -180,12 +182,21 @@ class Undo:
         self._drop_gradients()
         for owner, gradient in self._gradients or ():
             owner.grad = gradient
-        for scaler in self._scalers:
-            scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
+        self._put_back_scalers()
         if self._numbers is not None:
             rng_state.restore(self._numbers)
         self._set_vars(self._vars)
         return known
+
+    def _put_back_scalers(self) -> None:
+        """Make each GradScaler forget what it has seen: gradients that an aborted collective left may overflow."""
+        for scaler, scale in zip(self._scalers, self._scales, strict=True):
+            scaler._scale, scaler._growth_tracker = scale
+            scaler._per_optimizer_states.clear()  # It would refuse to unscale or step twice in one step.
+        for optimizer in self._optimizers if self._scalers else ():
+            # It tells a fused optimizer its scale by these, and multiplies what it finds there with the next.
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
 
     def _put_back_state(self) -> bool:
         state, self._state = self._state, None
@@ -248,3 +259,7 @@ class Undo:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [each for module in self._modules for each in module.parameters()]
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

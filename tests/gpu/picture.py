@@ -1,4 +1,4 @@
-"""Seconds against the size of the state, both logarithmic, of all results: `python -m tests.gpu.picture`."""
+"""Seconds against the size of the state, both logarithmic, a picture of each result: `python -m tests.gpu.picture`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tests.gpu.station import ROOT
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PICTURE = ROOT / "docs" / "img" / "sizes.svg"
+PICTURES = ROOT / "docs" / "img"
 SHOWN = ("recovery", "pause", "save", "restore", "stall")
 COLOURS = ("#0b7a75", "#c8553d", "#c9a227", "#5b7db1", "#6d3b47", "#4fb3a9", "#8a8a8a")
 LEFT, TOP, WIDTH, HEIGHT = 60, 20, 460, 300
@@ -46,7 +46,8 @@ def draw(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         colour = COLOURS[index % len(COLOURS)]
         places = [(_x(size_mb), _y(seconds)) for size_mb, seconds in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        dashes = ' stroke-dasharray="6 4"' if index >= len(COLOURS) else ""
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
         body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         top = TOP + 12 + 16 * index
         body.append(f'<rect x="{LEFT + WIDTH + 14}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
@@ -70,10 +71,11 @@ def _words(x: float, y: float, text: str, *, anchor: str = "start") -> str:
 
 
 def main() -> None:
-    """Draw the picture that the documentation shows."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    PICTURE.write_text(draw(lines_of([row for each in found for row in each["rows"]])))
-    print(PICTURE)
+    """Draw the pictures that the documentation shows."""
+    for path in sorted(RESULTS.glob("*.json")):
+        picture = PICTURES / f"sizes-{path.stem}.svg"
+        picture.write_text(draw(lines_of(json.loads(path.read_text())["rows"])))
+        print(picture)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""Steps with a GradScaler that are undone because a peer was lost, where that is seen as late as NCCL shows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elasticrt.train.training_state import TrainingState
+from elasticrt.train.undo import Undo
+
+STEPS, LOST_IN = 6, 3
+
+
+class PeerLost(Exception):  # noqa: N818  As the pre-hook of the Loop raises one.
+    """An aborted kernel has left these gradients."""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("left", [1.0, float("inf")], ids=["wrong gradients", "an overflow"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradscaler_forgets_an_aborted_step(*, fused: bool, left: float, unscales: bool) -> None:
+    """Its scale, its count of steps and what it has told a fused optimizer go back: else this rank's gradients would
+    be scaled otherwise than those of the others, and the replicas would part."""
+
+    def train(*, loses: bool) -> tuple[list[float], float]:
+        lost = False
+
+        def before(*_: object) -> None:
+            if lost:
+                raise PeerLost
+            undo.optimizer_begins()
+
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        undo = Undo(TrainingState({"net": net, "a": optimizer, "b": scaler}, None, None, None, ""), seeded=True)
+        undo.watch(before)
+        tries = [(number, False) for number in range(STEPS)]
+        if loses:
+            tries.insert(LOST_IN, (LOST_IN, True))
+        for number, lost in tries:
+            undo.stepped = False
+            undo.note()
+            scaler.scale(net(torch.full((2, 4), 1.0 + number)).square().sum()).backward()
+            if lost:
+                for each in net.parameters():
+                    each.grad.fill_(left)
+            try:
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            except PeerLost:
+                pass
+            if lost:
+                assert undo.put_back()
+            else:
+                optimizer.zero_grad()
+                undo.step_ends()
+        undo.unwatch()
+        return [float(each.detach().sum()) for each in net.parameters()], scaler.get_scale()
+
+    assert train(loses=True) == train(loses=False)
