@@ -143,7 +143,10 @@ class Conduct:
                 require(not (left and same), "L6", f"{process.name} seats {seat.node}, and knows that it has left")
 
     def _fences(self, process: Process, node: str) -> None:
-        """L4: whoever is cut off from its peers, with etcd in reach, does not take the healthy half out of the run."""
+        """L4: whoever is cut off from its peers, with etcd in reach, does not take the healthy half out of the run.
+
+        A node that has come back, and has been heard again, is in the run: other links may be cut by then.
+        """
         history = self.history
         victim, seats = (
             self.sim.processes[node],
@@ -155,7 +158,10 @@ class Conduct:
         self._l4_hears_most(process, seats)
         if victim.agent.member.me.record.incarnation != seats[node].incarnation:
             return
+        verdicts = process.agent.member.view.verdicts
+        heard = {each for each in seats if (said := verdicts.get(seats[each].incarnation)) and said.kind == "alive"}
         fenced = self._fenced.setdefault((self.history.number(), process.name, process.life), set())
+        fenced -= heard
         fenced.add(node)
         require(
             2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes"

@@ -77,6 +77,18 @@ IN_PLACE: list[Plan] = [
         lossless=False,
     ),
     _living(
+        "a leader hears a node again that it has fenced, and then another one no more",
+        5,
+        Fault(5.9, "cut_pair", "n0", 2.0, "n1"),
+        Fault(6.0, "worker_killed", "n0", other="0"),
+        Fault(8.0, "cut_pair", "n0", 20.0, "n2"),
+        Fault(8.5, "worker_killed", "n0", other="1"),
+        arrivals=(0.0, 0.1, 0.2, 0.3, 5.5),
+        workers=(2, 1, 1, 1, 1),
+        setup_s=20.0,
+        spec=spec_for(5, min_nodes=4),
+    ),
+    _living(
         "a newcomer loses all that have the state before it gets it",
         3,
         Fault(22.0, "crash", "n1"),
