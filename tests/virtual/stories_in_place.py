@@ -46,6 +46,14 @@ IN_PLACE: list[Plan] = [
     ),
     _living("a node drains, and the others go on", 3, Fault(6.0, "leave", "n1"), generations_max=3),
     _living(
+        "etcd goes away while the last node leaves",
+        1,
+        Fault(6.0, "leave", "n0"),
+        Fault(0.01, "outage", "", 6.0, on="n0.1 Leave"),
+        Fault(0.1, "start", "n0", on="n0.1 exits"),
+        stays=False,
+    ),
+    _living(
         "a worker that was released does not end",
         3,
         Fault(6.0, "leave", "n1"),
