@@ -303,33 +303,32 @@ class Conduct:
 
     def after_event(self) -> None:
         """S16, L2: workers of a replaced generation end soon, on every node that can know; agents leave when told."""
-        now, current = self.sim.engine.now, self.history.number()
-        for process in self.sim.processes.values():
+        sim, current = self.sim, self.history.number()
+        now = sim.engine.now
+        for process in sim.processes.values():
             if process.gone:
                 continue
-            cut = not process.paused and self.sim.unreachable(process)
-            if process.paused or cut:
-                process.awake_at = now
             if process.paused:  # It hears nobody.
+                process.awake_at = now
                 self._named_at.pop((process.name, process.life), None)
-            if cut:
+            elif sim.unreachable(process):
+                process.awake_at = now
                 self._s16_told_by_peers(process, current)
             if now - process.awake_at < STOP_S:
                 continue
             if process.told_at is not None:
                 waited = now - max(process.told_at, process.awake_at)
-                longest = self.sim.plan.leaves_within_s or STOP_TIMEOUT_S + self.sim.slack + self.sim.drain_s
+                longest = sim.plan.leaves_within_s or STOP_TIMEOUT_S + sim.slack + sim.drain_s
                 require(waited < longest, "L2", f"{process.name} was told to leave {waited:.0f} s ago")
             for group in process.group.living:
                 if process.leaves_at is not None:
                     waited = now - max(process.leaves_at, process.awake_at)
                     text = f"{process.name} leaves, and its workers live on for {waited:.1f} s"
-                    require(waited < STOP_TIMEOUT_S + self.sim.slack, "S16", text)
+                    require(waited < STOP_TIMEOUT_S + sim.slack, "S16", text)
                 elif 0 < group.generation < current and group.attempt == self.history.attempt():
                     since = max(self.history.superseded_at.get(group.generation, now), process.awake_at)
-                    slack = STOP_S + self.sim.slack
                     text = f"{process.name} runs generation {group.generation} {now - since:.1f} s into {current}"
-                    require(now - since < slack, "S16", text)
+                    require(now - since < STOP_S + sim.slack, "S16", text)
 
     def _s16_told_by_peers(self, process: Process, current: int) -> None:
         now, place = self.sim.engine.now, (process.name, process.life)
