@@ -439,8 +439,8 @@ class Agent(Side):
                 passed_on = self.last_signal if self.last_signal not in RunOptions.signals else signal.SIGTERM
                 saves = decision.saving > 0 and self.node.is_first
                 self.node.stop(self.settings.stop_timeout_s, self._impatient, passed_on)
-                head = self._newest() if told and (saves or self.console.narrates) else None
-                lost = told and saves and (head is None or head.reached < decision.saving)
+                head, known = self._newest() if told and (saves or self.console.narrates) else (None, False)
+                lost = known and saves and (head is None or head.reached < decision.saving)
                 if self.node.misfit is None or decision.saving:
                     self.console.left(decision, head, lost=lost)
                 if self.node.misfit is not None:
@@ -479,12 +479,13 @@ class Agent(Side):
         self.drain_until = self.clock.monotonic() + self.settings.options.drain_timeout_s
         self.member.drain()
 
-    def _newest(self) -> Commit | None:
+    def _newest(self) -> tuple[Commit | None, bool]:
+        """The newest committed checkpoint, if there is one, and whether that is known: etcd may not answer."""
         try:
-            return self.membership.driver.run(self.member.newest_head())
+            return self.membership.driver.run(self.member.newest_head()), True
         except StoreError as error:
             log.warning("what is saved is not known: %s", error)
-            return None
+            return None, False
 
     def _impatient(self) -> bool:
         """Fold the ends of workers. Returns whether a second signal has come."""

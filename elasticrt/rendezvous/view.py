@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -122,9 +123,9 @@ class View:
         """Whether the observer holds the oldest member key."""
         return self.oldest == self.node
 
-    @property
+    @cached_property
     def reports(self) -> dict[str, Stored[Report]]:
-        """The current generation's reports by node."""
+        """The current generation's reports by node. Looked for once: every member is judged by them."""
         mine = (entry for entry in self.filed.values() if entry.record.generation == self.number)
         return {entry.record.node: entry for entry in mine}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -105,6 +106,7 @@ def main() -> int:
         for seed in range(options.first, options.first + options.seeds):
             print(simulate(draw(seed)).log)
         return 0
+    gc.freeze()  # What was imported stays: to look through it again and again takes a tenth of the time.
     began = time.perf_counter()
     tally = run_all(options.first, options.seeds, options.jobs)
     for seed, text in tally.failures[:3]:

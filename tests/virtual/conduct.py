@@ -143,7 +143,10 @@ class Conduct:
                 require(not (left and same), "L6", f"{process.name} seats {seat.node}, and knows that it has left")
 
     def _fences(self, process: Process, node: str) -> None:
-        """L4: whoever is cut off from its peers, with etcd in reach, does not take the healthy half out of the run."""
+        """L4: whoever is cut off from its peers, with etcd in reach, does not take the healthy half out of the run.
+
+        A node that has come back, and has been heard again, is in the run: other links may be cut by then.
+        """
         history = self.history
         victim, seats = (
             self.sim.processes[node],
@@ -155,7 +158,10 @@ class Conduct:
         self._l4_hears_most(process, seats)
         if victim.agent.member.me.record.incarnation != seats[node].incarnation:
             return
+        verdicts = process.agent.member.view.verdicts
+        heard = {each for each in seats if (said := verdicts.get(seats[each].incarnation)) and said.kind == "alive"}
         fenced = self._fenced.setdefault((self.history.number(), process.name, process.life), set())
+        fenced -= heard
         fenced.add(node)
         require(
             2 * len(fenced) < len(seats), "L4", f"{process.name} fences healthy {sorted(fenced)} of {len(seats)} nodes"
@@ -297,33 +303,32 @@ class Conduct:
 
     def after_event(self) -> None:
         """S16, L2: workers of a replaced generation end soon, on every node that can know; agents leave when told."""
-        now, current = self.sim.engine.now, self.history.number()
-        for process in self.sim.processes.values():
+        sim, current = self.sim, self.history.number()
+        now = sim.engine.now
+        for process in sim.processes.values():
             if process.gone:
                 continue
-            cut = not process.paused and self.sim.unreachable(process)
-            if process.paused or cut:
-                process.awake_at = now
             if process.paused:  # It hears nobody.
+                process.awake_at = now
                 self._named_at.pop((process.name, process.life), None)
-            if cut:
+            elif sim.unreachable(process):
+                process.awake_at = now
                 self._s16_told_by_peers(process, current)
             if now - process.awake_at < STOP_S:
                 continue
             if process.told_at is not None:
                 waited = now - max(process.told_at, process.awake_at)
-                longest = self.sim.plan.leaves_within_s or STOP_TIMEOUT_S + self.sim.slack + self.sim.drain_s
+                longest = sim.plan.leaves_within_s or STOP_TIMEOUT_S + sim.slack + sim.drain_s
                 require(waited < longest, "L2", f"{process.name} was told to leave {waited:.0f} s ago")
             for group in process.group.living:
                 if process.leaves_at is not None:
                     waited = now - max(process.leaves_at, process.awake_at)
                     text = f"{process.name} leaves, and its workers live on for {waited:.1f} s"
-                    require(waited < STOP_TIMEOUT_S + self.sim.slack, "S16", text)
+                    require(waited < STOP_TIMEOUT_S + sim.slack, "S16", text)
                 elif 0 < group.generation < current and group.attempt == self.history.attempt():
                     since = max(self.history.superseded_at.get(group.generation, now), process.awake_at)
-                    slack = STOP_S + self.sim.slack
                     text = f"{process.name} runs generation {group.generation} {now - since:.1f} s into {current}"
-                    require(now - since < slack, "S16", text)
+                    require(now - since < STOP_S + sim.slack, "S16", text)
 
     def _s16_told_by_peers(self, process: Process, current: int) -> None:
         now, place = self.sim.engine.now, (process.name, process.life)

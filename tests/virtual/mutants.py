@@ -182,6 +182,8 @@ def _source(module: str, name: str) -> str:
         owner = inspect.getattr_static(owner, part)
     if isinstance(owner, property):
         owner = owner.fget
+    if isinstance(owner, functools.cached_property):
+        owner = owner.func
     return textwrap.dedent(inspect.getsource(owner))
 
 
@@ -195,6 +197,8 @@ def _put(module: str, name: str, source: str) -> Callable[[], None]:
     if class_name:
         owner = getattr(home, class_name)
         old = inspect.getattr_static(owner, attribute)
+        if isinstance(new, functools.cached_property):
+            new.__set_name__(owner, attribute)
         setattr(owner, attribute, new)
         return lambda: setattr(owner, attribute, old)
     old = getattr(home, attribute)

@@ -46,6 +46,14 @@ IN_PLACE: list[Plan] = [
     ),
     _living("a node drains, and the others go on", 3, Fault(6.0, "leave", "n1"), generations_max=3),
     _living(
+        "etcd goes away while the last node leaves",
+        1,
+        Fault(6.0, "leave", "n0"),
+        Fault(0.01, "outage", "", 6.0, on="n0.1 Leave"),
+        Fault(0.1, "start", "n0", on="n0.1 exits"),
+        stays=False,
+    ),
+    _living(
         "a worker that was released does not end",
         3,
         Fault(6.0, "leave", "n1"),
@@ -75,6 +83,18 @@ IN_PLACE: list[Plan] = [
         commit_every=5,
         generations_max=3,
         lossless=False,
+    ),
+    _living(
+        "a leader hears a node again that it has fenced, and then another one no more",
+        5,
+        Fault(5.9, "cut_pair", "n0", 2.0, "n1"),
+        Fault(6.0, "worker_killed", "n0", other="0"),
+        Fault(8.0, "cut_pair", "n0", 20.0, "n2"),
+        Fault(8.5, "worker_killed", "n0", other="1"),
+        arrivals=(0.0, 0.1, 0.2, 0.3, 5.5),
+        workers=(2, 1, 1, 1, 1),
+        setup_s=20.0,
+        spec=spec_for(5, min_nodes=4),
     ),
     _living(
         "a newcomer loses all that have the state before it gets it",

@@ -192,6 +192,17 @@ CHANGES: list[Plan] = [
         leaves_within_s=4.0,
     ),
     story(
+        "the others have left before the last save is answered",
+        2,
+        Fault(5.0, "leave", "n0"),
+        Snag("n0", "commit step 9", "slow", 0.8),
+        Fault(0.0, "start", "n0", on="n0.1 exits"),
+        loops=True,
+        lossless=True,
+        commit_every=50,
+        spec=spec_for(2, min_nodes=2),
+    ),
+    story(
         "the last node drains, and nothing is lost",
         1,
         Fault(6.0, "leave", "n0"),

@@ -111,7 +111,7 @@ class Training:
             self.sim.engine.after(POLL_S, self._tick)
             return
         root = next(group for group in self.ready if group.envs[0].rank == 0)
-        if self.sim.plan.loops and not self.finishing and not self._may_go_on(root):
+        if self.sim.plan.loops and not self.finishing and not self._may_go_on():
             self.sim.engine.after(0.05, self._tick)
             return
         if self.finishing:
@@ -147,27 +147,29 @@ class Training:
                 group.emit(WorkerSaid(self.generation, group.envs[0].rank, 0, said))
         self.first = False
 
-    def _may_go_on(self, root: Group) -> bool:
+    def _may_go_on(self) -> bool:
         """The end of a step, in a Loop: who was told to leave leaves, and nobody goes on alone."""
         for group in self.ready:
             group.let_in(self.step + 1)
-            if group.left or not group.has_to_leave(self.step):
-                continue
-            if group is root and group.pages[0].save and not self._saved(root):
-                continue
-            group.hand_over(self.step, self.trained)
+            if not group.left and self._is_to_leave(group):
+                group.hand_over(self.step, self.trained)
         self.over = all(group.left for group in self.ready)
         together = not any(group.left for group in self.ready)
         return together and all(page.entered > self.step for group in self.ready for page in group.pages)
 
     def _leave_late(self) -> None:
-        """Some have left: who is told later leaves by itself."""
+        """Some have left: who is told later, or has to save first, leaves by itself."""
         for group in self.ready:
             asleep = group.process.paused and group.process.whole_node
-            if group.alive and not group.stopping and not group.left and not asleep and group.has_to_leave(self.step):
+            if group.alive and not group.stopping and not group.left and not asleep and self._is_to_leave(group):
                 group.hand_over(self.step, self.trained)
         self.over = all(group.left or not group.alive for group in self.ready)
         self.sim.engine.after(0.05, self._tick)
+
+    def _is_to_leave(self, group: Group) -> bool:
+        """Whether a node's workers were told to leave by now, and rank 0 among them has saved what it was told to."""
+        saves = group.envs[0].rank == 0 and group.pages[0].save
+        return group.has_to_leave(self.step) and (not saves or self._saved(group))
 
     def _saved(self, root: Group) -> bool:
         """Whether rank 0 has committed the step that all leave after, or has been told that it cannot."""

@@ -286,8 +286,14 @@ class VirtualGroup:
         return [worker for worker in self.workers if worker.generation == wanted]
 
     def _worker(self, local_rank: int, generation: int | None) -> Worker | None:
-        found = [worker for worker in self._of(generation) if worker.env.local_rank == local_rank]
-        return next((worker for worker in found if not worker.told), found[0] if found else None)
+        wanted, found = self._newest if generation is None else generation, None
+        for worker in self.workers:
+            env = worker.env
+            if env.local_rank == local_rank and env.generation == wanted:
+                if not worker.told:
+                    return worker
+                found = found or worker
+        return found
 
     def _lacks_copy(self, group: Group | Worker, state_fd: int) -> str:
         """Why rank 0 cannot resume from the copy that it is to resume from, "" if it can; damage is told."""

@@ -6,21 +6,24 @@ import secrets
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from elasticrt.agent.store_driver import StoreDriver
 from elasticrt.errors import StoreError
 from elasticrt.rendezvous import transactions
+from elasticrt.rendezvous.decide import decide
 from elasticrt.rendezvous.decision import Announce, Me, Publish, Run, Wait
 from elasticrt.rendezvous.member import Joining, Member
-from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Seat, roster_chunks
+from elasticrt.rendezvous.records import SEATS_PER_CHUNK, Keys, Report, Seat, roster_chunks
 from elasticrt.rendezvous.records import Member as MemberRecord
 from elasticrt.rendezvous.requests import Notice
-from elasticrt.rendezvous.view import View, apply, apply_range
+from elasticrt.rendezvous.view import Stored, Verdict, View, apply, apply_range
 from elasticrt.spec import RunSpec
 from elasticrt.store.protocol import Changes, Event, KeyValue, Put, RangeRead, Txn, TxnResult
 from tests.memory_store import MemoryServer, MemoryStore
+from tests.virtual.world import running
 
 KEYS = Keys("run")
 
@@ -170,6 +173,39 @@ def test_the_longest_of_rosters_fits_into_requests_of_etcd() -> None:
     txns = transactions.roster(KEYS, "0" * 16, roster_chunks(seats))
     assert all(store.commit(txn).succeeded for txn in txns)  # It refuses what etcd refuses.
     assert len(txns) == -(-len(seats) // (SEATS_PER_CHUNK * transactions.CHUNKS_PER_TXN))
+
+
+class Filed(dict[str, Stored[Report]]):
+    """Reports that count how often all of them are gone through."""
+
+    looks = 0
+
+    def values(self) -> Any:
+        """See `dict`."""
+        self.looks += 1
+        return super().values()
+
+
+def _looks(count: int) -> int:
+    """How often the leader goes through the reports when so many nodes have lost a worker, and all answer."""
+    world = running(count, max_nodes=count)
+    leader = world.members["n0"]
+    leader.fail()
+    lost = leader.me.report
+    assert lost is not None
+    lives = {seat.node: seat.incarnation for seat in leader.view.seats.values()}
+    reports = {node: lost.model_copy(update={"node": node, "incarnation": life}) for node, life in lives.items()}
+    filed = Filed({KEYS.report(1, node): Stored(each, 1, 10**6, world.now) for node, each in reports.items()})
+    verdicts = {life: Verdict("alive", world.now) for life in lives.values()}
+    view = replace(leader.view, filed=filed, verdicts=verdicts)
+    decision = decide(replace(leader.me, filed=lost), view, world.now)
+    assert isinstance(decision, Publish)
+    return filed.looks
+
+
+def test_a_leader_goes_through_all_reports_once_a_decision() -> None:
+    """A thousand nodes report at once after a loss: their reports are not looked through again for each of them."""
+    assert _looks(24) == _looks(4)
 
 
 @pytest.mark.parametrize("leads", [False, True])
