@@ -44,8 +44,8 @@ R = TypeVar("R", bound=Record | Commit)
 class Stored(Generic[R]):
     """A record with its place in the store's history.
 
-    `since`: when this observer first saw the key in this creation, or this very generation; `ready_since` (members
-    only): since when it has been warm and not draining, with as many workers ready as now.
+    `since`: when this observer first saw the key in this creation, or this very generation, or a report of this status;
+    `ready_since` (members only): since when it has been warm and not draining, with as many workers ready as now.
     """
 
     record: R
@@ -190,7 +190,8 @@ def apply_written(view: View, keys: Keys, operation: Put | Delete, revision: int
     """
     key, value = operation.key, None
     if isinstance(operation, Put):
-        before = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}.get(key)
+        known = {keys.handover: view.handover, keys.member(view.node): view.members.get(view.node)}
+        before = view.filed.get(key) or known.get(key)
         value = KeyValue(key, operation.value, before.create_revision if before else revision, revision)
     view = apply(view, keys, [Event(key, value, revision)], now)
     return replace(view, wrote={**view.wrote, key: revision})
@@ -380,9 +381,11 @@ def _roster(view: View, keys: Keys, key: str, value: KeyValue | None) -> View:
 
 def _report(view: View, keys: Keys, key: str, value: KeyValue | None, now: float) -> View:
     number, _, node = key[len(keys.all_reports) :].partition("/")
-    entry = _entry(Report, key, value, view.filed.get(key), now)
     filed = dict(view.filed)
-    filed.pop(key, None)
+    old = filed.pop(key, None)
+    entry = _entry(Report, key, value, old, now)
+    if entry is not None and old is not None and entry.record.status != old.record.status:
+        entry = replace(entry, since=now)  # A failure is not as old as the hold that was reported before it.
     ours = entry is not None and (entry.record.node, str(entry.record.generation)) == (node, number)
     if entry is not None and ours and entry.record.generation >= view.number:
         filed[key] = entry

@@ -177,7 +177,10 @@ class Conduct:
         for seat in process.agent.member.view.seats.values():  # Who follows knows a part of them.
             other = self.sim.processes[seat.node]
             me = other.me  # It may have been heard in a later life.
-            said = (verdicts.get(me.record.incarnation) if me else None) or verdicts.get(seat.incarnation)
+            later = verdicts.get(me.record.incarnation) if me else None
+            said = later or verdicts.get(seat.incarnation)
+            if later is None and said is not None and said.kind == "dead" and seat.node not in self.members:
+                continue  # Nobody can know of a life that has never had a key.
             there = not (other.gone or other.paused or self.sim.linked(process, other))
             if there and (said is None or said.kind != "alive"):
                 deaf.append(seat.node)

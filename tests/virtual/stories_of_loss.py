@@ -203,6 +203,14 @@ LOSSES: list[Plan] = [
         seats_per_chunk=1,
     ),
     story(
+        "a member fences a silent leader, hears it again, and then another node no more",
+        4,
+        Fault(5.9, "cut_pair", "n1", 1.3, "n0"),
+        Fault(6.0, "collateral_first", "n1"),
+        Fault(0.0, "cut_pair", "n1", 20.0, "n2", on="n1.1 Fence"),
+        Snag("n0", "n1 is fenced", "slow", 3.0),
+    ),
+    story(
         "two nodes do not hear each other",
         2,
         Fault(5.0, "cut_pair", "n0", 60.0, "n1"),

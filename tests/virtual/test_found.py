@@ -106,13 +106,26 @@ def test_old_news_do_not_take_back_what_a_node_has_written() -> None:
 
 
 def test_a_leader_knows_what_it_has_reported_itself() -> None:
-    """S18: it decides by its own newest report at once, however late its watch delivers it."""
+    """S18: it decides by its own newest report at once, however late its watch delivers it.
+
+    When the report changes, the failure is as old as before: nobody is asked again for it. Another status is new.
+    """
     world = running(2)
     leader = world.members["n0"]
     leader.fail()
     assert isinstance(leader.member.decide(world.now), File)
     assert leader.run(leader.member.carry_out(leader.member.decide(world.now)))
-    assert leader.view.reports["n0"].record == leader.me.report
+    first = leader.view.reports["n0"]
+    assert first.record == leader.me.report
+    world.now += 1.0
+    leader.me = replace(leader.me, report=first.record.model_copy(update={"ready": 1}))
+    assert leader.run(leader.member.carry_out(leader.member.decide(world.now)))
+    newer = leader.view.reports["n0"]
+    assert newer.record == leader.me.report
+    assert (newer.since, newer.create_revision) == (first.since, first.create_revision)
+    leader.me = replace(leader.me, report=newer.record.model_copy(update={"status": "holding"}))
+    assert leader.run(leader.member.carry_out(leader.member.decide(world.now)))
+    assert leader.view.reports["n0"].since == world.now > first.since
 
 
 class LateStore(MemoryStore):
