@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.cli.options import add_command, declare_run
+from elasticrt.cli.options import add_command, declare_run, parsed
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.option_values import duration, option, parse_nodes
 from elasticrt.run_options import EtcdOptions
@@ -64,12 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     declare_run(drain, only)
     text = "change how many nodes a live run may have"
     resize = add_command(subparsers, "resize", main, text, *flags, epilog=RESIZE)
-    resize.add_argument("nodes", metavar="MIN:MAX", type=_nodes, help="nodes, e.g. 1:8; one number for both")
+    nodes = parsed(parse_nodes, "MIN:MAX", resize.prog)
+    resize.add_argument("nodes", metavar="MIN:MAX", type=nodes, help="nodes, e.g. 1:8; one number for both")
     declare_run(resize, only)
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    return parse_nodes(text, "MIN:MAX")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -22,10 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 from elasticrt import events
 from elasticrt.agent.health_server import is_foreign
 from elasticrt.cli.report import looks
-from elasticrt.errors import EXIT_OK, ConfigError, explain
+from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.event_log import files
 from elasticrt.ipc.std_streams import write
-from elasticrt.option_values import host_and_port
 from elasticrt.store.address import is_loopback
 from elasticrt.store.protocol import Address
 from elasticrt.story import run_dir
@@ -47,14 +46,14 @@ HEADERS = {
 }
 
 
-def serve(listen: str, log_dir: str) -> int:
-    """Show the runs below `log_dir` at [HOST:]PORT. Raises ConfigError where that cannot be had."""
+def serve(host: str, port: int, log_dir: str) -> int:
+    """Show the runs below `log_dir` at an address. Raises ConfigError where that cannot be had."""
     try:
-        host, port = host_and_port("--listen", "127.0.0.1")(listen)
         server = Server(host, port, log_dir)
-    except (OSError, ValueError) as error:
-        got, remedy = f"{listen}: {getattr(error, 'strerror', None) or error}", "Choose another one"
-        raise ConfigError(explain("the page cannot be served", "--listen", got=got, remedy=remedy)) from None
+    except OSError as error:
+        what, got = "the page cannot be served", f"{host}:{port}: {error.strerror or error}"
+        expected, remedy = "a free port of an address of this machine", "Leave it out, and a free port is chosen"
+        raise ConfigError(what, "--listen", got=got, expected=expected, remedy=remedy) from None
     with server:
         write(sys.stdout, f"{server.url}\n")
         if not run_dir.newest(log_dir):

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from elasticrt import events
-from elasticrt.cli.options import add_command, declare_log_dir, declare_run
+from elasticrt.cli.options import add_command, declare_log_dir, declare_run, parsed
 from elasticrt.errors import EXIT_OK, ConfigError, explain
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import write
+from elasticrt.option_values import host_and_port, whole
 from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
 from elasticrt.story.fold import Clocks
@@ -62,12 +63,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     text = "show the runs of this machine on a page of a browser, until interrupted"
     shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
-    shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
+    address = parsed(host_and_port("--listen", "127.0.0.1"), "--listen", shown.prog)
+    text = "where (default: a free port of loopback)"
+    shown.add_argument("--listen", metavar="[HOST:]PORT", type=address, default="0", help=text)
     text = "print what the agents of a run have written, as JSON lines"
     listed = _command(subparsers, "events", show_events, text, EVENTS, run=True)
     listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
     logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS, run=True)
-    logs.add_argument("rank", metavar="RANK", nargs="?", type=int, help="of this global rank only")
+    number = parsed(whole(0, 10**9), "RANK", logs.prog)
+    logs.add_argument("rank", metavar="RANK", nargs="?", type=number, help="of this global rank only")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
 
 
@@ -139,7 +143,8 @@ def show_dashboard(arguments: argparse.Namespace) -> int:
     """Serve the page. Raises ConfigError where the address cannot be had."""
     from elasticrt.cli.dashboard import serve
 
-    return serve(arguments.listen, arguments.log_dir)
+    host, port = arguments.listen
+    return serve(host, port, arguments.log_dir)
 
 
 def show_events(arguments: argparse.Namespace) -> int:
