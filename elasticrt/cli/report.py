@@ -71,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
     logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS, run=True)
     number = parsed(whole(0, 10**9), "RANK", logs.prog)
-    logs.add_argument("rank", metavar="RANK", nargs="?", type=number, help="of this global rank only")
+    logs.add_argument("rank", metavar="RANK", nargs="?", type=number, help="only what had this global rank then")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
 
 

@@ -133,16 +133,26 @@ class Output:
     _warned: bool = False  # Of the class: a full disk is reported once, not by each worker and generation.
 
     def __init__(self, worker: WorkerEnv, options: LogOptions, console: WorkerConsole) -> None:
+        self._options = options
         self._console = console
+        self._lines = {OUT: Line(), ERR: Line()}
+        self._tail = bytearray()
+        self._files: dict[str, _File] = {}
+        self._last_path = ""
+        self.seat(worker)
+
+    def seat(self, worker: WorkerEnv) -> None:
+        """From now on this is the output of `worker`, whose rank and generation its prefix and its files have."""
+        self._last_path = self.path
+        self.close()
+        options = self._options
         # The names that a prefix may contain: torchrun's and ours.
         names: dict[str, object] = {"node": worker.node, "rank": worker.rank, "local_rank": worker.local_rank}
         names |= {"generation": worker.generation, "role_name": worker.role}
         self._prefix = os.fsencode(Template(options.prefix).safe_substitute(names))
         shown = options.console_ranks is None or worker.local_rank in options.console_ranks
         self._shown = frozenset({OUT, ERR}) - options.redirected.of(worker.local_rank) if shown else frozenset()
-        self._lines = {OUT: Line(), ERR: Line()}
-        self._tail = bytearray()
-        self._files: dict[str, _File] = {}
+        self._files.clear()
         for stream in (OUT, ERR) if options.files and worker.run_dir else ():
             path = file_of(worker.run_dir, worker.generation, worker.rank, worker.node, stream)
             self._files[stream] = _File(path, options.file_max_bytes)
@@ -151,7 +161,7 @@ class Output:
     def path(self) -> str:
         """The file with the error output, or with the plain output if there is only that; "" if neither is kept."""
         written = [self._files[stream] for stream in (ERR, OUT) if stream in self._files]
-        return next((str(file.path) for file in written if file.used), "")
+        return next((str(file.path) for file in written if file.used), self._last_path)
 
     @property
     def unfinished(self) -> bool:
