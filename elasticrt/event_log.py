@@ -20,7 +20,7 @@ from elasticrt.ipc.file_modes import make_directory
 log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 16
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 16
 
 OFTEN = (events.Step, events.Progress)
 OFTEN_SHARE = 1000

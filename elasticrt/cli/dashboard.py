@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from elasticrt import events
 from elasticrt.agent.health_server import is_foreign
 from elasticrt.cli.report import looks
 from elasticrt.errors import EXIT_OK, ConfigError
-from elasticrt.event_log import files
 from elasticrt.ipc.std_streams import write
 from elasticrt.store.address import is_loopback
 from elasticrt.store.protocol import Address
@@ -56,7 +54,7 @@ def serve(host: str, port: int, log_dir: str) -> int:
         raise ConfigError(what, "--listen", got=got, expected=expected, remedy=remedy) from None
     with server:
         write(sys.stdout, f"{server.url}\n")
-        if not run_dir.newest(log_dir):
+        if not any(run_dir.newest(log_dir)):
             write(sys.stdout, f"no runs in {log_dir} yet; --log-dir names another place\n")
         server.serve_forever()
     return EXIT_OK
@@ -141,12 +139,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _tell(self, directory: Path) -> None:
         story, told_at = Story(), 0.0
-        for batch in looks(lambda: files(directory), follow=True):
-            decoded = [events.decode(line) for text in batch.values() for line in text.splitlines()]
-            known = [(story.clocks.when(record), record) for record in decoded if record is not None]
-            for _, record in sorted(known, key=lambda each: each[0]):
-                story.tell(record)
-            if story.lives and (known or time.monotonic() - told_at >= TELL_EVERY_S):
+        for lines, _ in looks(directory, story, lambda: False):
+            if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
                 self.wfile.write(b"data: " + json.dumps(board(story, time.time())).encode() + b"\n\n")
                 self.wfile.flush()

@@ -64,7 +64,7 @@ def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractCon
 
 def live_here(log_dir: str) -> list[Path]:
     """The runs below `log_dir` with agents on this machine, the newest first. Their etcd outlives them for a moment."""
-    return [directory for directory in run_dir.newest(log_dir) if _lives_here(directory)]
+    return [path for path in run_dir.newest(log_dir) if not run_dir.has_ended(path) and _lives_here(path)]
 
 
 def _lives_here(directory: Path) -> bool:
