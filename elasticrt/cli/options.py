@@ -82,7 +82,9 @@ def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
     log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    parser.add_argument(
+        "--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs (default: {log_dir})"
+    )
 
 
 def _add(group: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) -> None:

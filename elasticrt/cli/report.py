@@ -72,14 +72,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write, until all have ended")
     logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS, run=True)
     number = parsed(whole(0, 10**9), "RANK", logs.prog)
-    logs.add_argument("rank", metavar="RANK", nargs="?", type=number, help="only what had this global rank then")
+    logs.add_argument("rank", metavar="RANK", nargs="?", type=number, help="only what was printed as this global rank")
     logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print, until all have ended")
 
 
 def _command(
     subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = False
 ) -> argparse.ArgumentParser:
-    more = "Reads the run's directory; no etcd is needed."
+    more = "It reads directories of runs; no etcd is needed."
     parser = add_command(subparsers, name, act, text, more=more, epilog=epilog)
     if run:
         declare_run(parser, "the newest")

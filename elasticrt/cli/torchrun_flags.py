@@ -75,8 +75,8 @@ class MeetingFlags:
     """Where agents meet, in torchrun's words: for every command that talks to a run."""
 
     rdzv_backend: str = _flag(
-        "--rdzv-backend WORD", "", "static and c10d: who owns --rdzv-endpoint serves an etcd there; elasticrt and "
-        "etcd-v3: an etcd runs there", own=True,
+        "--rdzv-backend WORD", "", "static and c10d: the machine of --rdzv-endpoint serves an etcd there; elasticrt "
+        "and etcd-v3: an etcd runs there", own=True,
     )  # fmt: skip
     rdzv_endpoint: str = _flag(
         "--rdzv-endpoint HOST:PORT", "", "where the agents meet; the others wait until it is served", own=True
