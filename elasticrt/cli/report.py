@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticrt import events
 from elasticrt.cli.options import add_command, declare_log_dir, declare_run, parsed
-from elasticrt.errors import EXIT_OK, ConfigError, explain
+from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
 from elasticrt.ipc.std_streams import tell, write
@@ -95,7 +95,7 @@ def directory_of(arguments: argparse.Namespace) -> Path:
     found = next(run_dir.newest(arguments.log_dir), None)
     if found is None:
         what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
-        raise ConfigError(explain(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy))
+        raise ConfigError(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy)
     return found
 
 
@@ -112,7 +112,7 @@ def show(arguments: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         what, remedy = "the report cannot be written", "Name a file in a directory that is there and may be written to"
-        raise ConfigError(explain(what, arguments.html, got=str(error.strerror), remedy=remedy)) from None
+        raise ConfigError(what, arguments.html, got=error.strerror, remedy=remedy) from None
     write(sys.stdout, f"written: {arguments.html}\n")
     return EXIT_OK
 
@@ -121,7 +121,7 @@ def show_runs(arguments: argparse.Namespace) -> int:
     """Print a line for each run. Raises ConfigError for a directory that is not there, unless it is the default one."""
     if not Path(arguments.log_dir).is_dir() and arguments.log_dir != RunOptions.log_dir:
         remedy = "Name the directory in which runs keep their logs"
-        raise ConfigError(explain("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy))
+        raise ConfigError("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy)
     rows = [("run", "begun", "nodes", "steps", "goodput", "")]
     found = run_dir.newest(arguments.log_dir)
     for directory in islice(found, RUNS_SHOWN):
@@ -175,7 +175,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
         remedy = f"`elasticrt logs {directory}` prints those of all ranks" if rank is not None else ""
         remedy = remedy or "Runs with --log-dir /dev/null keep none"
         where, expected = str(directory / "logs"), "files rank-R.NODE.out, .err"
-        raise ConfigError(explain("no logs", where, got=got, expected=expected, remedy=remedy))
+        raise ConfigError("no logs", where, got=got, expected=expected, remedy=remedy)
     before, offsets = None, dict[Path, int]()
     for _, last in _looks(arguments, directory):
         for path, text in added(logs(), offsets, whole=not last).items():

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.event_log import files, records
 from elasticrt.events import VERSION, AgentStopped, Result
 from elasticrt.story.fold import Story, story_of
@@ -20,15 +20,9 @@ def find(run: str, log_dir: str) -> Path:
     for directory in (Path(log_dir, run), Path(run)):
         if directory.is_dir() and files(directory):
             return directory
-    raise ConfigError(
-        explain(
-            "no such run",
-            run,
-            got=f"no events-NODE.jsonl in {Path(log_dir, run)}",
-            expected="the id of a run, or its directory",
-            remedy="See `elasticrt runs`, or name the directory in which its nodes keep their logs: --log-dir DIR",
-        )
-    )
+    got, expected = f"no events-NODE.jsonl in {Path(log_dir, run)}", "the id of a run, or its directory"
+    remedy = "See `elasticrt runs`, with --log-dir DIR for one that logs elsewhere"
+    raise ConfigError("no such run", run, got=got, expected=expected, remedy=remedy)
 
 
 def read(directory: Path) -> Story:
@@ -36,12 +30,12 @@ def read(directory: Path) -> Story:
     try:
         story = story_of(*map(records, files(directory)))
     except OSError as error:
-        raise ConfigError(
-            explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))
-        ) from None
+        what, remedy = "events that cannot be read", "Check the file and its permissions"
+        raise ConfigError(what, str(error.filename or directory), got=error.strerror, remedy=remedy) from None
     if not story.lives:
         got, expected = "no start of an agent", f"events of version {VERSION}"
-        raise ConfigError(explain("events that say nothing", str(directory), got=got, expected=expected))
+        remedy = "Wait for the first agent's, or name another run"
+        raise ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
     return story
 
 
