@@ -19,8 +19,7 @@ from elasticrt.ipc.file_modes import make_directory
 
 log = logging.getLogger(__name__)
 
-TAIL_BYTES = 1 << 16
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 16
 
 OFTEN = (events.Step, events.Progress)
 OFTEN_SHARE = 1000
@@ -69,7 +68,7 @@ def success(directory: Path) -> str:
     ends: list[tuple[float, events.Result]] = []
     for path in files(directory):
         try:
-            found = [each for each in records(path, TAIL_BYTES) if isinstance(each.event, events.Result)]
+            found = [each for each in records(path, PIECE_BYTES) if isinstance(each.event, events.Result)]
         except OSError as error:
             log.warning("how the run ended is not read: %s: %s", path, error.strerror)
             continue

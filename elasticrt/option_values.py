@@ -232,13 +232,12 @@ def as_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip(".")[:100] or "node"
 
 
-def parse_nodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
-    """`N` or `MIN:MAX`, given as `where`, as two numbers. Raises ConfigError."""
+def parse_nodes(text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` as two numbers."""
     found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most <= NODES_MAX:
-        expected = f"N or MIN:MAX, 1 <= MIN <= MAX <= {NODES_MAX}"
-        raise ConfigError("not a number of nodes", where, got=text, expected=expected, remedy="Example: 1:4")
+        raise ValueError(f"a number of nodes, or MIN:MAX such as 1:4, with 1 <= MIN <= MAX <= {NODES_MAX}")
     return least, most
 
 
@@ -250,8 +249,13 @@ def host_and_port(where: str, default: str = "", least: int = 0) -> Callable[[st
 
     def parse(text: str) -> tuple[str, int]:
         host, colon, port = text.rpartition(":")
-        if not colon and not default:
-            raise ValueError("HOST:PORT")
-        return check_host(host, where) if colon else default, whole(least, 65535)(port)
+        try:
+            if not colon and not default:
+                raise ValueError  # noqa: TRY301  The same is wrong with both.
+            number = whole(least, 65535)(port)
+        except ValueError:
+            form = "[HOST:]PORT" if default else "HOST:PORT"
+            raise ValueError(f"{form} with a port from {least} to 65535") from None
+        return check_host(host, where) if colon else default, number
 
     return parse

@@ -40,10 +40,8 @@ class EtcdOptions:
 
     run_id: str | None = _nodes("--run-id, --rdzv-id ID", None, "the run's name", _run_id, own=True)
     etcd: tuple[Address, ...] = _etcd(
-        "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
-        "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
-        "after the last agent, or with a run that has succeeded",
-        parse_endpoints, own=True,
+        "--etcd ENDPOINTS", (), "where the run's etcd is, such as https://a:2379,https://b:2379, or unix:/path",
+        parse_endpoints, default="that of this machine, or what the run's directory notes", own=True,
     )  # fmt: skip
     insecure_etcd: bool = _etcd("--insecure-etcd", False, "accept an etcd on another machine without TLS", own=True)
     etcd_ca_file: str | None = _etcd("--etcd-ca-file FILE", None, "TLS: the certificate authority of etcd")
@@ -84,6 +82,12 @@ class RunOptions(EtcdOptions):
         "--nnodes MIN:MAX", (1, 1), "both in one, as torchrun has it; one number means both", parse.parse_nodes,
         default="1", own=True,
     )  # fmt: skip
+    etcd: tuple[Address, ...] = _etcd(
+        "--etcd ENDPOINTS", (), "such as https://a:2379,https://b:2379, or unix:/path. Without it the agents of one "
+        "machine share an etcd of their own, on a socket that only their user can use; it ends half a minute "
+        "after the last agent, or with a run that has succeeded",
+        parse_endpoints, own=True,
+    )  # fmt: skip
     again: bool = _nodes("--again", False, "run once more although this run id has succeeded", own=True)
     fresh: bool = _nodes(
         "--fresh", False, "do not resume from the checkpoint directory; for a run's first start only", own=True
@@ -101,8 +105,8 @@ class RunOptions(EtcdOptions):
         default="that of the way to etcd", own=True,
     )  # fmt: skip
     max_restarts: int | None = _nodes(
-        "--max-restarts N", None, "restarts in all; lost and joining nodes cost none", parse.whole(0, 10**6),
-        default=f"{RESTARTS} without a new step",
+        "--max-restarts N", None, "restarts after failures, in all; lost and joining nodes cost none",
+        parse.whole(0, 10**6), default=f"{RESTARTS} without a new step",
     )  # fmt: skip
     join: Literal["now", "budget", "failure"] = _nodes(
         "--join WHEN", "budget", "when newcomers are let in: now, budget (changes cost at most 5 percent of the time), "
@@ -116,7 +120,7 @@ class RunOptions(EtcdOptions):
         parse.duration(1.0, 3600.0),
     )  # fmt: skip
     drain_timeout_s: float = _nodes(
-        "--drain-timeout T", 15.0, "from SIGTERM to leaving without a handover", parse.seconds
+        "--drain-timeout T", 15.0, "how long a node that is told to leave waits for its handover", parse.seconds
     )
     signals: tuple[Signals, ...] = _nodes(
         "--signals-to-handle NAMES", (SIGTERM, SIGINT, SIGHUP, SIGQUIT), "signals that make the node leave; a second "
@@ -153,7 +157,8 @@ class RunOptions(EtcdOptions):
         default="nvidia-smi, after a failure of a GPU", own=True,
     )  # fmt: skip
     stop_timeout_s: float | None = _workers(
-        "--stop-timeout, --shutdown-timeout T", None, "from SIGTERM to SIGKILL, also on restarts", parse.seconds,
+        "--stop-timeout, --shutdown-timeout T", None, "from workers' SIGTERM to SIGKILL, also on restarts",
+        parse.seconds,
         default=f"{STOP_TIMEOUT_S:g}s when the node leaves; workers of a replaced generation are killed at once",
         also=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from elasticrt.option_values import NODES_MAX
+from elasticrt.option_values import NODES_MAX, options_of
 from elasticrt.run_options import RESTARTS, RunOptions
 from elasticrt.text import known, shell, size
 
@@ -71,13 +71,25 @@ class RunSpec(BaseModel):
 
 
 def difference(mine: RunSpec, theirs: RunSpec) -> str:
-    """The fields in which two specs differ, as text for a message; "" when they agree."""
-    ours, others = mine.model_dump(), theirs.model_dump()
+    """The options in which two specs differ, as text for a message; "" when they agree."""
+    ours, others = _options(mine), _options(theirs)
     if mine.command != theirs.command:
-        ours["command"], others["command"] = _differing(mine.command, theirs.command)
+        ours["command"], others["command"] = map(repr, _differing(mine.command, theirs.command))
     return ", ".join(
-        f"{name}: {ours[name]!r} here, {others[name]!r} in the run" for name in ours if ours[name] != others[name]
+        f"{name}: {ours[name]} here, {others[name]} in the run" for name in ours if ours[name] != others[name]
     )
+
+
+def _options(spec: RunSpec) -> dict[str, str]:
+    """What a user has given for a spec, by the names of the options."""
+    names = {field: option.names[0] for field, option in options_of(RunOptions).items()}
+    shown = {
+        names.get(field, field): f"{value:g}s" if isinstance(value, float) else repr(value)
+        for field, value in spec.model_dump(exclude={"restarts_reset", "settle_quiet_s", "settle_max_s"}).items()
+    }
+    shown["last_call_timeout of --rdzv-conf"] = f"{spec.settle_quiet_s:g}s to {spec.settle_max_s:g}s"
+    shown["--max-restarts"] += " without a new step" if spec.restarts_reset else ""
+    return shown
 
 
 def _differing(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:

@@ -1,19 +1,17 @@
 """The last line of a terminal, which changes while other output scrolls by above it.
 
 Its text comes from `story.sentences`. It has no thread: its owner draws it, and every writer to the terminal removes it
-meanwhile (`ipc.std_streams.aside`). An unfinished line of a worker, such as a progress bar's, takes its place.
+meanwhile (`ipc.std_streams.turn`). An unfinished line of a worker, such as a progress bar's, takes its place.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
-LOCK_S_MAX = 0.5
-"""A terminal that is stopped (Ctrl-S) blocks its writer. Other threads wait no longer than this for it."""
+from elasticrt.ipc.std_streams import held
 
 FLOOD_S = 0.05
 """Output that comes faster than this is printed without the line, which returns when it is drawn next."""
@@ -32,40 +30,29 @@ class LastLine:
 
         self._stream = stream
         self._rich = Console(file=stream, highlight=False, soft_wrap=False)
-        self._lock = threading.RLock()  # A signal's handler may write while its thread does.
         self._text = ""
         self._there = self._unfinished = False
         self._drawn_at = 0.0
 
     def draw(self, text: str) -> None:
         """Show `text` from now on; "": no line."""
-        with self._held():
+        with held():
             if text != self._text or not self._there:
                 self._text = text
                 self._show()
 
     @contextmanager
     def aside(self, ends_line: bool) -> Iterator[None]:
-        """Remove the line while something else is written to the terminal, in this context."""
-        with self._held():
-            if self._there:
-                self._there = False
-                self._put("\r\x1b[K")
-            try:
-                yield
-            finally:
-                self._unfinished = not ends_line
-                if time.monotonic() - self._drawn_at >= FLOOD_S:
-                    self._show()
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        held = self._lock.acquire(timeout=LOCK_S_MAX)
+        """Remove the line while something else is written to the terminal, in this context. The lock is held."""
+        if self._there:
+            self._there = False
+            self._put("\r\x1b[K")
         try:
             yield
         finally:
-            if held:
-                self._lock.release()
+            self._unfinished = not ends_line
+            if time.monotonic() - self._drawn_at >= FLOOD_S:
+                self._show()
 
     def _show(self) -> None:
         if self._unfinished or not (self._text or self._there):

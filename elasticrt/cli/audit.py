@@ -71,7 +71,7 @@ def books(*directories: Path) -> list[LedgerFile]:
     for directory in directories:
         paths = sorted(each for each in directory.iterdir() if each.name.endswith(SUFFIX))
         if not paths:
-            raise ValueError(f"there is nothing in {directory}")
+            raise ValueError(f"no such file in {directory}")
         found += [read(str(path), path.read_bytes()) for path in paths]
     return [book for book in found if book is not None]
 

@@ -103,7 +103,8 @@ def configure(
 def command_of(options: RunOptions, script: str | None, arguments: list[str]) -> Command:
     """What every worker runs. Raises ConfigError where it cannot be run."""
     if options.module and options.no_python:
-        raise ConfigError("a module is Python, so --no-python does not go with it (-m, --no-python). Use one of them")
+        what, remedy = "a module is Python", "Leave one of them out"
+        raise ConfigError(what, "--module, --no-python", expected="one of the two", remedy=remedy)
     if not script:
         expected, remedy = "a training script behind the options", "Example: train.py --epochs 10"
         raise ConfigError("nothing to run", "SCRIPT", expected=expected, remedy=remedy)
@@ -233,7 +234,7 @@ def own_address(text: str | None, max_nodes: int) -> str | None:
     if max_nodes > 1 and is_loopback(Address("http", ip, 0)) and not is_loopback(Address("http", text, 0)):
         # /etc/hosts often maps a machine's own name to 127.0.1.1. A loopback address that was typed is meant.
         got, expected = f"{text}, which is {ip} here", "an address that the other nodes reach"
-        what, remedy = "a name that means this machine alone", "Give the IP address that `ip -brief address` shows"
+        what, remedy = "a name that means this machine alone", "Give an IP address: `ip -brief address` shows them"
         raise ConfigError(what, "--local-addr", got=got, expected=expected, remedy=remedy)
     return ip
 
@@ -244,10 +245,11 @@ def read_credentials(options: EtcdOptions) -> Credentials:
     for name, path in files.items():
         if path is not None and not os.access(path, os.R_OK):
             option = options_of(options)[f"etcd_{name}"].names[0]
-            raise ConfigError("a file that cannot be read", option, got=path, expected="a readable file")
+            expected, remedy = "a readable file", "Check the path and its permissions"
+            raise ConfigError("a file that cannot be read", option, got=path, expected=expected, remedy=remedy)
     user = options.etcd_user
     if user is not None and plain(user) != user:
-        raise ConfigError("not a user's name", "--etcd-user", got=user, expected="text in UTF-8")
+        raise ConfigError("not a user's name", "--etcd-user", got=user, expected="text in UTF-8", remedy="Check it")
     return Credentials(user=user, **files)
 
 

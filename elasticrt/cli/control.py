@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from elasticrt.cli.options import add_command, declare_run
+from elasticrt.cli.options import add_command, declare_run, parsed
 from elasticrt.cli.torchrun_flags import MeetingFlags
 from elasticrt.option_values import duration, option, parse_nodes
 from elasticrt.run_options import EtcdOptions
@@ -48,13 +48,11 @@ examples:
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the commands."""
-    flags, only = (EtcdOptions, MeetingFlags), "the only live run below --log-dir"
+    flags, only = (EtcdOptions, MeetingFlags), "the only one that lives here"
     text = "show a run: its nodes, generation, newest checkpoint, goodput"
     status = add_command(subparsers, "status", main, text, *flags, epilog=STATUS)
-    declare_run(status, "the newest")
-    status.add_argument(
-        "--json", action="store_true", help="print an object of JSON, of what the run's directory tells"
-    )
+    declare_run(status, "the newest that lives here, else the newest")
+    status.add_argument("--json", action="store_true", help="print an object of JSON, from the run's directory alone")
     status.add_argument("--watch", action="store_true", help="look again every 2 s until the run has ended")
     text = "end a whole run in order: all nodes save the present step and leave; the same --run-id goes on after it"
     declare_run(add_command(subparsers, "stop", main, text, LeaveOptions, MeetingFlags, epilog=STOP), only)
@@ -64,12 +62,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     declare_run(drain, only)
     text = "change how many nodes a live run may have"
     resize = add_command(subparsers, "resize", main, text, *flags, epilog=RESIZE)
-    resize.add_argument("nodes", metavar="MIN:MAX", type=_nodes, help="nodes, e.g. 1:8; one number for both")
+    nodes = parsed(parse_nodes, "MIN:MAX", resize.prog)
+    resize.add_argument("nodes", metavar="MIN:MAX", type=nodes, help="nodes, e.g. 1:8; one number for both")
     declare_run(resize, only)
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    return parse_nodes(text, "MIN:MAX")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from elasticrt import events
 from elasticrt.agent.health_server import is_foreign
 from elasticrt.cli.report import looks
-from elasticrt.errors import EXIT_OK, ConfigError, explain
-from elasticrt.event_log import files
+from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.ipc.std_streams import write
-from elasticrt.option_values import host_and_port
 from elasticrt.store.address import is_loopback
 from elasticrt.store.protocol import Address
 from elasticrt.story import run_dir
@@ -47,17 +44,17 @@ HEADERS = {
 }
 
 
-def serve(listen: str, log_dir: str) -> int:
-    """Show the runs below `log_dir` at [HOST:]PORT. Raises ConfigError where that cannot be had."""
+def serve(host: str, port: int, log_dir: str) -> int:
+    """Show the runs below `log_dir` at an address. Raises ConfigError where that cannot be had."""
     try:
-        host, port = host_and_port("--listen", "127.0.0.1")(listen)
         server = Server(host, port, log_dir)
-    except (OSError, ValueError) as error:
-        got, remedy = f"{listen}: {getattr(error, 'strerror', None) or error}", "Choose another one"
-        raise ConfigError(explain("the page cannot be served", "--listen", got=got, remedy=remedy)) from None
+    except OSError as error:
+        what, got = "the page cannot be served", f"{host}:{port}: {error.strerror or error}"
+        expected, remedy = "a free port of an address of this machine", "Leave it out, and a free port is chosen"
+        raise ConfigError(what, "--listen", got=got, expected=expected, remedy=remedy) from None
     with server:
         write(sys.stdout, f"{server.url}\n")
-        if not run_dir.newest(log_dir):
+        if not any(run_dir.newest(log_dir)):
             write(sys.stdout, f"no runs in {log_dir} yet; --log-dir names another place\n")
         server.serve_forever()
     return EXIT_OK
@@ -142,12 +139,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _tell(self, directory: Path) -> None:
         story, told_at = Story(), 0.0
-        for batch in looks(lambda: files(directory), follow=True):
-            decoded = [events.decode(line) for text in batch.values() for line in text.splitlines()]
-            known = [(story.clocks.when(record), record) for record in decoded if record is not None]
-            for _, record in sorted(known, key=lambda each: each[0]):
-                story.tell(record)
-            if story.lives and (known or time.monotonic() - told_at >= TELL_EVERY_S):
+        for lines, _ in looks(directory, story, lambda: False):
+            if story.lives and (lines or time.monotonic() - told_at >= TELL_EVERY_S):
                 told_at = time.monotonic()
                 self.wfile.write(b"data: " + json.dumps(board(story, time.time())).encode() + b"\n\n")
                 self.wfile.flush()

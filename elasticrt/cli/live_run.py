@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from elasticrt.cli.configure import read_credentials, where_etcd_is
 from elasticrt.cli.options import read
 from elasticrt.cli.torchrun_flags import MeetingFlags
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.ipc.proc import stat
 from elasticrt.option_values import check_name
 from elasticrt.rendezvous.records import Generation, Keys, Member, Result, SpecRecord, decode
@@ -21,7 +21,7 @@ from elasticrt.run_options import EtcdOptions
 from elasticrt.store.address import parse_endpoints
 from elasticrt.store.embedded import find
 from elasticrt.store.etcd import EtcdStore
-from elasticrt.store.protocol import Address, KeyValue, Store
+from elasticrt.store.protocol import Address, KeyValue, Store, StoreUnavailable
 from elasticrt.story import run_dir
 from elasticrt.story.report import state
 
@@ -64,7 +64,7 @@ def live_run(arguments: argparse.Namespace, options: EtcdOptions) -> AbstractCon
 
 def live_here(log_dir: str) -> list[Path]:
     """The runs below `log_dir` with agents on this machine, the newest first. Their etcd outlives them for a moment."""
-    return [directory for directory in run_dir.newest(log_dir) if _lives_here(directory)]
+    return [path for path in run_dir.newest(log_dir) if not run_dir.has_ended(path) and _lives_here(path)]
 
 
 def _lives_here(directory: Path) -> bool:
@@ -85,8 +85,8 @@ def which_run(live: Sequence[str] = ()) -> ConfigError:
     """The error where no run is named; `live`: those that may be meant."""
     got = f"{len(live)} live runs" if live else "no live run here"
     expected = f"one of {', '.join(live)}" if live else "the name that `elasticrt run` has printed"
-    remedy = "Name it as RUN, or its directory's parent with --log-dir; `elasticrt runs` lists them"
-    return ConfigError(explain("which run?", "--run-id", got=got, expected=expected, remedy=remedy))
+    remedy = "Name it: `elasticrt runs` lists them, with --log-dir DIR those that log elsewhere"
+    return ConfigError("which run?", "RUN", got=got, expected=expected, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class LiveRun:
         """What its nodes have agreed on, and the revision of that. Raises ConfigError when there is no such run."""
         found = self.store.read(self.keys.spec).get(self.keys.spec)
         if found is None:
-            where, expected = f"run {self.keys.run_id}", "a run in this etcd"
-            raise ConfigError(explain("no such run", where, expected=expected, remedy="Check --run-id, --etcd"))
+            where, expected, remedy = f"run {self.keys.run_id}", "a run in this etcd", "Check its name, and --etcd"
+            raise ConfigError("no such run", where, expected=expected, remedy=remedy)
         return decode(SpecRecord, self.keys.spec, found.value), found.mod_revision
 
     def members(self) -> dict[str, tuple[Member, KeyValue]]:
@@ -125,27 +125,32 @@ class LiveRun:
         if result is not None:
             return has_ended(self.keys.run_id, f"{result.status}: {result.reason}")
         if self.record(self.keys.generation, Generation) is not None:
-            return ConfigError(explain("the run is not alive", where, expected=expected))
+            remedy = f"The same `elasticrt run` with --run-id {self.keys.run_id} goes on with it"
+            return ConfigError("no node of this run is there", where, expected=expected, remedy=remedy)
         remedy = f"Wait until `elasticrt status {self.keys.run_id}` shows it"
-        return ConfigError(explain("no node of this run has registered yet", where, expected=expected, remedy=remedy))
+        return ConfigError("no node of this run has registered yet", where, expected=expected, remedy=remedy)
 
 
 def has_ended(run_id: str, how: str) -> ConfigError:
     """The error about a run that has a result."""
     remedy = f"`elasticrt report {run_id}` tells more"
-    return ConfigError(explain("the run has ended", f"run {run_id}", got=how, expected="a live run", remedy=remedy))
+    return ConfigError("the run has ended", f"run {run_id}", got=how, expected="a live run", remedy=remedy)
 
 
 @contextmanager
 def opened(run_id: str, directory: Path, options: EtcdOptions) -> Iterator[LiveRun]:
-    """The run in its etcd. Raises ConfigError where that is not known.
+    """The run in its etcd. Raises ConfigError where that is not known, StoreUnavailable where it does not answer.
 
     That is the etcd of `options`, else the one that agents have started on this machine, else the one that agents have
     noted in the run's `directory`.
     """
-    store = EtcdStore(where_etcd_is(options)[0] or _etcd_of(run_id, directory), read_credentials(options))
+    endpoints = where_etcd_is(options)[0] or _etcd_of(run_id, directory)
+    store = EtcdStore(endpoints, read_credentials(options))
     try:
         yield LiveRun(store, Keys(run_id))
+    except StoreUnavailable as error:
+        remedy = f"`elasticrt doctor --etcd {','.join(map(str, endpoints))}` looks for the reason"
+        raise StoreUnavailable(f"{error}. {remedy}") from error
     finally:
         store.close()
 
@@ -161,10 +166,8 @@ def _etcd_of(run_id: str, directory: Path) -> tuple[Address, ...]:
     if story is not None and story.result is not None:
         raise has_ended(run_id, state(story))
     raise ConfigError(
-        explain(
-            "no agent of this run is on this machine",
-            f"run {run_id}",
-            expected="one that lives, or --etcd",
-            remedy="A run elsewhere needs --etcd ENDPOINTS; of one that has ended `elasticrt report` tells",
-        )
+        "no agent of this run is on this machine",
+        f"run {run_id}",
+        expected="one that lives, or --etcd",
+        remedy="Check its name (`elasticrt runs`), or name the etcd of a run elsewhere with --etcd",
     )

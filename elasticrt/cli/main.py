@@ -22,6 +22,7 @@ from elasticrt.run_options import RunOptions
 from elasticrt.text import log_line, plain
 
 DESCRIPTION = "Keeps a PyTorch DDP job training while nodes come, go and die."
+BEGIN = "Begin with `elasticrt run train.py`. `elasticrt COMMAND --help` has examples of each command."
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,7 +91,7 @@ def build_parser() -> Parser:
     """All commands."""
     from elasticrt.cli import audit, completion, control, doctor, launch, playground, report, run, serve_etcd
 
-    parser = Parser(prog="elasticrt", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="elasticrt", description=DESCRIPTION, epilog=BEGIN, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"elasticrt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for command in (run, launch, playground, serve_etcd, control, report, doctor, audit, completion):

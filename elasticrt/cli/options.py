@@ -82,7 +82,9 @@ def declare_run(parser: argparse.ArgumentParser, default: str) -> None:
 def declare_log_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option of all commands that read the directories of runs."""
     log_dir = os.environ.get("ELASTICRT_LOG_DIR") or RunOptions.log_dir
-    parser.add_argument("--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs ({log_dir})")
+    parser.add_argument(
+        "--log-dir", metavar="DIR", default=log_dir, help=f"where runs keep their logs (default: {log_dir})"
+    )
 
 
 def _add(group: argparse._ActionsContainer, names: tuple[str, ...], **how: Any) -> None:
@@ -111,16 +113,21 @@ def read(base: T, arguments: argparse.Namespace, env: Mapping[str, str]) -> T:
     for name, option in options_of(base).items():
         text, where = _given(option, arguments, env)
         if text is not None:
-            values[name] = _value(option, text, where, arguments.prog)
+            values[name] = parsed(option.parse if option.value else yes_or_no, where, arguments.prog)(text)
     return replace(base, **values)  # type: ignore[type-var]
 
 
-def _value(option: Option, text: str, where: str, prog: str) -> Any:
-    try:
-        return option.parse(text) if option.value else yes_or_no(text)
-    except ValueError as error:
-        what, remedy = "not a usable value", f"See {prog} --help"
-        raise ConfigError(what, where, got=text, expected=str(error), remedy=remedy) from None
+def parsed(parse: Callable[[str], T], where: str, prog: str) -> Callable[[str], T]:
+    """`parse` for a text given as `where` to the command `prog`: what it does not take is a ConfigError."""
+
+    def value_of(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            what, remedy = "not a usable value", f"See `{prog} --help`"
+            raise ConfigError(what, where, got=text, expected=str(error), remedy=remedy) from None
+
+    return value_of
 
 
 def words(kind: type, arguments: argparse.Namespace, env: Mapping[str, str], *, without: Container[str]) -> list[str]:

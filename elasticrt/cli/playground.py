@@ -107,7 +107,8 @@ def configure(arguments: argparse.Namespace, env: Mapping[str, str]) -> Simulati
         there = (nodes + _added(faults)) * (workers_per_node if kind == "worker" else 1)
         if fault.number >= there:
             expected = f"a {kind} from 0 to {there - 1}"
-            raise ConfigError(f"no such {kind}", "--fault", got=fault.text, expected=expected)
+            remedy = "Name one of these, or start more with --nodes"
+            raise ConfigError(f"no such {kind}", "--fault", got=fault.text, expected=expected, remedy=remedy)
     if nodes + _added(faults) < spec.min_nodes:
         raise ConfigError(
             "the run would wait for nodes that never come",

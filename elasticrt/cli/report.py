@@ -6,18 +6,20 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from elasticrt import events
-from elasticrt.cli.options import add_command, declare_log_dir, declare_run
-from elasticrt.errors import EXIT_OK, ConfigError, explain
+from elasticrt.cli.options import add_command, declare_log_dir, declare_run, parsed
+from elasticrt.errors import EXIT_OK, ConfigError
 from elasticrt.event_log import files
 from elasticrt.ipc.file_modes import opener
-from elasticrt.ipc.std_streams import write
+from elasticrt.ipc.std_streams import tell, write
+from elasticrt.option_values import host_and_port, whole
 from elasticrt.run_options import RunOptions
 from elasticrt.story import report, run_dir
-from elasticrt.story.fold import Clocks
+from elasticrt.story.fold import Story
 from elasticrt.story.page import page
 from elasticrt.text import plain
 
@@ -62,19 +64,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     _command(subparsers, "runs", show_runs, "list the runs of this machine, the newest first", RUNS)
     text = "show the runs of this machine on a page of a browser, until interrupted"
     shown = _command(subparsers, "dashboard", show_dashboard, text, DASHBOARD)
-    shown.add_argument("--listen", metavar="[HOST:]PORT", default="0", help="where (default: a free port of loopback)")
+    address = parsed(host_and_port("--listen", "127.0.0.1"), "--listen", shown.prog)
+    text = "where (default: a free port of loopback)"
+    shown.add_argument("--listen", metavar="[HOST:]PORT", type=address, default="0", help=text)
     text = "print what the agents of a run have written, as JSON lines"
     listed = _command(subparsers, "events", show_events, text, EVENTS, run=True)
-    listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write from now on")
+    listed.add_argument("--follow", "-f", action="store_true", help="go on with what they write, until all have ended")
     logs = _command(subparsers, "logs", show_logs, "print what the workers of a run have printed", LOGS, run=True)
-    logs.add_argument("rank", metavar="RANK", nargs="?", type=int, help="of this global rank only")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print from now on")
+    number = parsed(whole(0, 10**9), "RANK", logs.prog)
+    logs.add_argument("rank", metavar="RANK", nargs="?", type=number, help="only what was printed as this global rank")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on with what they print, until all have ended")
 
 
 def _command(
     subparsers: argparse._SubParsersAction[Any], name: str, act: Any, text: str, epilog: str, *, run: bool = False
 ) -> argparse.ArgumentParser:
-    more = "Reads the run's directory; no etcd is needed."
+    more = "It reads directories of runs; no etcd is needed."
     parser = add_command(subparsers, name, act, text, more=more, epilog=epilog)
     if run:
         declare_run(parser, "the newest")
@@ -87,11 +92,11 @@ def directory_of(arguments: argparse.Namespace) -> Path:
     """The directory of the run that was named, else of the newest. Raises ConfigError where there is none."""
     if arguments.run is not None:
         return run_dir.find(arguments.run, arguments.log_dir)
-    found = run_dir.newest(arguments.log_dir)
-    if not found:
+    found = next(run_dir.newest(arguments.log_dir), None)
+    if found is None:
         what, remedy = "there is no run here", "cd to where it was started, or name the directory with --log-dir"
-        raise ConfigError(explain(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy))
-    return found[0]
+        raise ConfigError(what, arguments.log_dir, expected="DIR/RUN/events-NODE.jsonl", remedy=remedy)
+    return found
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -107,7 +112,7 @@ def show(arguments: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         what, remedy = "the report cannot be written", "Name a file in a directory that is there and may be written to"
-        raise ConfigError(explain(what, arguments.html, got=str(error.strerror), remedy=remedy)) from None
+        raise ConfigError(what, arguments.html, got=error.strerror, remedy=remedy) from None
     write(sys.stdout, f"written: {arguments.html}\n")
     return EXIT_OK
 
@@ -116,10 +121,10 @@ def show_runs(arguments: argparse.Namespace) -> int:
     """Print a line for each run. Raises ConfigError for a directory that is not there, unless it is the default one."""
     if not Path(arguments.log_dir).is_dir() and arguments.log_dir != RunOptions.log_dir:
         remedy = "Name the directory in which runs keep their logs"
-        raise ConfigError(explain("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy))
+        raise ConfigError("no such directory", "--log-dir", got=arguments.log_dir, remedy=remedy)
     rows = [("run", "begun", "nodes", "steps", "goodput", "")]
     found = run_dir.newest(arguments.log_dir)
-    for directory in found[:RUNS_SHOWN]:
+    for directory in islice(found, RUNS_SHOWN):
         story = run_dir.read(directory)
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(story.begin))
         now = story.present(time.time())
@@ -129,8 +134,8 @@ def show_runs(arguments: argparse.Namespace) -> int:
         steps = "-" if report.is_uncounted(story) else f"{report.made(story):,}"
         rows.append((directory.name, begun, nodes, steps, goodput, state))
     lines = report.table(rows) if len(rows) > 1 else [f"no runs in {arguments.log_dir}"]
-    if len(found) > RUNS_SHOWN:
-        lines.append(f"... and {len(found) - RUNS_SHOWN} more in {arguments.log_dir}")
+    if more := len(list(found)):
+        lines.append(f"... and {more} more in {arguments.log_dir}")
     write(sys.stdout, plain("\n".join(lines)) + "\n")
     return EXIT_OK
 
@@ -139,21 +144,19 @@ def show_dashboard(arguments: argparse.Namespace) -> int:
     """Serve the page. Raises ConfigError where the address cannot be had."""
     from elasticrt.cli.dashboard import serve
 
-    return serve(arguments.listen, arguments.log_dir)
+    host, port = arguments.listen
+    return serve(host, port, arguments.log_dir)
 
 
 def show_events(arguments: argparse.Namespace) -> int:
-    """Print the lines of all nodes in the order of time; with --follow also new ones, until interrupted."""
-    directory, clocks = directory_of(arguments), Clocks()
-    for batch in looks(lambda: files(directory), follow=arguments.follow):
-        lines = [line for text in batch.values() for line in text.splitlines()]
-        known = [(clocks.when(record), line) for line in lines if (record := events.decode(line)) is not None]
-        write(sys.stdout, "".join(f"{line}\n" for _, line in sorted(known, key=lambda each: each[0])))
+    """Print the lines of all nodes in the order of time; with --follow also new ones, until all agents have ended."""
+    for lines, _ in _looks(arguments, directory_of(arguments)):
+        write(sys.stdout, "".join(f"{line}\n" for line in lines))
     return EXIT_OK
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
-    """Print the workers' output, generation by generation; with --follow also new output, until interrupted.
+    """Print the workers' output, generation by generation; with --follow also new output, until all agents have ended.
 
     Raises ConfigError where none is kept.
     """
@@ -172,10 +175,10 @@ def show_logs(arguments: argparse.Namespace) -> int:
         remedy = f"`elasticrt logs {directory}` prints those of all ranks" if rank is not None else ""
         remedy = remedy or "Runs with --log-dir /dev/null keep none"
         where, expected = str(directory / "logs"), "files rank-R.NODE.out, .err"
-        raise ConfigError(explain("no logs", where, got=got, expected=expected, remedy=remedy))
-    before = None
-    for batch in looks(logs, follow=arguments.follow):
-        for path, text in batch.items():
+        raise ConfigError("no logs", where, got=got, expected=expected, remedy=remedy)
+    before, offsets = None, dict[Path, int]()
+    for _, last in _looks(arguments, directory):
+        for path, text in added(logs(), offsets, whole=not last).items():
             if path != before:
                 write(sys.stdout, f"==> {path.relative_to(directory)} <==\n")
                 before = path
@@ -183,20 +186,41 @@ def show_logs(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def looks(paths: Callable[[], list[Path]], *, follow: bool) -> Iterator[dict[Path, str]]:
-    """What has been added to the files since the last look; with `follow` only whole lines, for ever."""
+def _looks(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[list[str], bool]]:
+    """See `looks`: one, or with --follow until all agents have ended."""
+    story, said = Story(), False
+    for look in looks(directory, story, lambda: not arguments.follow or bool(story.lives and not story.alive())):
+        yield look
+        if not (look[1] or said):
+            said = True
+            tell(f"elasticrt: waiting for more of run {directory.name}, until its agents end or Ctrl-C\n")
+
+
+def looks(directory: Path, story: Story, over: Callable[[], bool]) -> Iterator[tuple[list[str], bool]]:
+    """The lines of new events in a run's directory, by time, told to `story`; and whether the run is `over` then."""
     offsets: dict[Path, int] = {}
-    while True:
-        batch = {}
-        for path in paths():
-            with path.open("rb") as file:
-                file.seek(offsets.get(path, 0))
-                data = file.read()
-            data = data[: data.rfind(b"\n") + 1] if follow else data
-            if data:
-                offsets[path] = offsets.get(path, 0) + len(data)
-                batch[path] = data.decode(errors="replace")
-        yield batch
-        if not follow:
-            return
-        time.sleep(LOOK_EVERY_S)
+    last = False
+    while not last:
+        lines = [line for text in added(files(directory), offsets, whole=True).values() for line in text.splitlines()]
+        known = [(story.clocks.when(record), line, record) for line in lines if (record := events.decode(line))]
+        known.sort(key=lambda each: each[0])
+        for _, _, record in known:
+            story.tell(record)
+        last = over()
+        yield [line for _, line, _ in known], last
+        if not last:
+            time.sleep(LOOK_EVERY_S)
+
+
+def added(paths: list[Path], offsets: dict[Path, int], *, whole: bool) -> dict[Path, str]:
+    """What the files have behind the `offsets`, which move on; with `whole` only whole lines."""
+    batch = {}
+    for path in paths:
+        with path.open("rb") as file:
+            file.seek(offsets.get(path, 0))
+            data = file.read()
+        data = data[: data.rfind(b"\n") + 1] if whole else data
+        if data:
+            offsets[path] = offsets.get(path, 0) + len(data)
+            batch[path] = data.decode(errors="replace")
+    return batch

@@ -14,7 +14,7 @@ from elasticrt.cli.options import add_command, check_refused, declare_refused, g
 from elasticrt.cli.slurm import Slurm, alone
 from elasticrt.cli.torchrun_flags import TorchrunFlags, conf_options
 from elasticrt.errors import ConfigError
-from elasticrt.option_values import options_of, parse_nodes
+from elasticrt.option_values import options_of
 from elasticrt.run_options import RunOptions
 
 EXAMPLES = """\
@@ -72,12 +72,16 @@ def _counted(options: RunOptions, arguments: argparse.Namespace, env: Mapping[st
     ways = {"nnodes", "min_nodes", "max_nodes"}
     used = ways & given(RunOptions, arguments, {}) or ways & given(RunOptions, arguments, env)
     if "nnodes" in used and len(used) > 1:
-        raise ConfigError("--nnodes and --min-nodes/--max-nodes say the same thing twice (--nnodes). Use one of them")
+        what, expected = "options that say the same thing twice", "--nnodes alone, or --min-nodes and --max-nodes"
+        raise ConfigError(what, "--nnodes, --min-nodes, --max-nodes", expected=expected, remedy="Leave one of them out")
     if not used or "nnodes" in used:
         return options
     least = options.min_nodes or 1
-    nnodes = parse_nodes(f"{least}:{options.max_nodes or least}", "--min-nodes, --max-nodes")
-    return replace(options, nnodes=nnodes, min_nodes=None, max_nodes=None)
+    most = options.max_nodes or least
+    if least > most:
+        what, got, remedy = "a minimum above the maximum", f"{least} and {most}", "Lower the one or raise the other"
+        raise ConfigError(what, "--min-nodes, --max-nodes", got=got, expected="MIN <= MAX", remedy=remedy)
+    return replace(options, nnodes=(least, most), min_nodes=None, max_nodes=None)
 
 
 def words_given(arguments: argparse.Namespace, env: Mapping[str, str], *, without: frozenset[str]) -> tuple[str, ...]:

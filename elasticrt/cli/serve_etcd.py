@@ -104,7 +104,9 @@ def _held(directory: Path) -> Iterator[None]:
         directory.mkdir(mode=0o700, exist_ok=True)
         lock = (directory / "lock").open("wb")
     except OSError as error:
-        raise ConfigError("the data directory can't be made or used", "--data-dir", got=str(error)) from error
+        what, expected = "the data directory can't be made or used", "a directory of this user's"
+        remedy = "Check the path and its permissions"
+        raise ConfigError(what, "--data-dir", got=error, expected=expected, remedy=remedy) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,11 +122,13 @@ def _socket_in(directory: Path) -> Address:
     address = etcd_server.socket_in(directory)
     problem = embedded.what_is_unsafe(directory)
     if problem:
-        expected = "a directory of this user alone (mode 0700)"
-        raise ConfigError("others could use a socket in there", "--data-dir", got=problem, expected=expected)
+        expected, remedy = "a directory of this user alone (mode 0700)", f"chmod 700 {directory}, or name another one"
+        what = "others could use a socket in there"
+        raise ConfigError(what, "--data-dir", got=problem, expected=expected, remedy=remedy)
     if len(os.fsencode(address.host)) > SOCKET_PATH_MAX_BYTES:
-        expected = f"at most {SOCKET_PATH_MAX_BYTES} bytes"
-        raise ConfigError("a path too long for a socket", "--data-dir", got=address.host, expected=expected)
+        expected, remedy = f"at most {SOCKET_PATH_MAX_BYTES} bytes", "Name a directory with a shorter path"
+        what = "a path too long for a socket"
+        raise ConfigError(what, "--data-dir", got=address.host, expected=expected, remedy=remedy)
     return address
 
 
@@ -134,7 +138,8 @@ def check_tls(options: ServeOptions) -> None:
         return
     where = "--cert-file, --key-file, --client-ca-file"
     if options.cert_file is None or options.key_file is None or options.listen is None:
-        raise ConfigError("half of TLS", where, expected="--listen, --cert-file and --key-file together")
+        expected, remedy = "--listen, --cert-file and --key-file together", "Give the one that lacks, or leave them out"
+        raise ConfigError("half of TLS", where, expected=expected, remedy=remedy)
     import ssl  # It takes a while to load, and few need it.
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -143,8 +148,8 @@ def check_tls(options: ServeOptions) -> None:
         if options.client_ca_file is not None:
             context.load_verify_locations(options.client_ca_file)
     except OSError as error:
-        expected = "PEM files, the key that of the certificate"
-        raise ConfigError("unusable certificates", where, got=str(error), expected=expected) from error
+        expected, remedy = "PEM files, the key that of the certificate", "Check the paths and what the files hold"
+        raise ConfigError("unusable certificates", where, got=error, expected=expected, remedy=remedy) from error
 
 
 def serve(binary: Path, directory: Path, listen: Address, given: Address, options: ServeOptions) -> int:

@@ -33,10 +33,10 @@ def main(arguments: argparse.Namespace) -> int:
     options = options_given(arguments, EtcdOptions())
     named = named_run(arguments, options)
     if named is None:
-        newest = live_here(arguments.log_dir) or run_dir.newest(arguments.log_dir)
-        if not newest:
+        newest = next(iter(live_here(arguments.log_dir)), None) or next(run_dir.newest(arguments.log_dir), None)
+        if newest is None:
             raise which_run()
-        named = newest[0].name, newest[0]
+        named = newest.name, newest
     while not _look(*named, arguments, options) and arguments.watch:
         time.sleep(WATCH_EVERY_S)
         write(sys.stdout, CLEAR if sys.stdout.isatty() and not arguments.json else "")

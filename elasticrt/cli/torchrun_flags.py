@@ -75,8 +75,8 @@ class MeetingFlags:
     """Where agents meet, in torchrun's words: for every command that talks to a run."""
 
     rdzv_backend: str = _flag(
-        "--rdzv-backend WORD", "", "static and c10d: who owns --rdzv-endpoint serves an etcd there; elasticrt and "
-        "etcd-v3: an etcd runs there", own=True,
+        "--rdzv-backend WORD", "", "static and c10d: the machine of --rdzv-endpoint serves an etcd there; elasticrt "
+        "and etcd-v3: an etcd runs there", own=True,
     )  # fmt: skip
     rdzv_endpoint: str = _flag(
         "--rdzv-endpoint HOST:PORT", "", "where the agents meet; the others wait until it is served", own=True
@@ -95,7 +95,7 @@ class MeetingFlags:
         if options.etcd or not self.rdzv_endpoint:
             return options
         if self.rdzv_backend in _THEIR_ETCD:
-            return replace(options, etcd=parse_endpoints(self.rdzv_endpoint))
+            return replace(options, etcd=parse_endpoints(self.rdzv_endpoint, "--rdzv-endpoint"))
         return replace(options, meet_at=meeting_place(self.rdzv_endpoint))
 
 
@@ -104,7 +104,7 @@ def meeting_place(text: str) -> Address | None:
     text = text if ":" in text.rpartition("]")[2] else f"{text}:{C10D_PORT}"
     if text in ("localhost:0", "127.0.0.1:0"):
         return None
-    address = parse_endpoints(text)[0]
+    address = parse_endpoints(text, "--rdzv-endpoint")[0]
     # Agents of one machine meet at a socket of their user's. A port would be open to the machine's other users.
     return None if is_loopback(address) else address
 
@@ -176,9 +176,9 @@ class TorchrunFlags(MeetingFlags):
 
 def _standalone(options: RunOptions) -> RunOptions:
     if options.nnodes[0] > 1:
-        nnodes = ":".join(map(str, options.nnodes))
-        what, remedy = "a run of one node that waits for more", "Leave one of them out"
-        raise ConfigError(what, "--standalone, --nnodes", got=nnodes, remedy=remedy)
+        what, got = "a run of this node only that waits for more", f"a minimum of {options.nnodes[0]} nodes"
+        remedy = "Leave --standalone out, or --nnodes and --min-nodes"
+        raise ConfigError(what, "--standalone", got=got, expected="a minimum of 1", remedy=remedy)
     return replace(options, nnodes=(1, 1), run_id=None, etcd=())
 
 
@@ -219,12 +219,13 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
     for key, text in conf.items():
         where = f"--rdzv-conf {key}"
         if key not in _CONF:
-            remedy = _REFUSED_CONF.get(key, "Leave it out")
-            raise ConfigError("means nothing here", where, got=text, remedy=remedy)
+            expected, remedy = f"one of {', '.join(_CONF)}", _REFUSED_CONF.get(key, "Leave it out")
+            raise ConfigError("a key that means nothing here", where, got=text, expected=expected, remedy=remedy)
         try:
             given[key] = _CONF[key](text)
         except ValueError as error:
-            raise ConfigError("not a usable value", where, got=text, expected=str(error)) from None
+            remedy = f"Write {key}=VALUE with such a value"
+            raise ConfigError("not a usable value", where, got=text, expected=str(error), remedy=remedy) from None
     found: dict[str, Any] = {"serves": given.get("is_host")}
     if "join_timeout" in given or "timeout" in given:  # Many write `timeout` for it.
         found["join_timeout_s"] = given.get("join_timeout", given.get("timeout"))
@@ -234,7 +235,8 @@ def conf_options(conf: Mapping[str, str]) -> RunOptions:
     if "keep_alive_interval" in given or "keep_alive_max_attempt" in given:  # torchrun's defaults: three times 5 s.
         ttl_s = given.get("keep_alive_interval", 5.0) * given.get("keep_alive_max_attempt", 3)
         if not 1.0 <= ttl_s <= 3600.0:
-            where, expected = "--rdzv-conf keep_alive_interval", "1 s to 3600 s, with keep_alive_max_attempt"
-            raise ConfigError("not a usable value", where, got=f"{ttl_s:g} s", expected=expected)
+            where, expected = "--rdzv-conf", "keep_alive_interval times keep_alive_max_attempt from 1 s to 3600 s"
+            remedy = "Use --lease-ttl"
+            raise ConfigError("not a usable value", where, got=f"{ttl_s:g} s", expected=expected, remedy=remedy)
         found["lease_ttl_s"] = ttl_s
     return RunOptions(**found)

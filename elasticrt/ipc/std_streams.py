@@ -1,12 +1,17 @@
-"""Writes to stdout and stderr, which may be closed, full, or without a reader (`elasticrt status | head -3`)."""
+"""Writes to stdout and stderr, which may be closed, full, or without a reader (`elasticrt status | head -3`).
+
+An agent shares them with its workers. A line of theirs may be unfinished, such as a progress bar: whatever another one
+writes begins a line of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TextIO
 
 _Aside = Callable[[bool], AbstractContextManager[None]]
@@ -19,9 +24,41 @@ def keep_last_line(aside: _Aside | None) -> None:
     _last_line[:] = [aside] if aside is not None else []
 
 
-def aside(*, ends_line: bool) -> AbstractContextManager[None]:
-    """A context in which the terminal may be written to. `ends_line`: the text ends with a whole line."""
-    return _last_line[0](ends_line) if _last_line else nullcontext()
+LOCK_S_MAX = 0.5
+"""A terminal that is stopped (Ctrl-S) blocks its writer. Other threads wait no longer than this for it."""
+
+_lock = threading.RLock()  # A signal's handler may write while its thread does.
+_unfinished: dict[tuple[int, int], tuple[object, bool]] = {}
+"""Whose line is unfinished at the end of a terminal, pipe or file, and whether it may be overwritten, as it ends with a
+carriage return."""
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """A context that one thread at a time is in."""
+    got = _lock.acquire(timeout=LOCK_S_MAX)
+    try:
+        yield
+    finally:
+        if got:
+            _lock.release()
+
+
+@contextmanager
+def turn(fd: int, text: bytes, owner: object = None) -> Iterator[tuple[bool, bytes]]:
+    """A context in which `owner` writes `text` to `fd`. Without an owner its line does not go on.
+
+    It yields whether it goes on with a line of this owner, and what ends the line of another one first.
+    """
+    with held():
+        stat = os.fstat(fd)
+        place, overwrites = (stat.st_dev, stat.st_ino), text.endswith(b"\r") and b"\n" not in text
+        last, bar = _unfinished.pop(place, (None, False))
+        with _last_line[0](text.endswith(b"\n")) if _last_line else nullcontext():
+            mine = last is None or last is owner
+            yield last is not None and mine and not bar, b"" if mine or (bar and overwrites) else b"\n"
+        if owner is not None and not text.endswith(b"\n"):
+            _unfinished[place] = owner, text.endswith(b"\r")
 
 
 class Unwritable(OSError):  # noqa: N818  A stream is unwritable.
@@ -37,8 +74,8 @@ def write(stream: TextIO | None, text: str) -> bool:
     if stream is None:  # It was closed before this process began.
         return False
     try:
-        with aside(ends_line=text.endswith("\n")):
-            stream.write(text)
+        with _turn_of(stream, text) as end:
+            stream.write(end + text)
             stream.flush()
     except BrokenPipeError:
         _drop(stream)
@@ -47,6 +84,17 @@ def write(stream: TextIO | None, text: str) -> bool:
         _drop(stream)
         raise Unwritable(error.errno, error.strerror) from error
     return True
+
+
+@contextmanager
+def _turn_of(stream: TextIO, text: str) -> Iterator[str]:
+    try:
+        fd = stream.fileno()
+    except ValueError:  # It has none, or is closed.
+        yield ""
+        return
+    with turn(fd, text[-1:].encode()) as (_, end):
+        yield end.decode()
 
 
 def tell(text: str) -> None:

@@ -26,11 +26,11 @@ _EXPECTED = (
 )
 
 
-def parse_endpoints(text: str) -> tuple[Address, ...]:
-    """The endpoints in `text`, in order, without repetitions; at least one. Raises ConfigError."""
+def parse_endpoints(text: str, where: str = "--etcd") -> tuple[Address, ...]:
+    """The endpoints in `text`, given as `where`, in order, without repetitions; at least one. Raises ConfigError."""
     addresses: list[Address] = []
     for item in text.split(","):
-        address = _parse_endpoint(item.strip())
+        address = _parse_endpoint(item.strip(), where)
         if address not in addresses:
             addresses.append(address)
     return tuple(addresses)
@@ -65,7 +65,8 @@ def check_host(text: str, option: str) -> str:
     """A host name or an IP address, as given to `option`; brackets around IPv6 are taken off. Raises ConfigError."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if _as_ip(bare) is None and not _is_name(bare):
-        raise ConfigError("not a host name or address", option, got=repr(text), expected="a name or an address")
+        expected, remedy = "a name or an address", "Example: node-1 or 10.0.0.5"
+        raise ConfigError("not a host name or address", option, got=text, expected=expected, remedy=remedy)
     return bare
 
 
@@ -74,34 +75,34 @@ def _is_name(host: str) -> bool:
     return _HOST.fullmatch(host) is not None and not looks_numeric
 
 
-def _parse_endpoint(item: str) -> Address:
+def _parse_endpoint(item: str, where: str) -> Address:
     if item.startswith("unix:"):
-        return _parse_socket(item)
+        return _parse_socket(item, where)
     if "@" in item:
         # A password on a command line is in the process list and in every log; refusing it teaches the right way.
         remedy = "Use --etcd-user and --etcd-password-file"
         got = item[: item.find("://") + 3 if "://" in item else 0] + "***@" + item.rpartition("@")[2]
-        raise ConfigError("an endpoint with a user name in it", "--etcd", got=got, expected=_EXPECTED, remedy=remedy)
+        raise ConfigError("an endpoint with a user name in it", where, got=got, expected=_EXPECTED, remedy=remedy)
     found = _ENDPOINT.fullmatch(item)
     if found is None:
-        raise _wrong("not an endpoint", item)
+        raise _wrong("not an endpoint", item, where)
     host, port = found[2], str(DEFAULT_PORT) if found[3] is None else found[3]
     is_ipv6 = isinstance(_as_ip(host[1:-1]), ipaddress.IPv6Address) and host.startswith("[")
     if not (is_ipv6 or _is_name(host) or isinstance(_as_ip(host), ipaddress.IPv4Address)):
-        raise _wrong("an endpoint with a malformed host", item)
+        raise _wrong("an endpoint with a malformed host", item, where)
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-        raise _wrong("an endpoint with a bad port", item, expected="a port from 1 to 65535")
+        raise _wrong("an endpoint with a bad port", item, where, expected="HOST:PORT with a port from 1 to 65535")
     scheme: Literal["http", "https"] = "https" if (found[1] or "").lower() == "https" else "http"
     return Address(scheme, host[1:-1] if is_ipv6 else host, int(port))
 
 
-def _parse_socket(item: str) -> Address:
+def _parse_socket(item: str, where: str) -> Address:
     path = item.removeprefix("unix:")
     path = path[2:] if path.startswith("//") else path
     if not path.startswith("/") or not path.isprintable():
-        raise _wrong("an endpoint without the path of a socket", item, expected="unix:/path")
+        raise _wrong("an endpoint without the path of a socket", item, where, expected="unix:/path")
     if len(path.encode()) > SOCKET_PATH_MAX_BYTES:
-        raise _wrong("a path too long for a socket", item, expected=f"at most {SOCKET_PATH_MAX_BYTES} bytes")
+        raise _wrong("a path too long for a socket", item, where, expected=f"at most {SOCKET_PATH_MAX_BYTES} bytes")
     return Address("unix", path, 0)
 
 
@@ -112,5 +113,5 @@ def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _wrong(what: str, item: str, expected: str = _EXPECTED) -> ConfigError:
-    return ConfigError(what, "--etcd", got=repr(item), expected=expected)
+def _wrong(what: str, item: str, where: str, expected: str = _EXPECTED) -> ConfigError:
+    return ConfigError(what, where, got=item, expected=expected, remedy=f"Example: {where} node-1:2379")

@@ -167,11 +167,14 @@ def _check(addresses: tuple[Address, ...], credentials: Credentials) -> None:
     tls_files = (credentials.ca_file, credentials.cert_file, credentials.key_file)
     if any(tls_files) and not all(address.scheme == "https" for address in addresses):
         got = ", ".join(str(address) for address in addresses)
-        raise ConfigError("TLS files for an endpoint without TLS", "--etcd", got=got, expected="https://")
+        what, remedy = "TLS files for an endpoint without TLS", "Write https://, or leave the files out"
+        raise ConfigError(what, "--etcd", got=got, expected="https://", remedy=remedy)
     if (credentials.cert_file is None) != (credentials.key_file is None):
-        raise ConfigError("half a client certificate", "--etcd-cert-file", expected="--etcd-key-file as well")
+        where, remedy = "--etcd-cert-file, --etcd-key-file", "Give both or neither"
+        raise ConfigError("half a client certificate", where, expected="the certificate and its key", remedy=remedy)
     if (credentials.user is None) != (credentials.password_file is None):
-        raise ConfigError("half a login", "--etcd-user", expected="--etcd-password-file with --etcd-user")
+        where, remedy = "--etcd-user, --etcd-password-file", "Give both or neither"
+        raise ConfigError("half a login", where, expected="the name and its password", remedy=remedy)
     if any(address.scheme == "https" for address in addresses):
         _check_files(credentials)
     if credentials.password_file is not None:

@@ -222,6 +222,9 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
     return connection
 
 
+OWN_ADDRESSES = "`ip -brief address` shows this machine's"
+
+
 def resolve(host: str, option: str) -> str:
     """The IP address of this machine's own that `option` gives, as an address or a name. Raises ConfigError."""
     host, expected = check_host(host, option), "an address of this machine"
@@ -229,7 +232,9 @@ def resolve(host: str, option: str) -> str:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         got = f"{host}: {error.strerror or error}"
-        raise ConfigError("a name without an address", option, got=got, expected=expected) from error
+        raise ConfigError(
+            "a name without an address", option, got=got, expected=expected, remedy=OWN_ADDRESSES
+        ) from error
     reason = ""
     for family, kind, protocol, _, address in candidates:
         with socket.socket(family, kind, protocol) as probe:
@@ -239,7 +244,8 @@ def resolve(host: str, option: str) -> str:
                 reason = error.strerror or str(error)
             else:
                 return str(address[0])
-    raise ConfigError("not an address of this machine", option, got=f"{host}: {reason}", expected=expected)
+    got = f"{host}: {reason}"
+    raise ConfigError("not an address of this machine", option, got=got, expected=expected, remedy=OWN_ADDRESSES)
 
 
 def resolve_for_others(host: str, option: str) -> str:
@@ -249,7 +255,7 @@ def resolve_for_others(host: str, option: str) -> str:
     if parsed.is_unspecified or parsed.is_multicast:
         got = host if host == ip else f"{host}, which is {ip} here"
         expected = "the one address of this machine that the other nodes reach"
-        raise ConfigError("not one machine's address", option, got=got, expected=expected)
+        raise ConfigError("not one machine's address", option, got=got, expected=expected, remedy=OWN_ADDRESSES)
     return ip
 
 

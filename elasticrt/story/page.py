@@ -9,7 +9,7 @@ from html import escape
 from itertools import islice
 from typing import Any
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.story import report
 from elasticrt.story.board import COLOURS, coarse
 from elasticrt.story.buckets import BUCKETS, Span
@@ -95,14 +95,8 @@ def plots(story: Story, now: float | None) -> str:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            explain(
-                "the plots cannot be drawn",
-                "--html",
-                got="matplotlib is not installed",
-                remedy="pip install matplotlib, or leave --html out for the report as text",
-            )
-        ) from None
+        got, remedy = "matplotlib is not installed", "pip install matplotlib, or leave --html out for text"
+        raise ConfigError("the plots cannot be drawn", "--html", got=got, remedy=remedy) from None
 
     begin, end = story.begin, max(now or story.last, story.begin + 1e-3)
     unit_s, unit = next(each for each in UNITS if end - begin < each[2])[:2]

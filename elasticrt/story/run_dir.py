@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
-from elasticrt.errors import ConfigError, explain
+from elasticrt.errors import ConfigError
 from elasticrt.event_log import files, records
-from elasticrt.events import VERSION
+from elasticrt.events import VERSION, AgentStopped, Result
 from elasticrt.story.fold import Story, story_of
+
+END_BYTES = 4096
+"""The last line of an agent that has ended is shorter."""
 
 
 def find(run: str, log_dir: str) -> Path:
@@ -15,15 +20,9 @@ def find(run: str, log_dir: str) -> Path:
     for directory in (Path(log_dir, run), Path(run)):
         if directory.is_dir() and files(directory):
             return directory
-    raise ConfigError(
-        explain(
-            "no such run",
-            run,
-            got=f"no events-NODE.jsonl in {Path(log_dir, run)}",
-            expected="the id of a run, or its directory",
-            remedy="See `elasticrt runs`, or name the directory in which its nodes keep their logs: --log-dir DIR",
-        )
-    )
+    got, expected = f"no events-NODE.jsonl in {Path(log_dir, run)}", "the id of a run, or its directory"
+    remedy = "See `elasticrt runs`, with --log-dir DIR for one that logs elsewhere"
+    raise ConfigError("no such run", run, got=got, expected=expected, remedy=remedy)
 
 
 def read(directory: Path) -> Story:
@@ -31,12 +30,12 @@ def read(directory: Path) -> Story:
     try:
         story = story_of(*map(records, files(directory)))
     except OSError as error:
-        raise ConfigError(
-            explain("events that cannot be read", str(error.filename or directory), got=str(error.strerror))
-        ) from None
+        what, remedy = "events that cannot be read", "Check the file and its permissions"
+        raise ConfigError(what, str(error.filename or directory), got=error.strerror, remedy=remedy) from None
     if not story.lives:
         got, expected = "no start of an agent", f"events of version {VERSION}"
-        raise ConfigError(explain("events that say nothing", str(directory), got=got, expected=expected))
+        remedy = "Wait for the first agent's, or name another run"
+        raise ConfigError("events that say nothing", str(directory), got=got, expected=expected, remedy=remedy)
     return story
 
 
@@ -45,8 +44,14 @@ def has_events(directory: Path) -> bool:
     return any(next(records(path), None) is not None for path in files(directory))
 
 
-def newest(log_dir: str) -> list[Path]:
-    """The directories below `log_dir` with readable events, the newest first."""
-    found = [path for path in Path(log_dir).glob("*") if has_events(path)]
-    written = {path: max(file.stat().st_mtime for file in files(path)) for path in found}
-    return sorted(written, key=written.__getitem__, reverse=True)
+def newest(log_dir: str) -> Iterator[Path]:
+    """The directories below `log_dir` with readable events, the newest first. It reads those that are asked for."""
+    found = {path: files(path) for path in Path(log_dir).glob("*")}
+    written = {path: max(file.stat().st_mtime for file in each) for path, each in found.items() if each}
+    return filter(has_events, sorted(written, key=written.__getitem__, reverse=True))
+
+
+def has_ended(directory: Path) -> bool:
+    """Whether all agents of a run have noted their end, as the ends of their files tell."""
+    ends = [deque(records(path, END_BYTES), maxlen=1) for path in files(directory)]
+    return all(end and isinstance(end[0].event, (AgentStopped, Result)) for end in ends)

@@ -60,7 +60,6 @@ _NOT_HERE = re.compile(
 _NESTED = re.compile(r"Caught \S+ (in .+?)\.?\nOriginal Traceback")
 """torch's message of an error that another process or thread has raised, such as a loader's: the error comes last."""
 
-_GENERATION = re.compile(r"/generation-(\d+)/[^/]*$")
 _UNCOMPILED = re.compile(r"(SyntaxError|IndentationError|TabError): (.+)")
 _NO_MODULE = re.compile(r"\S+: ((?:No module named |No code object |Error while finding module specification for ).+)")
 _WRONG = re.compile(r"(?:\S+: )?error: .+", re.IGNORECASE)
@@ -165,9 +164,6 @@ def _report(worker: WorkerEnv, left: Remains, how: str, advice: str, final: Fina
     if advice:
         yield advice
     place = f"on {worker.node} (local rank {worker.local_rank}), in generation {worker.generation}"
-    began = _GENERATION.search(left.log_path)  # A worker that lives on in place keeps its first log.
-    if began and int(began[1]) != worker.generation:
-        place += f" (started in generation {began[1]})"
     yield f"rank {worker.rank} failed first, {place}{f', after step {left.step}' if left.step is not None else ''}"
     yield f"  {how}"
     if left.code == -signals.SIGKILL and not left.oom and not left.lost:

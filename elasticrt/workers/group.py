@@ -127,6 +127,7 @@ class WorkerGroup:
                 worker.env = replace(env, error_file=worker.env.error_file)
                 page = worker.page
                 page.stop = page.go = page.save = 0
+            self._io.seat(worker)
             worker.tell(Reseat(env.to_env()), [listen.fileno()] if listen is not None else [])
             return True
         finally:

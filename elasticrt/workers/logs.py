@@ -11,6 +11,7 @@ import os
 import re
 import select
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import BinaryIO
@@ -52,30 +53,33 @@ def newest_generation(directory: str | Path) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
+@dataclass(eq=False)
+class Line:
+    """A line that has no end yet: what there is of it, and how many bytes of that the console was given."""
+
+    text: bytearray = field(default_factory=bytearray)
+    shown: int = 0
+
+
 class WorkerConsole:
     """This process's stdout and stderr (`fds`), which all workers share: whole lines, each with a prefix."""
 
     def __init__(self, fds: Mapping[str, int] | None = None) -> None:
         self._fds = dict(fds or {OUT: 1, ERR: 2})
-        self._unfinished: dict[str, WorkerEnv | None] = {OUT: None, ERR: None}
 
-    def write(self, worker: WorkerEnv, stream: str, prefix: bytes, text: bytes) -> None:
-        """Write `text`, whole lines or a piece of one, with `prefix`. Ends another worker's unfinished line first."""
+    def write(self, line: Line, stream: str, prefix: bytes, count: int) -> None:
+        """Write the first `count` bytes of `line`, with `prefix`, as far as they are not there already.
+
+        What another writer has ended in between is written again, so that the line is whole.
+        """
         if stream not in self._fds:
             return
-        owner = self._unfinished[stream]
-        if owner is not None and owner is not worker:
-            self._emit(stream, b"\n")
-            owner = None
-        lines = text.splitlines(keepends=True) if prefix else [text]
-        whole = b"".join(line if owner is worker and index == 0 else prefix + line for index, line in enumerate(lines))
-        self._emit(stream, whole)
-        self._unfinished[stream] = None if text.endswith((b"\n", b"\r")) else worker
-
-    def _emit(self, stream: str, data: bytes) -> None:
         try:
-            with std_streams.aside(ends_line=data.endswith(b"\n")):
-                self._write(self._fds[stream], data)
+            text = bytes(line.text[:count])
+            with std_streams.turn(self._fds[stream], text, line) as (goes_on, end):
+                text = text[line.shown :] if goes_on else text
+                lines = text.splitlines(keepends=True) if prefix else [text]
+                self._write(self._fds[stream], end + (b"" if goes_on else prefix) + prefix.join(lines))
         except OSError as error:
             del self._fds[stream]
             _LOG.warning("the console cannot be written any more (std%s: %s); workers go on", stream, error)
@@ -129,17 +133,26 @@ class Output:
     _warned: bool = False  # Of the class: a full disk is reported once, not by each worker and generation.
 
     def __init__(self, worker: WorkerEnv, options: LogOptions, console: WorkerConsole) -> None:
-        self._worker = worker
+        self._options = options
         self._console = console
+        self._lines = {OUT: Line(), ERR: Line()}
+        self._tail = bytearray()
+        self._files: dict[str, _File] = {}
+        self._last_path = ""
+        self.seat(worker)
+
+    def seat(self, worker: WorkerEnv) -> None:
+        """From now on this is the output of `worker`, whose rank and generation its prefix and its files have."""
+        self._last_path = self.path
+        self.close()
+        options = self._options
         # The names that a prefix may contain: torchrun's and ours.
         names: dict[str, object] = {"node": worker.node, "rank": worker.rank, "local_rank": worker.local_rank}
         names |= {"generation": worker.generation, "role_name": worker.role}
         self._prefix = os.fsencode(Template(options.prefix).safe_substitute(names))
         shown = options.console_ranks is None or worker.local_rank in options.console_ranks
         self._shown = frozenset({OUT, ERR}) - options.redirected.of(worker.local_rank) if shown else frozenset()
-        self._lines = {OUT: bytearray(), ERR: bytearray()}
-        self._tail = bytearray()
-        self._files: dict[str, _File] = {}
+        self._files.clear()
         for stream in (OUT, ERR) if options.files and worker.run_dir else ():
             path = file_of(worker.run_dir, worker.generation, worker.rank, worker.node, stream)
             self._files[stream] = _File(path, options.file_max_bytes)
@@ -148,12 +161,12 @@ class Output:
     def path(self) -> str:
         """The file with the error output, or with the plain output if there is only that; "" if neither is kept."""
         written = [self._files[stream] for stream in (ERR, OUT) if stream in self._files]
-        return next((str(file.path) for file in written if file.used), "")
+        return next((str(file.path) for file in written if file.used), self._last_path)
 
     @property
     def unfinished(self) -> bool:
         """Whether a piece of a line waits for its end."""
-        return any(self._lines.values())
+        return any(len(line.text) > line.shown for line in self._lines.values())
 
     def write(self, stream: str, data: bytes) -> None:
         """Take `data` that was read from the worker's `stream`."""
@@ -164,21 +177,22 @@ class Output:
         if stream not in self._shown:
             return
         line = self._lines[stream]
-        line += data
+        line.text += data
         # A progress bar ends its lines with a carriage return, and is to be seen moving.
-        end = max(line.rfind(b"\n"), line.rfind(b"\r")) + 1
-        if end == 0 and len(line) > LINE_MAX_BYTES:
-            end = len(line)
+        end = max(line.text.rfind(b"\n"), line.text.rfind(b"\r")) + 1
+        if end == 0 and len(line.text) > LINE_MAX_BYTES:
+            end = len(line.text)
         if end:
-            self._console.write(self._worker, stream, self._prefix, bytes(line[:end]))
-            del line[:end]
+            self._console.write(line, stream, self._prefix, end)
+            del line.text[:end]
+            line.shown = 0
 
     def flush(self) -> None:
         """Show unfinished lines as they are, because nothing more follows soon."""
         for stream, line in self._lines.items():
-            if line:
-                self._console.write(self._worker, stream, self._prefix, bytes(line))
-                line.clear()
+            if len(line.text) > line.shown:
+                self._console.write(line, stream, self._prefix, len(line.text))
+                line.shown = len(line.text)
 
     def tail(self) -> list[str]:
         """The last lines of the error output, for a report."""

@@ -161,6 +161,10 @@ class WorkerIO:
         """Listen to workers, before they are started."""
         self._thread.call(partial(self._add, workers))
 
+    def seat(self, worker: WorkerState) -> None:
+        """What this worker prints from now on is that of its new rank and generation."""
+        self._thread.call(partial(self._seat, worker, worker.env))
+
     def lose(self, workers: Sequence[WorkerState], reason: str) -> None:
         """These workers have ended with their parent, for this `reason`."""
         self._thread.call(partial(self._lost, workers, reason))
@@ -179,6 +183,13 @@ class WorkerIO:
             for stream, fd in worker.pipes.items():
                 self._thread.watch(fd, READ, partial(self._read_pipe, worker, stream, _READ_BYTES))
             self._thread.watch(worker.channel, READ, partial(self._read_channel, worker))
+
+    def _seat(self, worker: WorkerState, env: WorkerEnv) -> None:
+        if worker not in self._workers:
+            return
+        for stream in (OUT, ERR):  # What it has printed so far is that of its old rank.
+            self._read_pipe(worker, stream, _LAST_READ_MAX_BYTES)
+        worker.output.seat(env)
 
     def _read_parent(self, parent: WorkerParent) -> None:
         for event in parent.receive():

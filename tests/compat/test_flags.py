@@ -232,7 +232,10 @@ def test_what_rdzv_conf_means(conf: dict[str, str], expected: dict[str, Any]) ->
         ({"join_timeout": "soon"}, "a duration from 0.001s to 1000h"),
         ({"join_timeout": "-1"}, "a duration from 0.001s to 1000h"),
         ({"keep_alive_max_attempt": "0"}, "whole number"),
-        ({"keep_alive_interval": "0.1", "keep_alive_max_attempt": "2"}, "got 0.2 s; expected 1 s to 3600 s"),
+        (
+            {"keep_alive_interval": "0.1", "keep_alive_max_attempt": "2"},
+            "got 0.2 s; expected keep_alive_interval times",
+        ),
         ({"is_host": "perhaps"}, "1 or 0"),
         ({"store_type": "file"}, "tcp"),
     ],

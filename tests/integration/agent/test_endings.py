@@ -165,10 +165,10 @@ def test_other_options_are_refused_with_the_difference(tmp_path: Path, etcd: Etc
         run.wait_for_training(1, 1)
         other = run.start("n1", "--nnodes", "1:3")
         assert other.process.wait(30) == 7
-        assert "max_nodes: 3 here, 2 in the run" in other.text()
+        assert "--max-nodes: 3 here, 2 in the run" in other.text()
         other = run.start("n2", "--nnodes", "1:2", "--role", "evaluator")
         assert other.process.wait(30) == 7
-        assert "role: 'evaluator' here, 'default' in the run" in other.text()
+        assert "--role: 'evaluator' here, 'default' in the run" in other.text()
         run.finish()
         assert first.process.wait(30) == 0
 

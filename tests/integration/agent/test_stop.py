@@ -80,4 +80,4 @@ def test_no_such_run(tmp_path: Path) -> None:
     done = stop(tmp_path, "nobody-here")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no agent of this run is on this machine (run nobody-here)" in done.stderr
-    assert "--etcd ENDPOINTS" in done.stderr
+    assert "the etcd of a run elsewhere with --etcd" in done.stderr

@@ -118,7 +118,7 @@ def test_kept_data(tmp_path: Path) -> None:
         (["--listen", "no.such.invalid:2379", "--insecure-etcd"], "--listen"),
         (["--listen", "127.0.0.1"], "HOST:PORT"),
         (["--listen", "http://127.0.0.1:1"], "not a host name or address (--listen)"),
-        (["--listen", "127.0.0.1:0"], "a whole number from 1 to 65535"),
+        (["--listen", "127.0.0.1:0"], "HOST:PORT with a port from 1 to 65535"),
         (["--listen", "127.0.0.1:1,127.0.0.1:2"], "not a host name or address (--listen)"),
         (["--listen", "192.0.2.1:2379", "--insecure-etcd"], "not an address of this machine"),
         (["--listen", "127.0.0.1:2379", "--cert-file", "/nonexistent"], "--key-file"),

@@ -72,7 +72,7 @@ def test_of_several_live_runs_none_is_chosen(command: list[str], capsys: pytest.
     _run("keen-koala", lives=True)
     _run("calm-fox", lives=True)
     assert main([*command, "--log-dir", "runs"]) == 2
-    assert "which run? (--run-id): got 2 live runs; expected one of calm-fox, keen-koala" in capsys.readouterr().err
+    assert "which run? (RUN): got 2 live runs; expected one of calm-fox, keen-koala" in capsys.readouterr().err
 
 
 def test_ways_of_naming_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_run_without_nodes() -> None:
         cause="start", kind="start", chunks=1,
     )  # fmt: skip
     run.store.commit(Txn((), (Put(run.keys.generation, generation.encode()),), why="a test"))
-    assert "the run is not alive (run calm-fox)" in str(run.without_nodes())
+    assert "no node of this run is there (run calm-fox)" in str(run.without_nodes())
     spec = SpecRecord(spec=RunSpec(min_nodes=1, max_nodes=1, command=("script", "train.py")), attempt=2)
     for attempt, status in ((1, "succeeded"), (2, "failed")):
         result = Result(attempt=attempt, status=status, code=attempt - 1, reason="rank 0 raises", generation=1)

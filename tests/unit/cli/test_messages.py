@@ -37,7 +37,7 @@ def test_of_two_commands_the_words_that_differ_are_shown(mine: str, theirs: str,
         RunSpec(min_nodes=1, max_nodes=most, command=("script", *text.split()))
         for most, text in ((2, mine), (3, theirs))
     ]
-    assert difference(*specs) == f"max_nodes: 2 here, 3 in the run, command: {words}"
+    assert difference(*specs) == f"--max-nodes: 2 here, 3 in the run, command: {words}"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,14 @@ def test_why_etcd_cannot_be_reached(
         last = capsys.readouterr().err.splitlines()[-1]
         assert reason in last
         assert "`elasticrt etcd` starts one" in last
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["drain", "node-0"], ["resize", "1:2"]])
+def test_commands_whose_etcd_is_away(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """They say what looks for the reason: exit code 4."""
+    etcd = f"http://127.0.0.1:{free_port()}"
+    assert main([*command, "calm-fox", "--etcd", etcd]) == 4
+    assert capsys.readouterr().err.endswith(f". `elasticrt doctor --etcd {etcd}` looks for the reason\n")
 
 
 def test_a_ledger_that_is_not_there(

@@ -175,4 +175,4 @@ def test_the_command_over_the_directories_of_nodes(
 
     Path("empty").mkdir()
     assert main([*both, "empty"]) == 2
-    assert "there is nothing in empty" in capsys.readouterr().err
+    assert "no such file in empty" in capsys.readouterr().err

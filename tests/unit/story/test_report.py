@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import threading
+from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
@@ -175,6 +179,43 @@ def test_the_state_of_an_ended_run_for_programs(run, capsys):
     assert sum(found["seconds_by_node"]["a"].values()) == pytest.approx(13.0)
     assert [each["number"] for each in found["generations"]] == [1, 2]
     assert [each["node"] for each in found["failures"]] == ["b"]
+
+
+@pytest.mark.parametrize(("command", "shown"), [("events", '"agent_stopped"'), ("logs", "==> logs/generation-1/")])
+def test_following_ends_with_the_run(run, command, shown, capsys):
+    """At once for one that has ended; else it says that it waits, and ends when the last agent has."""
+    assert main([command, "calm-fox", "--follow"]) == 0
+    said = capsys.readouterr()
+    assert shown in said.out
+    assert said.err == ""
+    directory = run / "elasticrt_runs" / "keen-koala"
+    (directory / "logs" / "generation-1").mkdir(parents=True)
+    (directory / "events-a.jsonl").touch()
+    (directory / "logs" / "generation-1" / "rank-0.a.out").write_text("half a line")
+    following = threading.Thread(target=main, args=([command, "keen-koala", "--follow"],))
+    following.start()
+    write(directory, [entry for entry in LOST if entry[1] == "a"])
+    following.join(20)
+    assert not following.is_alive()
+    assert shown in capsys.readouterr().out
+
+
+def test_runs_that_have_ended_are_not_read_to_find_one(run):
+    """To choose the newest run, or the one that lives, takes a little of each other's events only."""
+    assert [main([word]) for word in ("status", "stop")] == [0, 2]  # What they import is read once.
+    directory = run / "elasticrt_runs" / "old-owl"
+    directory.mkdir()
+    line = events.encode(events.Step(1, 1, 0, {}), "a", 0.0, datetime.now(timezone.utc)) + b"\n"
+    (directory / "events-a.jsonl").write_bytes(line * (4_000_000 // len(line)))
+    write(directory, LOST[-2:])
+    os.utime(directory / "events-a.jsonl", (1, 1))
+    before = _read_bytes()
+    assert [main([word]) for word in ("status", "stop")] == [0, 2]
+    assert _read_bytes() - before < 1_000_000
+
+
+def _read_bytes() -> int:
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
 
 
 def test_events_come_in_the_order_of_time(run, capsys):

@@ -286,20 +286,6 @@ def test_the_report_that_people_read():
 
 
 @pytest.mark.parametrize(
-    ("log_path", "words"),
-    [
-        ("/run/logs/generation-4/rank-1.n0.err", "in generation 4, after step 7"),
-        ("/run/logs/generation-3/rank-1.n0.err", "in generation 4 (started in generation 3), after step 7"),
-        ("", "in generation 4, after step 7"),
-    ],
-)
-def test_a_log_of_an_earlier_generation(log_path, words):
-    """A worker that lives on in place writes to the log of the generation in which it was started."""
-    found = failure(1, local_rank=1, generation=4, log_path=log_path, step=7).text
-    assert found.splitlines()[0] == f"rank 1 failed first, on node-0 (local rank 1), {words}"
-
-
-@pytest.mark.parametrize(
     ("changes", "hinted"),
     [({"code": -9}, True), ({"code": -9, "oom": True}, False), ({"code": -11}, False), ({"code": 1}, False)],
 )

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from elasticrt.ipc.std_streams import write
 from elasticrt.option_values import ERR, OUT, Streams
 from elasticrt.settings import LogOptions
 from elasticrt.workers import logs
@@ -69,7 +70,37 @@ def test_an_unfinished_line_is_shown_and_ended_by_another_worker(screen):
     a.flush()
     b.write(OUT, b"hello\n")
     a.write(OUT, b"done\n")
-    assert read() == b"0: loading...\n1: hello\n0: done\n"
+    assert read() == b"0: loading...\n1: hello\n0: loading...done\n"
+
+
+def test_an_agents_line_begins_a_line(screen, tmp_path):
+    """It does not run into a worker's unfinished line or progress bar, and the worker's line comes whole again."""
+    console, read = screen
+    a, _ = outputs(console, prefix="${rank}: ")
+    with (tmp_path / "screen").open("a") as agent:
+        a.write(OUT, b"loading")
+        a.flush()
+        write(agent, "elasticrt: one\n")
+        write(agent, "elasticrt: two\n")
+        a.write(OUT, b" done\n")
+        a.write(ERR, b"10%\r")
+        write(agent, "elasticrt: three\n")
+        a.write(ERR, b"20%\r")
+        a.write(OUT, b"words\n")
+    assert read() == (
+        b"0: loading\nelasticrt: one\nelasticrt: two\n0: loading done\n0: 10%\r\nelasticrt: three\n0: 20%\r\n0: words\n"
+    )
+
+
+def test_progress_bars_of_two_workers_share_a_line(screen):
+    """Each takes the place of the other's, instead of a line for each step."""
+    console, read = screen
+    a, b = outputs(console)
+    for _ in range(2):
+        a.write(ERR, b"a 10%\r")
+        b.write(ERR, b"b 10%\r")
+    b.write(ERR, b"\n")
+    assert read() == b"a 10%\rb 10%\r" * 2 + b"\n"
 
 
 def test_progress_bars_move(screen):
@@ -86,7 +117,7 @@ def test_a_long_line_is_passed_on_in_pieces(screen):
     a, _ = outputs(console, prefix="> ")
     for _ in range(5):
         a.write(OUT, b"x" * (LINE_MAX_BYTES // 2))
-    assert len(a._lines[OUT]) <= LINE_MAX_BYTES
+    assert len(a._lines[OUT].text) <= LINE_MAX_BYTES
     a.write(OUT, b"\n")
     assert read() == b"> " + b"x" * (LINE_MAX_BYTES // 2 * 5) + b"\n"
 

@@ -6,6 +6,8 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +61,7 @@ class Played:
 class Heard:
     """A listener with one worker, which this test plays. `busy` keeps the listener from hearing anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: str = "") -> None:
         self.events: queue.Queue[Any] = queue.Queue()
         self.busy = threading.Event()
         self.listener = WorkerIO(self._sink)
@@ -69,11 +71,12 @@ class Heard:
         page = StatusPage.create()
         self.page = StatusPage(page)
         reader, self.errors = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        output = Output(ENV, LogOptions(console_ranks=frozenset()), WorkerConsole({}))
-        state = WorkerState(1, ENV, output, channel, self.page, {ERR: reader})
+        env = replace(ENV, run_dir=run_dir)
+        output = Output(env, LogOptions(console_ranks=frozenset()), WorkerConsole({}))
+        self.state = WorkerState(1, env, output, channel, self.page, {ERR: reader})
         os.close(page)
         self.listener.follow(self.parent)  # type: ignore[arg-type]  It is one as far as a listener can see.
-        self.listener.add([state])
+        self.listener.add([self.state])
         self.parent.say(Started(1, 0, 4711, 1))
         assert isinstance(self.next(), WorkerStarted)
 
@@ -102,6 +105,26 @@ def heard() -> Iterator[Heard]:
     one.busy.set()
     one.listener.close(20)
     one.parent.close()
+
+
+def test_a_line_is_that_of_the_rank_and_generation_at_its_time(tmp_path: Path) -> None:
+    """A worker that lives on in another generation, with another rank, writes to another file from then on."""
+    heard = Heard(str(tmp_path))
+    heard.busy.set()
+    os.write(heard.errors, b"as rank 0\n")
+    heard.state.env = replace(heard.state.env, rank=2, generation=3)
+    heard.listener.seat(heard.state)
+    seated = threading.Event()
+    heard.listener._thread.call(seated.set)
+    assert seated.wait(20)
+    assert heard.state.output.path == str(tmp_path / "logs/generation-1/rank-0.node-0.err")
+    os.write(heard.errors, b"as rank 2\n")
+    heard.end()
+    assert isinstance(heard.next(), WorkerEnded)
+    heard.listener.close(20)
+    heard.parent.close()
+    logs = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in tmp_path.rglob("*.err")}
+    assert logs == {"generation-1/rank-0.node-0.err": "as rank 0\n", "generation-3/rank-2.node-0.err": "as rank 2\n"}
 
 
 def test_last_words_are_heard_although_the_end_is_known(heard: Heard) -> None:
