@@ -109,12 +109,14 @@ class Culprit:
         nodes: theirs, without repetitions.
         reason: what these ranks do, and where the others wait.
         resting: no step is expected of these ranks, so this may be no mistake.
+        step: the last one of those that have found it.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[str, ...]
     reason: str
     resting: bool = False
+    step: int = 0
 
     @property
     def key(self) -> str:

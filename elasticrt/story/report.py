@@ -43,7 +43,7 @@ def sums(story: Story, now: float | None = None) -> list[str]:
 
 def summary(story: Story) -> list[str]:
     """A few lines for the end of an agent, from its own events. They say that this is one node's view."""
-    if not story.chapters:
+    if not any(life.node in chapter.nodes for life in story.lives for chapter in story.chapters):
         return []
     alone = all(len(chapter.nodes) == 1 for chapter in story.chapters)
     pace = paces(story) if alone else "seen from this node: " + paces(story).removesuffix("; no checkpoint")
@@ -243,7 +243,7 @@ def failure_lines(story: Story) -> list[str]:
     for node, what in sorted(by_node.items(), key=lambda item: -len(item[1])):
         kinds = list(dict.fromkeys(what))
         more = f"; and {len(kinds) - FAILURES_SHOWN} more" if len(kinds) > FAILURES_SHOWN else ""
-        lines.append(f"  {node}: {len(what)} ({'; '.join(kinds[:FAILURES_SHOWN])}{more})")
+        lines.append(f"  {node or 'not known'}: {len(what)} ({'; '.join(kinds[:FAILURES_SHOWN])}{more})")
     return lines
 
 

@@ -138,8 +138,13 @@ def both_stalled(step, age_s):
         ),
         pytest.param(
             [*both_stalled(25, 27.0)],
-            {"a": "no progress for 27 s after step 25"},
-            id="where it is not known who is waited for, of the first that tells it",
+            {"": "no progress for 27 s after step 25"},
+            id="where it is not known who is waited for, of no node",
+        ),
+        pytest.param(
+            [*both_stalled(25, 27.0), (36.2, "a", culprit(25, 27.2)), (36.3, "b", culprit(25, 27.3))],
+            {"b": "no progress for 27 s after step 25: rank 1 sleeps"},
+            id="of the one that is found before it has ended",
         ),
         pytest.param(
             [
