@@ -425,12 +425,12 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A node is slow, and the others wait for it in every step. Written once for a slow node, by the node of rank 0.
+    """A node is slow, and the others wait for it in every step; or none is any more. Written by the node of rank 0.
 
     Attributes:
         generation: the generation.
         step: the last step, counted over the whole run.
-        slow: the node.
+        slow: the node; "" when it has caught up.
         own_s: seconds of its own work in a step.
         others_s: the median of the other nodes.
     """

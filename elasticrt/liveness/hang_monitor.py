@@ -250,13 +250,15 @@ class HangMonitor:
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits, **self._found}
 
     def compare(self, generation: int, others: Mapping[str, Mapping[str, object]]) -> None:
-        """Report a slow node, from the waits of all ranks. `others`: the other agents' answers, by node."""
+        """Report a node that is slow, or no more, from the waits of all ranks. `others`: other agents' answers."""
         own = self._settings.node
         totals = dict(_waits({own: self.said, **others}))
         step = self._pace.step
         before, self.comparison = self.comparison, self.comparison.looked(totals, step, self._pace.usual_s)
-        found = self.comparison.found
-        if found is None or not self.comparison.is_certain or before.is_certain:
+        found = self.comparison.found if self.comparison.is_certain else None
+        if found is None and before.is_certain:
+            self._events.write(events.Straggler(generation, step, "", 0.0, 0.0))
+        if found is None or before.is_certain:
             return
         self._events.write(
             events.Straggler(generation, step, found.node, round(found.own_s, 4), round(found.others_s, 4))

@@ -198,7 +198,7 @@ class LifeSpans:
             case events.StandsBy():
                 self._left_out(at, at - event.age_s)
                 if self._mode == "idle":
-                    self._to(at, self._idle(event.number))
+                    self._to(at, self._idle(event))
                 self._newest = event.number
             case events.Generation():
                 self._seated(event, at)
@@ -258,16 +258,16 @@ class LifeSpans:
             if self._mode == "start":
                 self._to(at, START)
             elif self._mode == "idle":
-                self._to(at, WAITING if event.kind == "start" else self._idle(event.number))
+                self._to(at, self._idle(event))
             elif self._mode == "seated" and event.waits:
                 self._to(at, SET_UP)
             self._mode = "waiting" if event.waits else "seated"
 
-    def _idle(self, before: int = 0) -> str:
-        """The bucket of a node without a seat: what the others do, in the newest generation or the one `before`."""
-        if not self._courses:
+    def _idle(self, until: events.Generation | None = None) -> str:
+        """The bucket of a node without a seat: what the others do, now or in the generation before `until`."""
+        if not self._courses or (until is not None and until.kind == "start"):
             return WAITING
-        course = self._courses.get(before - 1 if before else max(self._courses))
+        course = self._courses.get(until.number - 1 if until is not None else max(self._courses))
         return WAITING if course is not None and course.waits else STANDBY
 
     def _stopped(self, event: events.Restarted, at: float) -> None:

@@ -222,7 +222,7 @@ class Story:
         samples: trained on so far; 0 if not known.
         work: by rank, the seconds of its own work in a step, and when they were reported; thinned out.
         troubles: the failures, in order.
-        slow: the node that is slow in the newest generation, `slow_at`: when that was found; None: none is known.
+        slow: the node that is slow now, in the newest generation, `slow_at`: when that was found; None: none is known.
         stands: what was found while steps stood still, and when, the newest ones.
         result: how the run ended, `ended_at`: when the last node said so; `text`: the report of a failed one.
         begin, last: the times of the first and the last event; 0 before there is one.
@@ -339,7 +339,7 @@ class Story:
             case events.Culprit() | events.Stalled() if not isinstance(event, events.Late | events.Paused):
                 self._stood(event, at)
             case events.Straggler() if self.chapter is not None and event.generation == self.chapter.number:
-                self.slow, self.slow_at = event, at
+                self.slow, self.slow_at = event if event.slow else None, at
             case events.MemberLost():
                 self._member_lost(event, at)
             case events.Failure():
@@ -511,7 +511,7 @@ class Story:
         """
         nodes: tuple[str, ...] = ()
         what = f"no progress for {event.age_s:.0f} s after step {event.step:,}"
-        if culprit is not None and event.step - 1 <= culprit.step <= event.step:  # See `Course.stood`.
+        if culprit is not None and abs(event.step - culprit.step) <= 1:  # See `Course.stood`.
             what, nodes = f"{what}: {culprit.reason}", culprit.nodes
         self.troubles = [each for each in self.troubles if not (each.hang and each.at == at)]
         self.troubles += [Trouble(at, each, what, event.generation, hang=True) for each in nodes or ("",)]

@@ -196,6 +196,28 @@ def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) ->
     assert named == [[], [], [(0,)]]
 
 
+def test_a_node_that_was_slow_is_told_to_have_caught_up(tmp_path: Path) -> None:
+    """W18: once each, by an event, so that nobody is called slow for ever."""
+    kept: list[events.Straggler] = []
+    event_log = EventLog("n0", None)
+    event_log.follow(lambda record: kept.append(record.event))
+    monitor = HangMonitor(
+        settings_of(tmp_path), lambda _: None, event_log, lambda _: None, take=lambda *_: None, state_of=lambda _: "S"
+    )
+    pages = [StatusPage(StatusPage.create())]
+    pages[0].entered, pages[0].stepping = 1, 1
+    for look in range(1, 13):  # One every 10 s; each step takes 100 ms, in which n0 waits for 80 ms until the sixth.
+        for step in range(100 * look - 99, 100 * look + 1):
+            pages[0].step, pages[0].entered, pages[0].step_at_ns = step, step + 1, int((1000 + step / 10) * 1e9)
+            monitor.look(1000.0 + step / 10, pages, held=False)
+        pages[0].waited_ns += 80_000_000 if look <= 6 else 2_000_000
+        pages[0].waits += 1
+        monitor.look_at_waits(1000.0 + 10 * look, {0: 0}, pages)
+        monitor.compare(2, {"n1": {"waits": [[1, look * 2_000_000, look]]}})
+    pages[0].close()
+    assert [(each.slow, each.step) for each in kept] == [("n1", 400), ("", 700)]
+
+
 def test_a_wait_for_the_first_batch_is_a_hang_and_no_pause(tmp_path: Path) -> None:
     """L5: a restarted process that gets no first batch has failed after three times the limit, at the run's step."""
     kept: list[Stacks] = []
