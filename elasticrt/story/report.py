@@ -111,7 +111,8 @@ def made(story: Story) -> int:
     """
     if story.first_step_at is None:
         return 0
-    return max(story.step, story.checkpoint) - (story.chapters[0].resume_step if story.chapters else 0)
+    stepped = [chapter for chapter in story.chapters if chapter.first_step is not None] or story.chapters
+    return max(story.step, story.checkpoint) - (stepped[0].resume_step if stepped else 0)
 
 
 def worth(story: Story, now: float | None = None) -> str:
