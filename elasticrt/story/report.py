@@ -37,7 +37,7 @@ def head(story: Story, now: float | None = None) -> list[str]:
 
 def sums(story: Story, now: float | None = None) -> list[str]:
     """A slow node that is known, how far the run came, its goodput, and what changes have cost."""
-    found = slow(story.slow) if story.slow is not None and story.result is None else ""
+    found = slow(story.slow) if story.slow is not None and now is not None else ""
     return [line for line in (found, paces(story), worth(story, now), changes(story)) if line]
 
 

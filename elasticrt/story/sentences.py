@@ -74,8 +74,7 @@ def doing(story: Story) -> str:
 
 def trouble(story: Story, now: float) -> str:
     """What keeps the nodes of a run that goes on from their pace at `now`; "" where nothing is known to."""
-    found = slow(story.slow) if story.slow is not None and story.result is None else ""
-    return story.standing(now) or found
+    return story.standing(now) or (slow(story.slow) if story.slow is not None else "")
 
 
 def ending(result: events.Result) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 
 import pytest
 
@@ -181,6 +182,15 @@ def test_what_a_directory_tells(run, capfd, words, code, shown):
     assert main(words.split()) == code
     said = capfd.readouterr()
     assert shown in said.out + said.err
+
+
+def test_the_list_of_runs_says_which_node_is_slow(tmp_path, capsys):
+    """As `status` and `report` do, while the run goes on."""
+    begin = time.time() - 10.0
+    entries = [*THREE_STEPS, (9.0, "a", events.Straggler(1, 30, "b", 0.04, 0.01))]
+    write(tmp_path / "slowly", [(begin + at, node, event) for at, node, event in entries])
+    assert main(["runs", "--log-dir", str(tmp_path)]) == 0
+    assert "  running; b is slow: its own work takes 40 ms of a step" in capsys.readouterr().out
 
 
 def test_the_state_of_an_ended_run_for_programs(run, capsys):

@@ -251,5 +251,6 @@ def test_a_slow_node_is_told_in_its_generation():
     assert text in report(told, 6.0)
     assert [5.0, "bad", text] in board(told, 6.0)["sentences"]
     assert as_object(told, 6.0)["slow"]["slow"] == "b"
+    assert text not in report(told), "after its end nobody waits"
     assert text not in report(story([*entries, (7.0, "a", begun(2, "a"))]), 8.0)
     assert text not in report(story([*entries, (7.0, "a", events.Straggler(1, 30, "", 0.0, 0.0))]), 8.0)
