@@ -243,8 +243,10 @@ class HangMonitor:
         by_rank = dict(zip((ranks[each] for each in sorted(ranks)), pages, strict=False))
         waits = [[rank, page.waited_ns, page.waits] for rank, page in by_rank.items()]
         known = [each for each in self.positions if each.rank in by_rank]
+        pages_of = [by_rank[each.rank] for each in known]
         self.positions = tuple(
-            replace(each, flights=by_rank[each.rank].flights, age_s=age_of(by_rank[each.rank])) for each in known
+            replace(each, begun=page.begun, flights=page.flights, age_s=age_of(page))
+            for each, page in zip(known, pages_of, strict=True)
         )
         self._aged_at = time.monotonic()
         self.said = {"workers": [each.to_json() for each in self.positions], "waits": waits, **self._found}
@@ -285,10 +287,8 @@ class HangMonitor:
         own = self._settings.node
         by_node = {own: self.positions, **dict(_positions(others))}
         names = {address: node for node, address in nodes.items()}
-        if self._stand.asks and not all(by_node.get(node) for node in nodes):
-            return  # What is missing may be another node's rank that is late. They are asked again.
         silent = {node: reached.get(node, "") for node in nodes if node not in by_node}
-        culprit, age_s = find(by_node, silent, names, own), self._age_s()
+        culprit, age_s = find(by_node, silent, names, own, again=bool(self._stand.asks)), self._age_s()
         pause_s = STANDING_FACTOR * statistics.median_low(self._pauses) if self._pauses else math.inf
         if culprit is not None and not (culprit.resting and age_s < min(pause_s, self._hang_s or math.inf)):
             self._tell(generation, replace(culprit, step=self._own_step()))

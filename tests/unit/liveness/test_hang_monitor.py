@@ -171,7 +171,7 @@ def test_a_finding_is_written_once_a_look_with_its_age(tmp_path: Path) -> None:
 
 
 def test_nobody_is_named_while_a_node_may_not_have_looked_yet(tmp_path: Path) -> None:
-    """The first time the others are asked, only answers of all nodes count; the last time, also those of some."""
+    """The first time the others are asked only answers of all nodes count, and none about collectives; later all do."""
     event_log, kept = EventLog("n0", None), []
     event_log.follow(lambda record: kept.append(record.event))
     found: queue.SimpleQueue[Stacks] = queue.SimpleQueue()
